@@ -1,0 +1,532 @@
+"""Where texts, labels and pretrained models come from: the Hugging Face hub, local files, or the tales world.
+
+    query_dataset   books, cnndm, tldr     hub data sets (the table HUB_TEXTS)
+                    tales                  the built-in world of tales.py
+                    dummy                  random letters, for tests
+                    <file>.txt             one text per line
+                    <file>.jsonl           one JSON string per line, or an object with "text"
+                    <file>.json            a JSON array of strings or of such objects
+    label_dataset   <task>/<file>.json     OpenAI's human labels, from the hub copy LABELS_REPOSITORY; with
+                                           query_dataset tales: the simulated labels under the same names
+                    <file>.json            a local file in the same format
+    base_model      a name on the hub, a local folder, or `tales`
+
+The books file of the original is lost. `books` stands in for it: a copy of BookCorpus, whose rows are single
+sentences with spaces around punctuation. We join BOOK_ROWS rows to a passage and undo the spaces, because the task
+needs passages with ordinary full stops.
+"""
+
+import contextlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ftfy
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_rlhf import tales
+from ppo_rlhf.run import InputError
+
+# dataset: (repository, configuration, revision, column). They load without loading scripts.
+HUB_TEXTS = {
+    "books": ("rojagtap/bookcorpus", None, None, "text"),
+    "cnndm": ("abisee/cnn_dailymail", "3.0.0", None, "article"),
+    "tldr": ("webis/tldr-17", None, "refs/convert/parquet", "content"),
+}
+LABELS_REPOSITORY = "vwxyzjn/lm-human-preferences"
+BOOK_ROWS = 16
+HELD_OUT = 50  # of a source without a test split, the last text of each 50 is held out for sample.py
+OPENAI_PAD_ID = 50259
+OPENAI_VOCAB_SIZE = 50257
+
+# ----------------------------------------------------------------------------------------------------------------
+# Tasks
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TaskArgs:
+    query_dataset: str = "books"
+    """where queries come from: books, cnndm, tldr, tales, dummy, or a .txt, .jsonl or .json file"""
+    query_length: int = 64
+    """longest query, in tokens; shorter ones are padded"""
+    query_prefix: str = ""
+    """text before each query; the policy sees it, the reward model does not"""
+    query_suffix: str = ""
+    """text after each query; the policy sees it, the reward model does not"""
+    start_text: str | None = "."
+    """queries begin after the first such token of their text; None: at the beginning"""
+    end_text: str | None = "."
+    """queries end with the last such token; None: wherever they are cut"""
+    response_length: int = 24
+    """length of every response, in tokens"""
+    truncate_text: str | None = "."
+    """responses are cut after this token before they are scored; None: never"""
+    truncate_after: int = 16
+    """only such a token at or after this index counts, in tokens"""
+    penalty_reward_value: float = -1.0
+    """score of a response without such a token"""
+    temperature: float = 0.7
+    """sampling temperature of the policy and of the reference"""
+
+
+SUMMARIES = {
+    "query_length": 500,
+    "query_suffix": "\n\nTL;DR:",
+    "start_text": None,
+    "response_length": 75,
+    "truncate_text": "\n",
+    "truncate_after": 55,
+}
+TASKS = {
+    "sentiment": TaskArgs(),
+    "descriptiveness": TaskArgs(),
+    "cnndm": TaskArgs(
+        **SUMMARIES, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
+    ),
+    "tldr": TaskArgs(**SUMMARIES, query_dataset="tldr", end_text=None),
+    "tales": TaskArgs(query_dataset="tales", query_length=24),
+    "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
+}
+
+# ----------------------------------------------------------------------------------------------------------------
+# Texts
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def clean_cnndm(text: str) -> str:
+    """Remove bylines, datelines, update notices and highlights from a CNN/Daily Mail story."""
+    # [D03] openai/lm-human-preferences lm_human_preferences/datasets/cnndm.py#L70-L103 @cbfd210
+    if text.startswith("By"):
+        text = "\n".join(text.split("\n")[2:])
+    text = re.sub(r"(?s).*\(CNN\) +--", "", text)
+    text = text[:100].rpartition("(CNN)")[2] + text[100:]
+    text = re.sub(r"^and \w+\n", "", text)
+    text = re.sub(r"(?s).*UPDATED:\s+\d\d:\d\d[^\n]*201\d", "", text)
+    text = clean_tldr(text.replace("’", "'").replace("‘", "'").strip())
+    return text.split("@highlight")[0].strip()
+
+
+def clean_tldr(text: str) -> str:
+    """Mend broken characters, leave at most one empty line in a row."""
+    # [D04] openai/lm-human-preferences lm_human_preferences/datasets/tldr.py#L24-L29 @cbfd210
+    return re.sub(r"\n{3,}", "\n\n", ftfy.fix_text(text)).strip()
+
+
+def join_book_rows(rows: Sequence[str]) -> str:
+    """A passage of ordinary text from rows of BookCorpus, which are sentences with spaces around punctuation."""
+    text = " ".join(row.strip() for row in rows).replace("`` ", '"').replace(" ''", '"')
+    text = re.sub(r" ([.,;:!?%)\]]|n't\b|'(?:s|m|d|re|ve|ll)\b)", r"\1", text)
+    return re.sub(r"([(\[$]) ", r"\1", text)
+
+
+class HubTexts(Sequence):
+    """Cleaned texts of one column of a hub data set, read from disk as they are asked for."""
+
+    def __init__(self, name: str, split: str):
+        repository, configuration, revision, column = HUB_TEXTS[name]
+        try:
+            import datasets
+        except ImportError as error:
+            raise InputError(f"--task.query_dataset {name} needs the package `datasets`") from error
+        with hub_errors(f"--task.query_dataset {name}", "give a local .txt, .jsonl or .json file of texts"):
+            split = "test" if name == "cnndm" and split == "test" else "train"
+            self.rows = datasets.load_dataset(repository, configuration, revision=revision, split=split)[column]
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.rows) // (BOOK_ROWS if self.name == "books" else 1)
+
+    def __getitem__(self, index: int) -> str:
+        if self.name == "books":
+            return join_book_rows(self.rows[index * BOOK_ROWS : (index + 1) * BOOK_ROWS])
+        return (clean_cnndm if self.name == "cnndm" else clean_tldr)(self.rows[index])
+
+
+@contextlib.contextmanager
+def hub_errors(what: str, remedy: str) -> Iterator[None]:
+    """Turn what the hub's client raises into one line that says what to do."""
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except (OSError, HfHubHTTPError, HFValidationError, DatasetsError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{what} could not be loaded, neither as a local path nor from the hub ({reason}); "
+            f"without a network, {remedy}, or use --preset tales"
+        ) from error
+
+
+def read_text_file(path: Path) -> list[str]:
+    """Texts of a .txt file (one per line), a .jsonl file or a .json array (strings, or objects with "text")."""
+    try:
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".txt":
+            items: Any = content.splitlines()
+        elif path.suffix == ".jsonl":
+            items = [json.loads(line) for line in content.splitlines() if line.strip()]
+        else:
+            items = json.loads(content)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"--task.query_dataset {path}: {error}") from error
+    if not isinstance(items, list):
+        raise InputError(f"--task.query_dataset {path}: holds no JSON array")
+    texts = [item.get("text") if isinstance(item, dict) else item for item in items]
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            raise InputError(
+                f'--task.query_dataset {path}: item {number} is neither a string nor an object with "text"'
+            )
+    return [text for text in texts if text.strip()]
+
+
+def dummy_texts() -> list[str]:
+    """Random strings of 40 letters and full stops."""
+    # [D86] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L109-L116 @cbfd210
+    rng = random.Random(0)
+    return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz.", k=40)) for _ in range(10_000)]
+
+
+def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
+    """The texts of a data set, in the order of its files. split: train, or test for texts that training never sees.
+
+    Local files and `dummy` have one split only.
+    """
+    if query_dataset in HUB_TEXTS:
+        texts: Sequence[str] = HubTexts(query_dataset, split)
+        if query_dataset == "cnndm":
+            return texts
+    elif query_dataset == "tales":
+        texts = (tales.find_world() / "stories.txt").read_text().splitlines()
+    elif query_dataset == "dummy":
+        return dummy_texts()
+    elif Path(query_dataset).suffix in {".txt", ".jsonl", ".json"}:
+        return read_text_file(Path(query_dataset))
+    else:
+        raise InputError(
+            f"--task.query_dataset {query_dataset}: unknown; there are {', '.join(HUB_TEXTS)}, tales, dummy, "
+            f"and files that end in .txt, .jsonl or .json"
+        )
+    held_out = range(HELD_OUT - 1, len(texts), HELD_OUT)
+    return Subset(
+        texts, held_out if split == "test" else [i for i in range(len(texts)) if i % HELD_OUT != HELD_OUT - 1]
+    )
+
+
+class Subset(Sequence):
+    def __init__(self, texts: Sequence[str], indices: Sequence[int]):
+        self.texts, self.indices = texts, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> str:
+        return self.texts[self.indices[index]]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Queries
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def one_token(tokenizer: PreTrainedTokenizerBase, text: str | None, field: str) -> int | None:
+    """The id of a text that must be exactly one token; None for None."""
+    if text is None:
+        return None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise InputError(
+            f"--task.{field} {text!r} is {len(ids)} tokens ({ids}) for this tokenizer; it must be exactly one"
+        )
+    return ids[0]
+
+
+def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:
+    """Cut a text's tokens to a query: after the first start token, at most query_length, up to the last end token.
+
+    Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
+    `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
+    """
+    # [D05] [D06] [D07] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L49-L64 @cbfd210
+    if start_id is not None:
+        if start_id not in tokens:
+            return None
+        first = tokens.index(start_id)
+        if first < len(tokens) - 1:
+            tokens = tokens[first + 1 :]
+    tokens = tokens[:query_length]
+    if end_id is not None:
+        if end_id not in tokens:
+            return None
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end_id)]
+    return tokens
+
+
+class QueryStream:
+    """An endless stream of queries: the texts in one shuffled order, again and again.
+
+    The order depends neither on the run's seed nor on the number of processes. `position` counts the texts that
+    were looked at; a stream that starts there goes on where another stopped.
+    """
+
+    def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
+        self.texts = load_texts(task.query_dataset, split)
+        self.task, self.tokenizer, self.position = task, tokenizer, position
+        self.start_id = one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = one_token(tokenizer, task.end_text, "end_text")
+        # [D02] [D11] One order for all, and every stage begins with its first text.
+        #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L27-L46 @cbfd210
+        self.order = list(range(len(self.texts)))
+        random.Random(0).shuffle(self.order)
+        self.skipped = 0
+        if len(self.texts) == 0 or self._next_usable() is None:
+            raise InputError(
+                f"--task.query_dataset {task.query_dataset}: none of its {len(self.texts)} texts gives a query; "
+                f"see --task.start_text and --task.end_text"
+            )
+        self.position, self.skipped = position, 0
+
+    def _next_usable(self) -> list[int] | None:
+        """The next query; None if a whole pass over the texts gives none."""
+        for _ in range(len(self.order)):
+            text = self.texts[self.order[self.position % len(self.order)]]
+            self.position += 1
+            tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            query = trim_query(tokens, self.task.query_length, self.start_id, self.end_id)
+            if query:
+                return query
+            self.skipped += 1
+        return None
+
+    def next_batch(self, batch_size: int, pad_id: int) -> torch.Tensor:
+        """The next queries, padded on the right: (batch_size, query_length)."""
+        # [D08] [D10] Process r of W takes its slice of a batch that is the same for every W.
+        #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L66-L85 @cbfd210
+        queries = torch.full((batch_size, self.task.query_length), pad_id)
+        for row in queries:
+            query = self._next_usable()
+            row[: len(query)] = torch.tensor(query)
+        return queries
+
+
+@dataclass(frozen=True)
+class TaskIds:
+    """The task's texts as token ids of one tokenizer."""
+
+    pad: int  # the tokenizer's length, which no token has
+    eos: int | None
+    stop: int | None
+    prefix: list[int]
+    suffix: list[int]
+    context_length: int  # prefix, padded query and suffix
+
+
+def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
+    prefix, suffix = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
+    )
+    return TaskIds(
+        pad=len(tokenizer),
+        eos=tokenizer.eos_token_id,
+        stop=one_token(tokenizer, task.truncate_text, "truncate_text"),
+        prefix=prefix,
+        suffix=suffix,
+        context_length=len(prefix) + task.query_length + len(suffix),
+    )
+
+
+def add_affixes(queries: torch.Tensor, prefix: list[int], suffix: list[int]) -> torch.Tensor:
+    """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
+    # [D09] openai/lm-human-preferences lm_human_preferences/lm_tasks.py#L68-L80 @cbfd210
+    parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
+    before, after = (part.expand(len(queries), -1) for part in parts)
+    return torch.cat([before, queries, after], dim=1)
+
+
+def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor, pad_id: int) -> list[str]:
+    """Decode each row without its padding."""
+    return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
+
+
+def sample_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: TaskIds,
+    queries: torch.Tensor,
+    responses: torch.Tensor,
+    **numbers: torch.Tensor,
+) -> list[dict]:
+    """The first three episodes as texts, with their numbers (batch,)."""
+    # [D80] openai/lm-human-preferences lm_human_preferences/train_policy.py#L264-L279 @cbfd210
+    columns = {
+        "query": to_texts(tokenizer, queries[:3], ids.pad),
+        "response": to_texts(tokenizer, responses[:3], ids.pad),
+        **{name: values[:3].tolist() for name, values in numbers.items()},
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def text_scorer(
+    function: Callable, field: str, tokenizer: PreTrainedTokenizerBase, pad_id: int
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor]]:
+    """Score with a function of texts: (queries, truncated responses) -> list of floats."""
+
+    def score(queries: torch.Tensor, responses: torch.Tensor) -> tuple[torch.Tensor]:
+        scores = function(to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, responses, pad_id))
+        if len(scores) != len(queries):
+            raise InputError(f"--{field} returned {len(scores)} scores for {len(queries)} responses")
+        return (torch.tensor([float(score) for score in scores], device=queries.device),)
+
+    return score
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Labels
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Comparisons: which of n continuations of a query a person found best."""
+
+    queries: torch.Tensor  # (labels, query_length), padded with pad_id
+    samples: torch.Tensor  # (labels, n, response_length), padded with pad_id
+    best: torch.Tensor  # (labels,), in [0, n)
+    ceiling: float | None  # accuracy of a perfect judge on the held-out labels, where it is known
+
+
+def find_label_file(label_dataset: str, query_dataset: str) -> Path:
+    if Path(label_dataset).is_file():
+        return Path(label_dataset)
+    if query_dataset == "tales":
+        path = tales.find_world() / "labels" / label_dataset
+        if path.is_file():
+            return path
+        there = ", ".join(f"{name}/offline_5k.json" for name in tales.ANNOTATORS)
+        raise InputError(f"--label_dataset {label_dataset}: no such file, and tales has {there}")
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors(f"--label_dataset {label_dataset}", f"download it from {LABELS_REPOSITORY} and give its path"):
+        return Path(hf_hub_download(LABELS_REPOSITORY, label_dataset, repo_type="dataset"))
+
+
+def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
+    """Read a label file in OpenAI's format and check every row.
+
+    A file beside it, `<name>.meta.json`, may give the vocabulary size of the ids and the ceiling of accuracy.
+    A file without one is taken for OpenAI's, which holds GPT-2 ids.
+    """
+    # [D19] [D20] openai/lm-human-preferences lm_human_preferences/label_types.py#L33-L55 @cbfd210
+    path = find_label_file(label_dataset, task.query_dataset)
+    what, vocab_size = f"--label_dataset {path}", len(tokenizer)
+    try:
+        rows = json.loads(path.read_text())
+        sidecar = path.with_suffix(".meta.json")
+        meta = json.loads(sidecar.read_text()) if sidecar.exists() else {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{what}: {error}") from error
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{what}: must be a JSON array of objects, and not empty")
+    their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)
+    if their_vocab_size != vocab_size:
+        raise InputError(
+            f"{what}: holds ids of a vocabulary of {their_vocab_size}, but the tokenizer of the base model has "
+            f"{vocab_size}; use the model whose tokenizer wrote the file"
+        )
+    sample_keys = sorted((key for key in rows[0] if re.fullmatch(r"sample\d+", key)), key=lambda key: int(key[6:]))
+    if len(sample_keys) < 2 or sample_keys != [f"sample{i}" for i in range(len(sample_keys))]:
+        raise InputError(f"{what}: row 0 has the samples {sample_keys}; it needs sample0, sample1, ... (two or more)")
+    lengths = {"query": task.query_length, **dict.fromkeys(sample_keys, task.response_length)}
+    for number, row in enumerate(rows):
+        for key, length in lengths.items():
+            ids = row.get(key)
+            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+                raise InputError(f"{what}: row {number} has no list of token ids under {key!r}")
+            if len(ids) != length:
+                field = "query_length" if key == "query" else "response_length"
+                raise InputError(
+                    f"{what}: row {number} has {len(ids)} ids in {key!r}, but --task.{field} is {length}"
+                )
+            if not all(0 <= token < vocab_size or token == OPENAI_PAD_ID for token in ids):
+                worst = next(token for token in ids if not 0 <= token < vocab_size and token != OPENAI_PAD_ID)
+                raise InputError(
+                    f"{what}: row {number} has id {worst} in {key!r}, outside the tokenizer's {vocab_size}; "
+                    f"is it written with another tokenizer?"
+                )
+            if ids[0] == OPENAI_PAD_ID:
+                raise InputError(f"{what}: row {number} has padding at the beginning of {key!r}")
+        if type(row.get("best")) is not int or not 0 <= row["best"] < len(sample_keys):
+            raise InputError(
+                f"{what}: row {number} has best {row.get('best')!r}; it must be in 0..{len(sample_keys) - 1}"
+            )
+    pad_id = vocab_size
+
+    def tokens(key: str) -> torch.Tensor:
+        ids = torch.tensor([row[key] for row in rows])
+        return ids.masked_fill(ids == OPENAI_PAD_ID, pad_id)
+
+    return Labels(
+        queries=tokens("query"),
+        samples=torch.stack([tokens(key) for key in sample_keys], dim=1),
+        best=torch.tensor([row["best"] for row in rows]),
+        ceiling=meta.get("ceiling"),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Pretrained models
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base model. Our padding id is its length: no token has it."""
+    with hub_errors(f"--base_model {base_model}", "give the folder of a downloaded model"):
+        return AutoTokenizer.from_pretrained(model_path(base_model), trust_remote_code=trust_remote_code)
+
+
+def load_pretrained(
+    base_model: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    auto_class: type = AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """A pretrained model from safetensors, with every dropout probability set to 0."""
+    path = model_path(base_model)
+    with hub_errors(f"--base_model {base_model}", "give the folder of a downloaded model"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        # [D18] Dropout is never active, neither in rollouts nor in training.
+        #       openai/lm-human-preferences lm_human_preferences/policy.py#L48 @cbfd210
+        for name, value in vars(config).items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        return auto_class.from_pretrained(
+            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
+
+
+def check_length(model: PreTrainedModel, base_model: str, length: int) -> None:
+    """Raise if the model cannot read so many tokens."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise InputError(
+            f"--base_model {base_model} reads at most {longest} tokens, but query and response are {length}; "
+            f"shorten --task.query_length or --task.response_length"
+        )
+
+
+def model_path(base_model: str) -> str:
+    return str(tales.find_world() / "model") if base_model == "tales" else base_model

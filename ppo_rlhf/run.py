@@ -1,0 +1,537 @@
+"""What is not the algorithm: command lines, processes, run folders, logs, pictures, checkpoints, error messages.
+
+A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
+
+    meta.json             arguments, derived sizes, commit, versions, device, wall time, results
+    metrics.csv           one row per step, all metrics; TensorBoard event files hold the same
+    samples.jsonl         the samples that were printed
+    learning_curves.png   a picture of metrics.csv
+    checkpoints/<step>/   everything needed to go on: tensors in safetensors, the rest in JSON
+"""
+
+import contextlib
+import csv
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+KEEP_CHECKPOINTS = 2
+
+
+class InputError(ValueError):
+    """Something that the user gave does not fit. The message is one line: what, what is wrong, what would do."""
+
+
+class NumericalError(ArithmeticError):
+    """A number that the run depends on is not finite. The message is one line: which, where, what is kept."""
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Command line and processes
+# ----------------------------------------------------------------------------------------------------------------
+
+Args = TypeVar("Args")
+
+# What may differ when a run goes on: memory, tracking, output. Everything else would make it another run.
+MAY_CHANGE = {
+    "resume",
+    "track",
+    "wandb_project_name",
+    "wandb_entity",
+    "upload_model",
+    "hf_entity",
+    "log_interval",
+    "save_interval",
+    "ppo.local_micro_batch_size",
+    "ppo.local_rollout_batch_size",
+    "local_micro_batch_size",
+    "local_rollout_batch_size",
+}
+
+
+def parse_args(presets: dict[str, Args], argv: list[str] | None = None) -> Args:
+    """Read the command line: --preset chooses the defaults, every other flag overrides one.
+
+    With --resume runs/<run>, the defaults are the arguments that the run was started with.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    resume, preset = flag_value(argv, "--resume"), flag_value(argv, "--preset")
+    if resume:
+        saved = from_dict(type(next(iter(presets.values()))), read_meta(Path(resume))["args"])
+        args = tyro.cli(type(saved), args=argv, default=dataclasses.replace(saved, resume=resume))
+        check_same_arguments(saved, args)
+        return args
+    if preset is not None and preset not in presets:
+        raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
+    default = presets[preset] if preset else next(iter(presets.values()))
+    return tyro.cli(type(default), args=argv, default=default)
+
+
+def flag_value(argv: list[str], flag: str) -> str | None:
+    """The value of `--flag value` or `--flag=value`, the last one if there are several."""
+    value = None
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            value = argv[i + 1]
+        elif word.startswith(flag + "="):
+            value = word.split("=", 1)[1]
+    return value
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"ppo": {"lr": 1}} becomes {"ppo.lr": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
+    """The inverse of dataclasses.asdict for nested dataclasses."""
+    hints = typing.get_type_hints(cls)
+    unknown = set(values) - set(hints)
+    if unknown:
+        raise InputError(f"the saved arguments of {cls.__name__} hold {', '.join(sorted(unknown))}, unknown here")
+    return cls(**{k: from_dict(hints[k], v) if dataclasses.is_dataclass(hints[k]) else v for k, v in values.items()})
+
+
+def check_same_arguments(saved: Any, args: Any) -> None:
+    old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
+    changed = [name for name in old if old[name] != new[name] and name not in MAY_CHANGE]
+    if changed:
+        differences = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in changed)
+        raise InputError(
+            f"--resume {args.resume}: {differences} would make it another run; "
+            f"only these may change: {', '.join(sorted(MAY_CHANGE - {'resume'}))}"
+        )
+
+
+def run_script(main: Callable[[], Any]) -> None:
+    """Run main(); turn an error that is the user's to mend into one line and exit status 2."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        main()
+    except (InputError, NumericalError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def make_accelerator() -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != started:
+        raise InputError(
+            f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
+            f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
+        )
+    if accelerator.device.type == "cpu":
+        # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(int(os.environ.get("PPO_RLHF_THREADS", max(1, threads // local_processes))))
+    return accelerator
+
+
+def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Reduce 0-d tensors over all processes, in one flat vector."""
+    # [D75] openai/lm-human-preferences lm_human_preferences/utils/core.py#L491-L524 @cbfd210
+    flat = torch.stack([value.detach().double() for value in values.values()])
+    return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
+
+
+def import_function(name: str, field: str) -> Callable:
+    """The function that `package.module:name` names; the name may have dots."""
+    module, _, path = name.partition(":")
+    try:
+        function = importlib.import_module(module)
+        for attribute in path.split("."):
+            function = getattr(function, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"--{field} {name}: {error}; write package.module:name") from error
+    return function
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Run folder
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "meta.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise InputError(f"{folder} is not the folder of a run: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write to a temporary name, then rename: a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def commit() -> str:
+    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    result = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class Run:
+    """The folder of one run, and everything that is written to it. Only the main process writes."""
+
+    def __init__(self, args: Any, accelerator: Accelerator, sizes: dict[str, int], timestamp: int | None = None):
+        """args: the script's Args; sizes: derived sizes for meta.json; timestamp: seconds, given by train_both."""
+        self.args = args
+        self.is_main = accelerator.is_main_process
+        self.started = time.time()
+        name = run_name(args, shared_timestamp(timestamp)) if not args.resume else Path(args.resume).resolve().name
+        self.folder = Path(args.resume) if args.resume else Path("runs") / name
+        self.model_folder = Path("models") / name
+        self.rows: list[dict[str, float]] = []
+        self._writers: list[Callable[[int, dict[str, float]], None]] = []
+        self._closers: list[Callable[[], None]] = []
+        self._progress: Any = None
+        self.meta: dict[str, Any] = {}
+        if not self.is_main:
+            return
+        previous = read_meta(self.folder) if args.resume else {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
+        self.meta = {
+            "name": name,
+            "args": dataclasses.asdict(args),
+            "sizes": sizes,
+            "num_processes": accelerator.num_processes,
+            "threads": torch.get_num_threads(),
+            "device": f"{accelerator.device.type}: {device}",
+            "commit": commit(),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "accelerate": importlib.metadata.version("accelerate"),
+            },
+            "wall_time": previous.get("wall_time", 0.0),
+            "finished": False,
+            "wandb_id": previous.get("wandb_id"),
+            "results": {},
+        }
+        self.save_meta()
+
+    def save_meta(self, **changes: Any) -> None:
+        if self.is_main:
+            self.meta |= changes
+            write_json(self.folder / "meta.json", self.meta)
+
+    def start_logging(self, first_step: int, config: dict[str, Any] | None = None) -> None:
+        """Open the logs; drop what a run that was cut off had logged at first_step and later."""
+        if not self.is_main:
+            return
+        metrics_file = self.folder / "metrics.csv"
+        if first_step and metrics_file.exists():
+            with metrics_file.open(newline="") as file:
+                rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+            self.rows = [row for row in rows if row["step"] < first_step]
+        samples_file = self.folder / "samples.jsonl"
+        samples = samples_file.read_text().splitlines(keepends=True) if samples_file.exists() else []
+        samples_file.write_text("".join(line for line in samples if json.loads(line)["step"] < first_step))
+        for event_file in self.folder.glob("events.out.tfevents.*"):
+            event_file.unlink()
+        self._open_csv(metrics_file)
+        self._open_tensorboard()
+        for row in self.rows:
+            for write in self._writers:
+                write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        if self.args.track:
+            self._open_wandb(config or {})
+
+    def _open_csv(self, path: Path) -> None:
+        file = path.open("w", newline="")
+        writer = csv.writer(file)
+
+        def write(step: int, metrics: dict[str, float]) -> None:
+            if file.tell() == 0:
+                writer.writerow(["step", *metrics])
+            writer.writerow([step, *metrics.values()])
+            file.flush()
+
+        self._writers.append(write)
+        self._closers.append(file.close)
+
+    def _open_tensorboard(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            print("tensorboard is not installed; metrics go to metrics.csv only")
+            return
+        board = SummaryWriter(str(self.folder))
+        board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
+
+        def write(step: int, metrics: dict[str, float]) -> None:
+            for name, value in metrics.items():
+                board.add_scalar(name, value, step)
+
+        self._writers.append(write)
+        self._closers.append(board.close)
+
+    def _open_wandb(self, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            print("wandb is not installed; metrics go to metrics.csv and TensorBoard only")
+            return
+        tracked = wandb.init(
+            project=self.args.wandb_project_name,
+            entity=self.args.wandb_entity,
+            name=self.meta["name"],
+            id=self.meta["wandb_id"],
+            resume="allow",
+            config=self.meta["args"] | config,
+            dir=str(self.folder),
+        )
+        self.save_meta(wandb_id=tracked.id)
+        self._writers.append(lambda step, metrics: tracked.log(metrics, step=step))
+        self._closers.append(tracked.finish)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one row of metrics, on the main process. step: 0-based."""
+        if self.is_main:
+            self.rows.append({"step": step, **metrics})
+            for write in self._writers:
+                write(step, metrics)
+
+    def print_sizes(self, sizes: Any) -> None:
+        """Print derived sizes as a table."""
+        if self.is_main:
+            rows = [{"size": name, "value": value} for name, value in dataclasses.asdict(sizes).items()]
+            print_table(f"{self.meta['name']}: sizes in episodes or labels", rows)
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Append samples to samples.jsonl and print them as a table."""
+        if self.is_main:
+            with (self.folder / "samples.jsonl").open("a") as file:
+                file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
+            print_table(f"step {step}", samples, console=self._progress and self._progress.console)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int, done: int = 0):
+        """A bar with the time left. Yields advance(text), to be called once per step."""
+        if not self.is_main:
+            yield lambda text: None
+            return
+        try:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        except ImportError:
+            print("rich is not installed; progress is printed as plain lines")
+            Progress = None
+        if Progress is None or not sys.stdout.isatty():
+            step, every = done, max(1, total // 20)
+
+            def advance_plain(text: str) -> None:
+                nonlocal step
+                step += 1
+                if step % every == 0 or step == total:
+                    left = (time.time() - begun) / (step - done) * (total - step)
+                    print(f"{title} {step}/{total}, {left / 60:.1f} min left, {text}", flush=True)
+
+            begun = time.time()
+            yield advance_plain
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        with Progress(*columns) as self._progress:
+            task = self._progress.add_task(title, total=total, completed=done, text="")
+            yield lambda text: self._progress.update(task, advance=1, text=text)
+        self._progress = None
+
+    def finish(self, panels: dict[str, list[str]], **results: Any) -> None:
+        """Close the logs, draw the learning curves, record the results."""
+        if not self.is_main:
+            return
+        for close in self._closers:
+            close()
+        draw_learning_curves(self.folder, self.rows, panels)
+        wall_time = self.meta["wall_time"] + time.time() - self.started
+        self.save_meta(finished=True, wall_time=round(wall_time, 1), results=results)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Write checkpoints/<step> completely, then give it its name; keep the newest few."""
+        if not self.is_main:
+            return
+        folder = self.folder / "checkpoints"
+        temporary = folder / f"{step}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
+            temporary / "tensors.safetensors",
+        )
+        write_json(temporary / "state.json", {"step": step, **state})
+        shutil.rmtree(folder / str(step), ignore_errors=True)
+        temporary.rename(folder / str(step))
+        for old in checkpoint_steps(self.folder)[:-KEEP_CHECKPOINTS]:
+            shutil.rmtree(folder / str(old))
+        self.save_meta(wall_time=round(self.meta["wall_time"] + time.time() - self.started, 1))
+        self.started = time.time()
+
+    def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """Tensors and state of the newest checkpoint, on every process; None if there is none."""
+        steps = checkpoint_steps(self.folder)
+        if not self.args.resume or not steps:
+            return None
+        folder = self.folder / "checkpoints" / str(steps[-1])
+        try:
+            return load_file(folder / "tensors.safetensors"), json.loads((folder / "state.json").read_text())
+        except (OSError, json.JSONDecodeError, SafetensorError) as error:
+            raise InputError(
+                f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
+                f"remove that folder to go on from the one before"
+            ) from error
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters and optimiser moments under flat names, for a checkpoint."""
+    tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
+    return tensors
+
+
+@torch.no_grad()
+def restore_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
+) -> None:
+    """The inverse of training_state. steps: how many optimiser steps were made."""
+    shapes = {f"model.{name}": parameter.shape for name, parameter in model.named_parameters()}
+    if shapes != {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}:
+        raise InputError("the checkpoint holds other parameters than the model that its arguments name")
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors[f"model.{name}"])
+    state = optimizer.state_dict()
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, moment = name.split(".")
+            state["state"].setdefault(int(index), {})[moment] = tensor
+    for group in state["param_groups"]:
+        group["steps"] = steps
+    optimizer.load_state_dict(state)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def run_name(args: Any, timestamp: int) -> str:
+    return f"{args.exp_name}__{args.preset}__{args.seed}__{timestamp}"
+
+
+def shared_timestamp(timestamp: int | None = None) -> int:
+    """Seconds since 1970, the main process's on every process."""
+    return broadcast_object_list([timestamp or int(time.time())])[0]
+
+
+def print_table(title: str, rows: list[dict[str, Any]], console: Any = None) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(title, *(json.dumps(row) for row in rows), sep="\n")
+        return
+    table = Table(title=title, show_lines=True)
+    for name in rows[0]:
+        numeric = all(isinstance(row[name], float | int) for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)
+    for row in rows:
+        cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        table.add_row(*(cell.replace("[", "\\[").replace("\n", "⏎") for cell in cells))
+    (console or Console()).print(table)
+
+
+def upload_model(folder: Path, entity: str, name: str) -> None:
+    """Push a model's folder to the Hugging Face hub, with a model card."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repository = f"{entity}/{name}" if entity else name
+    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` beside the weights names base model and task.\n"
+    (folder / "README.md").write_text(card)
+    try:
+        api = HfApi()
+        repository = api.create_repo(repository, exist_ok=True).repo_id
+        api.upload_folder(repo_id=repository, folder_path=str(folder))
+    except (OSError, HfHubHTTPError, ValueError) as error:
+        raise InputError(f"{folder} is saved, but could not be pushed to {repository}: {error}") from error
+
+
+def draw_learning_curves(folder: Path, rows: list[dict[str, float]], panels: dict[str, list[str]]) -> None:
+    """learning_curves.png: one panel per entry of {title: metrics}."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("matplotlib is not installed; no learning_curves.png")
+        return
+    panels = {
+        title: drawn
+        for title, names in panels.items()
+        if (drawn := [name for name in names if rows and name in rows[0]])
+    }
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.4 * columns, 2.5 * lines), layout="constrained")
+    for axes, (title, names) in zip(
+        figure.subplots(lines, columns, squeeze=False).flat, panels.items(), strict=False
+    ):
+        for name in names:
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
+        axes.set_title(title, fontsize=10)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        if len(names) > 1:
+            axes.legend(fontsize=7)
+    for axes in figure.axes[len(panels) :]:
+        axes.set_axis_off()
+    figure.savefig(folder / "learning_curves.png", dpi=110)

@@ -1,0 +1,395 @@
+"""Tales: a small world with a known truth, so that all of RLHF runs on a laptop without a network.
+
+What CartPole is to reinforcement learning, this is to RLHF. The language model really samples, the reward model
+really learns from comparisons, and yet the thing that people want is known in closed form:
+
+1. `write_story`: a seeded grammar writes short stories. Every sentence has slots, and a slot is filled with a
+   pleasant, an unpleasant or a neutral word, independently of what came before.
+2. `build_world`: a byte-level BPE tokenizer and a small GPT-2 are trained on the stories from scratch.
+3. `gold_sentiment`, `gold_descriptiveness`: what the annotator wants, as a formula.
+4. `choose_best`: a simulated annotator reads four continuations sampled from the language model and picks the best,
+   with noise: P(i) is proportional to exp(gold_i / annotator_temperature). So nobody, not even a judge that
+   knows the formula, can predict more than the mean of the largest of the four probabilities: the ceiling.
+
+The comparisons are written as JSON in the format of OpenAI's label files, and read by the same code.
+
+    python ppo_rlhf/tales.py    # build the world, unless it is there, and read a little of it
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+# ----------------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TalesArgs:
+    """The settings of a world. Worlds with other settings live in other folders of the cache."""
+
+    seed: int = 1
+    """seed of everything in the world; not the seed of a training run, so that many runs share one world"""
+    stories: int = 20_000
+    """number of stories"""
+    sentences_per_story: int = 14
+    """number of sentences of a story"""
+    vocab_size: int = 1024
+    """tokens of the byte-level BPE"""
+    width: int = 128
+    """width of the GPT-2"""
+    layers: int = 4
+    """layers of the GPT-2"""
+    heads: int = 4
+    """attention heads of a layer"""
+    max_positions: int = 160
+    """the longest sequence that the GPT-2 can read, in tokens"""
+    lm_steps: int = 400
+    """optimiser steps of language-model training"""
+    lm_batch_size: int = 64
+    """sequences per step"""
+    lm_sequence_length: int = 64
+    """tokens per sequence; each begins at the start of a sentence"""
+    lm_lr: float = 3e-3
+    """highest learning rate of language-model training (AdamW, linear warm-up, cosine to zero)"""
+    query_length: int = 24
+    """tokens of the longest query in the comparisons"""
+    response_length: int = 24
+    """tokens of each continuation in the comparisons"""
+    truncate_after: int = 16
+    """continuations are cut after the first full stop at or after this index"""
+    temperature: float = 0.7
+    """sampling temperature of the continuations"""
+    train_comparisons: int = 4_992
+    """comparisons to train on"""
+    test_comparisons: int = 1_024
+    """comparisons held out"""
+    annotator_temperature: float = 0.5
+    """noise of the annotator, in units of gold score: 0 would always pick the best"""
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Stories
+# ----------------------------------------------------------------------------------------------------------------
+
+PLEASANT = {
+    "adjective": "lovely gentle cheerful golden sweet bright kind charming splendid cosy merry peaceful",
+    "adverb": "gladly kindly happily warmly proudly gracefully",
+    "verb": "praised helped thanked kissed cheered healed",
+    "feeling": "happy hopeful grateful loved calm delighted",
+    "event": "laughter music joy luck friendship comfort",
+}
+UNPLEASANT = {
+    "adjective": "gloomy cruel rotten bitter wicked nasty hateful dreadful filthy broken miserable poisonous",
+    "adverb": "sadly rudely bitterly angrily cruelly painfully",
+    "verb": "cursed robbed mocked cheated hurt betrayed",
+    "feeling": "lonely afraid ashamed furious sick hopeless",
+    "event": "hunger grief fear trouble pain misery",
+}
+NEUTRAL = {
+    "adjective": "wooden red tall round copper striped usual common second other certain former",
+    "adverb": "slowly quietly briefly often soon again",
+    "verb": "passed met followed called watched visited",
+    "feeling": "awake busy ready tired curious quiet",
+    "event": "work news weather smoke rain talk",
+}
+THINGS = {
+    "concrete": "lantern kettle rope basket ladder blanket hammer mirror barrel candle boat bell",
+    "abstract": "plan rumour promise idea story question secret custom reason habit wish answer",
+}
+PLACES = {
+    "concrete": "mill bridge forest harbour garden tower kitchen orchard cellar meadow",
+    "abstract": "village kingdom country region world district neighbourhood town valley land",
+}
+TIMES = "morning evening winter summer night week"
+PEOPLE = "baker farmer sailor widow teacher miller shepherd stranger"
+NAMES = "Mara Tobias Ilse Conrad Petra Ruben Hanna Felix Dorothea Jonas Clara Emil"
+
+# A slot in braces takes a word of that kind; {name} and {other} are the two people of the story, {home} its place.
+TEMPLATES = (
+    "{name} {adverb} {verb} the {adjective} {person}.",
+    "The {adjective} {person} {verb} {name} and the {adjective} {person}.",
+    "{name} found a {adjective} {thing} in the {adjective} {home}.",
+    "There was {event} in the {adjective} {place} and {event} in the {place}.",
+    "{name} felt {feeling} and {feeling} that {adjective} {time}.",
+    "They {adverb} carried the {adjective} {thing} to the {adjective} {place}.",
+    "{other} {verb} the {adjective} {person} and felt {feeling}.",
+    "All {time} there was {event} and {event} near the {home}.",
+    "{other} gave {name} a {adjective} {thing} and a {adjective} {thing}.",
+    "The {adjective} {thing} of the {person} made {other} {feeling}.",
+)
+
+SENTIMENTS = (PLEASANT, UNPLEASANT, NEUTRAL)
+WORDS = {
+    **{kind: [word for sentiment in SENTIMENTS for word in sentiment[kind].split()] for kind in PLEASANT},
+    "thing": [word for words in THINGS.values() for word in words.split()],
+    "place": [word for words in PLACES.values() for word in words.split()],
+    "time": TIMES.split(),
+    "person": PEOPLE.split(),
+    "name": NAMES.split(),
+}
+WORDS |= {"other": WORDS["name"], "home": WORDS["place"]}
+
+
+def write_story(rng: random.Random, sentences: int) -> str:
+    """A story of so many sentences. Pleasant, unpleasant and neutral words are equally likely in every slot."""
+    name, other = rng.sample(WORDS["name"], 2)
+    cast = {"name": name, "other": other, "home": rng.choice(WORDS["place"])}
+
+    def fill(slot: re.Match) -> str:
+        return cast[slot[1]] if slot[1] in cast else rng.choice(WORDS[slot[1]])
+
+    return " ".join(re.sub(r"{(\w+)}", fill, rng.choice(TEMPLATES)) for _ in range(sentences))
+
+
+SENTENCE = re.compile(
+    "|".join(
+        re.sub(r"\\{(\w+)\\}", lambda slot: f"(?:{'|'.join(WORDS[slot[1]])})", re.escape(template))
+        for template in TEMPLATES
+    )
+)
+
+
+def grammatical(text: str) -> tuple[int, int]:
+    """How many of the text's finished sentences the grammar could have written, and how many there are."""
+    sentences = [sentence.strip() + "." for sentence in text.split(".")[:-1]]
+    return sum(bool(SENTENCE.fullmatch(sentence)) for sentence in sentences), len(sentences)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The annotator
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def words_of(*lists: str) -> frozenset[str]:
+    return frozenset(word for words in lists for word in words.split())
+
+
+@dataclass(frozen=True)
+class Annotator:
+    """A simulated person, whose taste is a formula: wanted words minus unwanted words."""
+
+    wanted: frozenset[str]
+    unwanted: frozenset[str]
+
+    def gold_scores(self, queries: list[str], responses: list[str]) -> list[float]:
+        """Wanted minus unwanted words of each response; the queries do not count. What PPO should really raise."""
+        return [
+            float(sum((word in self.wanted) - (word in self.unwanted) for word in re.findall(r"\w+", response)))
+            for response in responses
+        ]
+
+    def choose_best(
+        self, gold_scores: torch.Tensor, temperature: float, rng: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pick one of n continuations with Boltzmann noise.
+
+        gold_scores: (batch, n). Returns the choices (batch,) and, for each, the probability of the likeliest one:
+        its mean is the accuracy that a perfect judge reaches.
+        """
+        probabilities = torch.softmax(gold_scores.double() / temperature, dim=1)  # (batch, n)
+        return torch.multinomial(probabilities, 1, generator=rng).squeeze(1), probabilities.amax(1)
+
+
+sentiment = Annotator(wanted=words_of(*PLEASANT.values()), unwanted=words_of(*UNPLEASANT.values()))
+descriptiveness = Annotator(
+    wanted=words_of(
+        THINGS["concrete"],
+        PLACES["concrete"],
+        "wooden red tall round copper striped golden bright filthy broken smoke",
+    ),
+    unwanted=words_of(THINGS["abstract"], PLACES["abstract"]),
+)
+ANNOTATORS = {"sentiment": sentiment, "descriptiveness": descriptiveness}
+
+# ----------------------------------------------------------------------------------------------------------------
+# The world
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(stories: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE like GPT-2's; `<|endoftext|>` is token 0, and no story contains it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(stories, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+
+
+def train_language_model(
+    stories: list[str], tokenizer: PreTrainedTokenizerFast, args: TalesArgs, device: str
+) -> tuple[GPT2LMHeadModel, float]:
+    """A small GPT-2, trained from scratch on windows of the stories. Returns it and its last loss, nats per token."""
+    full_stop = tokenizer.encode(".")[0]
+    rows = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(ids) for ids in tokenizer(stories)["input_ids"]], batch_first=True, padding_value=-1
+    )  # (stories, tokens)
+    # A window begins where a sentence begins, as queries do, and lies within one story.
+    sentence_starts = torch.cat([torch.ones_like(rows[:, :1]), rows[:, :-1] == full_stop], dim=1).bool()
+    fits = torch.nn.functional.pad(rows[:, args.lm_sequence_length :], (0, args.lm_sequence_length), value=-1) >= 0
+    starts = (sentence_starts & fits).nonzero()  # (windows, 2): story and column
+    torch.manual_seed(args.seed)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=args.max_positions,
+            n_embd=args.width,
+            n_layer=args.layers,
+            n_head=args.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lm_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    warmup = max(1, args.lm_steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / args.lm_steps))),
+    )
+    window = torch.arange(args.lm_sequence_length)
+    losses = []
+    for _ in range(args.lm_steps):
+        story, column = starts[torch.randint(len(starts), (args.lm_batch_size,))].unbind(1)
+        tokens = rows[story.unsqueeze(1), column.unsqueeze(1) + window].to(device)  # (batch, sequence_length)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+    return model.eval(), torch.stack(losses[-20:]).mean().item()
+
+
+def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str, dict[str, float]]:
+    """Sample four continuations for each query, let both annotators choose, write the label files.
+
+    Returns, for each task, the ceiling of accuracy on the held-out comparisons, and mean and deviation of the
+    language model's own gold score.
+    """
+    # Imported here because train_policy reads the world through data.py.
+    from ppo_rlhf.data import OPENAI_PAD_ID, QueryStream, TaskArgs, to_texts
+    from ppo_rlhf.train_policy import generate, keyed_generator, truncate_at
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    model = GPT2LMHeadModel.from_pretrained(folder / "model").to(device)
+    pad_id, count = len(tokenizer), args.train_comparisons + args.test_comparisons
+    task = TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=args.query_length)
+    queries = QueryStream(task, tokenizer).next_batch(count, pad_id)  # (count, query_length)
+    uniforms = torch.rand(4, count, args.response_length, generator=keyed_generator(args.seed, "comparisons"))
+    samples = torch.stack(
+        [
+            torch.cat(
+                [
+                    generate(model, q.to(device), u.to(device), pad_id, pad_id, args.temperature)[0].cpu()
+                    for q, u in zip(queries.split(512), noise.split(512), strict=True)
+                ]
+            )
+            for noise in uniforms
+        ],
+        dim=1,
+    )  # (count, 4, response_length)
+    stop_id = tokenizer.encode(".")[0]
+    samples = truncate_at(samples.flatten(0, 1), stop_id, args.truncate_after, pad_id)
+    query_texts, texts = to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, samples, pad_id)
+    samples = samples.unflatten(0, (count, 4))
+    facts = {}
+    for name, annotator in ANNOTATORS.items():
+        gold_scores = torch.tensor(annotator.gold_scores(query_texts, texts)).view(count, 4)
+        best, largest_probability = annotator.choose_best(
+            gold_scores, args.annotator_temperature, keyed_generator(args.seed, "annotator", name)
+        )
+        facts[name] = {
+            "ceiling": largest_probability[args.train_comparisons :].mean().item(),
+            "gold_mean": gold_scores.mean().item(),
+            "gold_std": gold_scores.std().item(),
+        }
+        rows = [
+            {"query": query, **{f"sample{i}": ids for i, ids in enumerate(row)}, "best": choice}
+            for query, row, choice in zip(
+                queries.masked_fill(queries == pad_id, OPENAI_PAD_ID).tolist(),
+                samples.masked_fill(samples == pad_id, OPENAI_PAD_ID).tolist(),
+                best.tolist(),
+                strict=True,
+            )
+        ]
+        path = folder / "labels" / name / "offline_5k.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(rows))
+        path.with_suffix(".meta.json").write_text(json.dumps({"vocab_size": len(tokenizer), **facts[name]}))
+    return facts
+
+
+def build_world(folder: Path, args: TalesArgs) -> None:
+    """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
+    started = time.time()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    building.mkdir(parents=True)
+    try:
+        print(f"tales: writing {args.stories:,} stories", flush=True)
+        rng = random.Random(args.seed)
+        stories = [write_story(rng, args.sentences_per_story) for _ in range(args.stories)]
+        (building / "stories.txt").write_text("".join(story + "\n" for story in stories))
+        tokenizer = train_tokenizer(stories, args.vocab_size)
+        tokenizer.save_pretrained(building / "model")
+        print(f"tales: training a GPT-2 on them, {args.lm_steps} steps", flush=True)
+        model, loss = train_language_model(stories, tokenizer, args, device)
+        model.save_pretrained(building / "model")
+        print(f"tales: simulating {args.train_comparisons + args.test_comparisons:,} comparisons", flush=True)
+        facts = {
+            "settings": dataclasses.asdict(args),
+            "parameters": model.num_parameters(),
+            "lm_loss": loss,
+            **simulate_comparisons(building, args, device),
+        }
+        (building / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
+        with contextlib.suppress(OSError):  # another process may have built the same world in the meantime
+            building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    print(f"tales: {folder} is ready after {time.time() - started:.0f} s", flush=True)
+
+
+def find_world(args: TalesArgs | None = None) -> Path:
+    """The folder of the world with these settings; it is built if it does not exist.
+
+    It lies under $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf, under a hash of its settings and its grammar. With several
+    processes the first one builds and the others wait.
+    """
+    args = args or TalesArgs()
+    cache = Path(os.environ.get("PPO_RLHF_CACHE", Path.home() / ".cache" / "ppo_rlhf"))
+    key = json.dumps([dataclasses.asdict(args), WORDS, TEMPLATES, PLEASANT, UNPLEASANT, THINGS, PLACES])
+    folder = cache / f"tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if not folder.exists() and int(os.environ.get("RANK", 0)) == 0:
+        build_world(folder, args)
+    while not folder.exists():
+        time.sleep(1)
+    return folder
+
+
+if __name__ == "__main__":
+    world = find_world(tyro.cli(TalesArgs, description=__doc__))
+    print((world / "world.json").read_text())
+    print("\n".join((world / "stories.txt").read_text().splitlines()[:3]))

@@ -1,0 +1,1004 @@
+"""PPO against a reward model: chapter 1, Fine-tuning language models from human preferences (Ziegler et al. 2019).
+
+A language model (the policy) writes continuations of queries. A reward model, trained from human comparisons by
+`train_reward.py`, scores them. PPO raises the score, and a penalty on the KL divergence from the model that we
+started from (the reference) keeps the text fluent. Each update does eight things, and `train()` below reads so:
+
+    1. sample queries
+    2. generate responses
+    3. log-probs and values of the policy, log-probs of the reference
+    4. truncate the responses at the stop token and score them
+    5. per-token rewards: KL penalty on every token, score on the last
+    6. advantages and returns (GAE)           6 and 7 stand in `ppo_update`: rewards and advantages
+    7. PPO epochs over minibatches            are whitened with the statistics of each minibatch
+    8. adapt the KL coefficient and log
+
+Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
+file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see README.md.
+
+    accelerate launch ppo_rlhf/train_both.py --preset tales         # no network: reward model, then this, in minutes
+    accelerate launch ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward           # one GPU, GPT-2
+    accelerate launch --num_processes 8 ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward --track
+    python ppo_rlhf/train_policy.py --resume runs/<run>             # go on after an interruption
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.data import (
+    TASKS,
+    QueryStream,
+    TaskArgs,
+    TaskIds,
+    add_affixes,
+    check_length,
+    load_pretrained,
+    load_tokenizer,
+    sample_rows,
+    task_ids,
+    text_scorer,
+)
+from ppo_rlhf.run import (
+    InputError,
+    NumericalError,
+    Run,
+    import_function,
+    make_accelerator,
+    mean_over_processes,
+    parse_args,
+    restore_training_state,
+    run_script,
+    training_state,
+    upload_model,
+    write_json,
+)
+
+# ----------------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdaptiveKLArgs:
+    target: float | None = 6.0
+    """KL divergence from the reference to hold, in nats per response; None keeps `kl_coef` fixed"""
+    horizon: int = 10_000
+    """how slowly the coefficient follows, in episodes"""
+
+
+@dataclass(frozen=True)
+class RewardsArgs:
+    trained_model: str = ""
+    """folder of the reward model that train_reward.py saved: models/<run>/reward"""
+    function: str = ""
+    """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model"""
+    monitor: str = ""
+    """package.module:name of such a function that is only logged, as objective/<name>"""
+    kl_coef: float = 0.15
+    """weight of the KL penalty at the start, reward per nat"""
+    adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
+    """controller of the KL coefficient"""
+
+
+@dataclass(frozen=True)
+class PpoArgs:
+    total_episodes: int = 1_000_000
+    """responses to train on, over all updates"""
+    batch_size: int = 512
+    """episodes (query and response) per update, over all processes"""
+    nminibatches: int = 1
+    """optimiser steps per pass over the batch"""
+    noptepochs: int = 4
+    """passes over the batch per update"""
+    lr: float = 1e-5
+    """learning rate of the first update; it falls linearly"""
+    vf_coef: float = 0.1
+    """weight of the value loss"""
+    cliprange: float = 0.2
+    """the probability ratio is clipped to 1 +- this"""
+    cliprange_value: float = 0.2
+    """new values are clipped to old values +- this"""
+    gamma: float = 1.0
+    """discount per token"""
+    lam: float = 0.95
+    """lambda of generalised advantage estimation"""
+    whiten_rewards: bool = True
+    """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""
+    whiten_groups: int = 8
+    """slices of the batch that whiten together: the 8 processes of the original, at any number of processes"""
+    local_micro_batch_size: int = 0
+    """episodes per forward and backward pass on one process; a memory knob; 0: the whole minibatch"""
+    local_rollout_batch_size: int = 0
+    """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
+
+
+@dataclass(frozen=True)
+class Args:
+    preset: str = "sentiment"
+    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness"""
+    exp_name: str = "train_policy"
+    """name of this experiment"""
+    seed: int = 1
+    """seed of the heads, the sampling noise and the permutations"""
+    base_model: str = "gpt2"
+    """causal language model to start from: a folder, a name on the hub, or `tales`"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    resume: str = ""
+    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
+    log_interval: int = 10
+    """updates between printed samples"""
+    save_interval: int = 50
+    """updates between checkpoints; 0: none"""
+    track: bool = False
+    """log to Weights & Biases"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on Weights & Biases"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+    task: TaskArgs = field(default_factory=TaskArgs)
+    """queries and responses"""
+    rewards: RewardsArgs = field(default_factory=RewardsArgs)
+    """score and KL penalty"""
+    ppo: PpoArgs = field(default_factory=PpoArgs)
+    """the optimisation"""
+
+
+SUMMARIES = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
+TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=5e-4)
+
+
+def tales_rewards(annotator: str) -> RewardsArgs:
+    gold = f"ppo_rlhf.tales:{annotator}.gold_scores"
+    return RewardsArgs(adaptive_kl=AdaptiveKLArgs(horizon=2_000), monitor=gold)
+
+
+PRESETS = {
+    "sentiment": Args(),
+    "descriptiveness": Args(),
+    "cnndm": Args(rewards=RewardsArgs(kl_coef=0.01, adaptive_kl=AdaptiveKLArgs(target=None)), ppo=SUMMARIES),
+    "tldr": Args(rewards=RewardsArgs(kl_coef=0.03, adaptive_kl=AdaptiveKLArgs(target=None)), ppo=SUMMARIES),
+    "tales": Args(base_model="tales", rewards=tales_rewards("sentiment"), ppo=TALES_PPO),
+    "tales-descriptiveness": Args(base_model="tales", rewards=tales_rewards("descriptiveness"), ppo=TALES_PPO),
+}
+PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
+
+# ----------------------------------------------------------------------------------------------------------------
+# Batch sizes: batch (all processes) > local batch (one process) > group (whitens together) > minibatch > micro-batch
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PpoSizes:
+    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
+    local_rollout_batch: int
+    local_groups: int
+    group_batch: int
+    group_minibatch: int
+    local_minibatch: int
+    local_micro_batch: int
+
+
+def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    for name in ("total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups"):
+        if getattr(ppo, name) < 1:
+            raise InputError(f"ppo.{name} is {getattr(ppo, name)}; it must be at least 1")
+    if ppo.whiten_groups % num_processes:
+        fitting = math.ceil(ppo.whiten_groups / num_processes) * num_processes
+        raise InputError(
+            f"ppo.whiten_groups {ppo.whiten_groups} does not divide among {num_processes} processes; "
+            f"--ppo.whiten_groups {fitting} does"
+        )
+    slices = ppo.whiten_groups * ppo.nminibatches
+    if ppo.batch_size % slices:
+        raise InputError(
+            f"ppo.batch_size {ppo.batch_size} does not divide into ppo.whiten_groups x ppo.nminibatches = "
+            f"{ppo.whiten_groups} x {ppo.nminibatches} parts; "
+            f"--ppo.batch_size {math.ceil(ppo.batch_size / slices) * slices} does"
+        )
+    # [D68] Fewer than eight episodes give no usable variance of the rewards.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L69-L75 @cbfd210
+    if ppo.whiten_rewards and ppo.batch_size < 8 * slices:
+        raise InputError(
+            f"ppo.whiten_rewards needs at least 8 episodes per group and minibatch, and ppo.batch_size "
+            f"{ppo.batch_size} gives {ppo.batch_size // slices}; --ppo.batch_size {8 * slices} is enough"
+        )
+    local_batch = ppo.batch_size // num_processes
+    local_minibatch = local_batch // ppo.nminibatches
+    micro_batch = ppo.local_micro_batch_size or local_minibatch
+    rollout_batch = ppo.local_rollout_batch_size or local_batch
+    if micro_batch < 1 or local_minibatch % micro_batch:
+        raise InputError(
+            f"ppo.local_micro_batch_size {micro_batch} does not divide the local minibatch {local_minibatch}"
+        )
+    if rollout_batch < 1 or local_batch % rollout_batch:
+        raise InputError(
+            f"ppo.local_rollout_batch_size {rollout_batch} does not divide the local batch {local_batch}"
+        )
+    return PpoSizes(
+        # [D63] The last, incomplete batch counts as an update.
+        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L78-L84 @cbfd210
+        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
+        batch=ppo.batch_size,
+        local_batch=local_batch,
+        local_rollout_batch=rollout_batch,
+        local_groups=ppo.whiten_groups // num_processes,
+        group_batch=ppo.batch_size // ppo.whiten_groups,
+        group_minibatch=ppo.batch_size // slices,
+        local_minibatch=local_minibatch,
+        local_micro_batch=micro_batch,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Models
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int, columns: slice) -> torch.Tensor:
+    """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
+
+    tokens: (batch, sequence_length). Returns (batch, len(columns), width), after the last layer norm.
+    """
+    # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
+    mask = tokens != pad_id  # (batch, sequence_length)
+    input_ids = tokens.masked_fill(~mask, 0)
+    # [D14] The position of a token is the number of real tokens before it: [x, pad, pad, a, b] gives [0, 1, 1, 1, 2].
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L265-L269 @cbfd210
+    position_ids = mask.cumsum(1) - mask.long()
+    hidden_states = lm_backbone.base_model(
+        input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state  # (batch, sequence_length, width)
+    # [D16] A padding position shows what the nearest real token to its left shows.
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L333-L341 @cbfd210
+    last_real = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0).cummax(1).values[:, columns]
+    return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
+
+
+def scaled_logits(
+    lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
+) -> torch.Tensor:
+    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
+    # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
+    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L31 @cbfd210
+    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
+    # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
+    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+class PolicyWithValueHead(nn.Module):
+    """A causal language model with a scalar head on its final hidden state: actor and critic share the trunk."""
+
+    def __init__(self, lm_backbone: PreTrainedModel, vocab_size: int | None = None):
+        """vocab_size: number of ids that can be sampled, if the output layer has more rows than the tokenizer."""
+        super().__init__()
+        self.lm_backbone = lm_backbone
+        self.vocab_size = vocab_size or lm_backbone.config.vocab_size
+        # [D46] The value head starts at exactly zero.
+        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L364-L370 @cbfd210
+        self.value_head = nn.Linear(lm_backbone.config.hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self, query_responses: torch.Tensor, pad_id: int, context_length: int, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
+
+        query_responses: (batch, context_length + response_length). Returns three of (batch, response_length).
+        """
+        logprobs, entropies, hidden_states = response_logprobs(
+            self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
+        )
+        # [D26] A value belongs to the position before the response token, as its log-prob does.
+        #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
+        return logprobs, entropies, self.value_head(hidden_states).squeeze(2)  # (batch, response_length) each
+
+
+def response_logprobs(
+    lm_backbone: PreTrainedModel,
+    query_responses: torch.Tensor,
+    pad_id: int,
+    context_length: int,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies (batch, response_length), hidden states (batch, response_length, width)."""
+    # [D47] What the model says at position i is about token i + 1: hence the shift by one.
+    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
+    hidden_states = read_tokens(lm_backbone, query_responses, pad_id, slice(context_length - 1, -1))
+    responses = query_responses[:, context_length:]
+    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
+    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
+    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
+    entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+    return logprobs, entropies, hidden_states
+
+
+class RewardModel(nn.Module):
+    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
+
+    def __init__(self, lm_backbone: PreTrainedModel):
+        super().__init__()
+        self.lm_backbone = lm_backbone
+        width = lm_backbone.config.hidden_size
+        # [D29] The head starts small: the score of a hidden state of norm sqrt(width) has a deviation of about 1.
+        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L248-L258 @cbfd210
+        self.reward_head = nn.Linear(width, 1)
+        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
+        nn.init.zeros_(self.reward_head.bias)
+        # [D31] [D32] Gain and bias are ordinary trainable parameters.
+        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
+        self.gain = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, query_responses: torch.Tensor, pad_id: int) -> torch.Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+        # [D30] The score is read at the last column, which shows the last real token.
+        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L105-L107 @cbfd210
+        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))[
+            :, 0
+        ]  # (batch, width)
+        return self.gain * self.reward_head(hidden_states).squeeze(1) + self.bias
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Optimiser
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class AdamTensorFlowStyle(torch.optim.Adam):
+    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
+
+        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
+
+    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam gives the same step if its eps is
+    eps / sqrt(1 - beta2^t): 32 times larger in the first step. With small gradients the difference is large.
+    """
+
+    # [D64] openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        for group in self.param_groups:
+            group.update(steps=0, eps_tensorflow=eps)
+
+    def step(self, closure: Callable | None = None):
+        """One step of all parameters that have a gradient."""
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["eps"] = group["eps_tensorflow"] / math.sqrt(1 - group["betas"][1] ** group["steps"])
+        return super().step(closure)
+
+
+def learning_rate(ppo: PpoArgs, update: int) -> float:
+    """The learning rate of an update (0-based), constant within it: linear from ppo.lr, and never 0."""
+    # [D63] openai/lm-human-preferences lm_human_preferences/train_policy.py#L78-L84 @cbfd210
+    return ppo.lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))
+
+
+def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
+    """Replace the gradients by their mean over all processes."""
+    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
+    if accelerator.num_processes > 1:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        nn.utils.vector_to_parameters(mean, gradients)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Tokens: pad, generate, truncate
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def left_pad(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Move the padding of each row to its left; the order of the other tokens stays.
+
+    tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
+    """
+    # [D08] A stable sort by "is a real token" does it without a loop.
+    return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+@torch.no_grad()
+def generate(
+    lm_backbone: PreTrainedModel,
+    contexts: torch.Tensor,
+    uniforms: torch.Tensor,
+    pad_id: int,
+    vocab_size: int,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample responses with a key-value cache.
+
+    contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
+    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
+    state before each token (batch, response_length, width).
+    """
+    tokens = left_pad(contexts, pad_id)
+    mask = tokens != pad_id  # (batch, columns so far)
+    position_ids = mask.cumsum(1) - mask.long()
+    tokens = tokens.masked_fill(~mask, 0)
+    cache, responses, logprobs, hidden_states = None, [], [], []
+    # [D22] Always response_length tokens; nothing stops a response early.
+    # [D24] No top-k, no top-p.
+    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L84 @cbfd210
+    for column in range(uniforms.shape[1]):
+        output = lm_backbone.base_model(
+            input_ids=tokens, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+        )
+        cache, hidden = output.past_key_values, output.last_hidden_state[:, -1]  # (batch, width)
+        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
+        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number.
+        cdf = all_logprobs.exp().cumsum(1)  # (batch, vocab_size)
+        thresholds = uniforms[:, column : column + 1].to(cdf.dtype) * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        # [D25] Log-probs are recorded as the tokens are sampled.
+        #       openai/lm-human-preferences lm_human_preferences/policy.py#L108-L112 @cbfd210
+        responses.append(tokens)
+        logprobs.append(all_logprobs.gather(1, tokens))
+        hidden_states.append(hidden)
+        position_ids = position_ids[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
+    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+def truncate_at(responses: torch.Tensor, stop_id: int | None, after: int, pad_id: int) -> torch.Tensor:
+    """Replace everything after the first stop token at index >= after by padding; the stop token itself stays.
+
+    responses: (batch, response_length). stop_id None: unchanged.
+    """
+    # [D48] openai/lm-human-preferences lm_human_preferences/lm_tasks.py#L39-L52 @cbfd210
+    if stop_id is None:
+        return responses
+    stops = (responses == stop_id) & (torch.arange(responses.shape[1], device=responses.device) >= after)
+    stops_before = stops.cumsum(1) - stops.long()  # (batch, response_length)
+    return responses.masked_fill(stops_before > 0, pad_id)
+
+
+def has_stop(responses: torch.Tensor, stop_id: int | None, after: int) -> torch.Tensor:
+    """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
+    if stop_id is None:
+        return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
+    return (responses[:, after:] == stop_id).any(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Mathematics: KL controller, whitening, rewards, advantages, losses
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class AdaptiveKLController:
+    """Raises the KL coefficient while the divergence is above the target, lowers it while it is below.
+
+    error = clip(kl / target - 1, -0.2, 0.2)        kl_coef *= 1 + error * episodes / horizon
+    """
+
+    def __init__(self, kl_coef: float, target: float | None, horizon: float):
+        """target None: the coefficient stays as it is."""
+        self.value = kl_coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, episodes: int) -> None:
+        """kl: mean over the batch, nats per response; episodes: how many the update used, over all processes."""
+        # [D69] openai/lm-human-preferences lm_human_preferences/train_policy.py#L115-L124 @cbfd210
+        if self.target is not None:  # [D72] fixed coefficient: the same file, L107-L112
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * episodes / self.horizon
+
+
+def whiten(values: torch.Tensor, *, keep_mean: bool) -> torch.Tensor:
+    """Shift and scale to mean 0 and variance 1 over all elements; keep_mean adds the mean back.
+
+    The variance is biased, and 1e-8 is added to it: (x - mean) / sqrt(var + 1e-8).
+    """
+    # [D54] openai/lm-human-preferences lm_human_preferences/utils/core.py#L336-L341 @cbfd210
+    mean, variance = values.mean(), values.var(unbiased=False)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return whitened + mean if keep_mean else whitened
+
+
+def compute_rewards(
+    scores: torch.Tensor, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_coef: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-token rewards: -kl_coef * kl, and the score on top of the last token.
+
+    scores: (batch,); log-probs: (batch, response_length). Returns rewards, non_score_rewards and kl, of that shape.
+    """
+    # [D51] [D52] [D53] Every token pays, also those after the stop token; the score always counts on the last column.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L149-L154 @cbfd210
+    kl = logprobs - ref_logprobs
+    non_score_rewards = -kl_coef * kl
+    rewards = non_score_rewards.clone()
+    rewards[:, -1] += scores
+    return rewards, non_score_rewards, kl
+
+
+def compute_gae(
+    rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation; the value after the last token is 0.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
+
+    rewards, values: (batch, response_length). Returns advantages (not whitened) and returns, of that shape.
+    """
+    # [D56] [D57] openai/lm-human-preferences lm_human_preferences/train_policy.py#L327-L336 @cbfd210
+    advantages = torch.zeros_like(values)
+    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = next_advantage = delta + gamma * lam * next_advantage
+        next_value = values[:, t]
+    return advantages, advantages + values
+
+
+def value_loss(
+    new_values: torch.Tensor, values: torch.Tensor, returns: torch.Tensor, cliprange_value: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped value loss: 0.5 * mean(max((V - R)^2, (clip(V, V_old +- range) - R)^2)), and the share of clipped."""
+    # [D59] openai/lm-human-preferences lm_human_preferences/train_policy.py#L343-L348 @cbfd210
+    clipped_values = torch.clamp(new_values, values - cliprange_value, values + cliprange_value)
+    losses = (new_values - returns) ** 2  # (batch, response_length)
+    clipped_losses = (clipped_values - returns) ** 2  # (batch, response_length)
+    clipfrac = (clipped_losses > losses).to(losses.dtype).mean()
+    return 0.5 * torch.maximum(losses, clipped_losses).mean(), clipfrac
+
+
+def policy_loss(
+    new_logprobs: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, cliprange: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clipped surrogate: mean(max(-A * ratio, -A * clip(ratio, 1 +- range))), ratio = exp(new - old).
+
+    Returns the loss, the share of clipped tokens, and approxkl = 0.5 * mean((new - old)^2), the last two detached.
+    """
+    # [D60] openai/lm-human-preferences lm_human_preferences/train_policy.py#L350-L360 @cbfd210
+    ratio = torch.exp(new_logprobs - logprobs)  # (batch, response_length)
+    losses = -advantages * ratio
+    clipped_losses = -advantages * torch.clamp(ratio, 1 - cliprange, 1 + cliprange)
+    clipfrac = (clipped_losses > losses).to(losses.dtype).mean()
+    approxkl = 0.5 * ((new_logprobs - logprobs) ** 2).mean().detach()
+    return torch.maximum(losses, clipped_losses).mean(), clipfrac, approxkl
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rollout
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one process remembers of its part of the batch while it trains on it."""
+
+    query_responses: torch.Tensor  # (batch, context_length + response_length)
+    logprobs: torch.Tensor  # (batch, response_length), under the policy that sampled
+    values: torch.Tensor  # (batch, response_length), of the critic at that time
+    rewards: torch.Tensor  # (batch, response_length), KL penalty and score, not whitened
+
+
+def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
+    chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+
+def episode_noise(seed: int, update: int, batch: int, response_length: int) -> torch.Tensor:
+    """Uniform random numbers (batch, response_length) of a whole batch, the same at any number of processes."""
+    # [X01] The original seeds each process; here the noise belongs to the episode.
+    return torch.rand(batch, response_length, generator=keyed_generator(seed, "policy", update))
+
+
+@torch.no_grad()
+def respond(
+    policy: PolicyWithValueHead, ids: TaskIds, temperature: float, contexts: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample responses to contexts (batch, context_length).
+
+    Returns query_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
+    and the distance of the log-probs from those that the sampler saw (batch, response_length).
+    """
+    responses, sampled_logprobs, hidden_states = generate(
+        policy.lm_backbone, contexts, uniforms, ids.pad, policy.vocab_size, temperature
+    )
+    query_responses = torch.cat([contexts, responses], dim=1)
+    if torch.is_autocast_enabled(contexts.device.type):
+        # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
+        logprobs, _, values = policy(query_responses, ids.pad, contexts.shape[1], temperature)
+    else:
+        logprobs, values = sampled_logprobs, policy.value_head(hidden_states).squeeze(2)
+    return query_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
+
+
+@torch.no_grad()
+def reference_logprobs(
+    reference: PreTrainedModel, ids: TaskIds, temperature: float, query_responses: torch.Tensor
+) -> tuple[torch.Tensor]:
+    """Log-probs of the responses under the reference, at the same temperature: a tuple of one (batch, response_length)."""
+    # [D45] openai/lm-human-preferences lm_human_preferences/train_policy.py#L441-L452 @cbfd210
+    return response_logprobs(
+        reference, query_responses, ids.pad, ids.context_length, temperature, vocab_size=ids.pad
+    )[:1]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Update
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> torch.Tensor:
+    """Orders in which each group visits its episodes: (epochs, groups, group_batch), fresh ones in each epoch."""
+    # [D62] [X02] openai/lm-human-preferences lm_human_preferences/train_policy.py#L180-L196 @cbfd210
+    orders = [
+        torch.randperm(group_batch, generator=keyed_generator(seed, "permutation", update, epoch, group))
+        for epoch in range(epochs)
+        for group in groups
+    ]
+    return torch.stack(orders).unflatten(0, (epochs, len(groups)))
+
+
+def ppo_update(
+    policy: PolicyWithValueHead,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    permutations: torch.Tensor,
+    ppo: PpoArgs,
+    pad_id: int,
+    temperature: float,
+    accelerator: Accelerator | None = None,
+) -> dict[str, torch.Tensor]:
+    """Steps 6 and 7: all epochs of PPO on one rollout.
+
+    permutations: (epochs, groups, group_batch), each row an order of that group's episodes; group g owns the slice
+    [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
+    Returns the metrics of section `ppo/`: 0-d means over all minibatches of this process.
+    """
+    epochs, groups, group_batch = permutations.shape
+    context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
+    group_starts = torch.arange(groups).unsqueeze(1) * group_batch  # (groups, 1)
+    minibatches = [
+        (order + group_starts).to(rollout.rewards.device)  # (groups, group_minibatch)
+        for permutation in permutations
+        for order in permutation.split(group_batch // ppo.nminibatches, dim=1)
+    ]
+    stats: list[dict[str, torch.Tensor]] = []
+    for mb_inds in minibatches:
+        # 6. Advantages and returns, with the statistics of each group's minibatch.
+        # [D55] [D77] Rewards are whitened inside the loss, per minibatch and group, and keep their mean.
+        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L323-L325 @cbfd210
+        mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
+        mb_rewards = rollout.rewards[mb_inds]  # (groups, group_minibatch, response_length)
+        if ppo.whiten_rewards:
+            mb_rewards = torch.stack([whiten(rewards, keep_mean=True) for rewards in mb_rewards])
+        advantages, returns = compute_gae(mb_rewards.flatten(0, 1), mb_values.flatten(0, 1), ppo.gamma, ppo.lam)
+        # [D58] Advantages are always whitened. The returns were built from the advantages before that.
+        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L338-L339 @cbfd210
+        advantages = torch.stack([whiten(a, keep_mean=False) for a in advantages.unflatten(0, mb_inds.shape)])
+        mb_inds, advantages = (
+            mb_inds.flatten(),
+            advantages.flatten(0, 1),
+        )  # (minibatch,), (minibatch, response_length)
+        mb_returns = returns.unflatten(0, (groups, -1))  # (groups, group_minibatch, response_length)
+
+        # 7. One optimiser step. Micro-batches add up to the gradient of the whole minibatch.       [D61] [D67] [D88]
+        optimizer.zero_grad()
+        micro_batches = torch.arange(len(mb_inds), device=mb_inds.device).split(
+            ppo.local_micro_batch_size or len(mb_inds)
+        )
+        for inds in micro_batches:
+            new_logprobs, entropies, new_values = policy(
+                rollout.query_responses[mb_inds[inds]], pad_id, context_length, temperature
+            )  # (micro_batch, response_length) each
+            logprobs, values = rollout.logprobs[mb_inds[inds]], rollout.values[mb_inds[inds]]
+            pg_loss, pg_clipfrac, approxkl = policy_loss(new_logprobs, logprobs, advantages[inds], ppo.cliprange)
+            vf_loss, vf_clipfrac = value_loss(new_values, values, returns[inds], ppo.cliprange_value)
+            # [D61] No entropy bonus; every token has the same weight.
+            #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L357 @cbfd210
+            loss = pg_loss + ppo.vf_coef * vf_loss
+            (loss / len(micro_batches)).backward()
+            with torch.no_grad():
+                ratio = torch.exp(new_logprobs - logprobs)
+                stats.append(
+                    {
+                        "ppo/loss/policy": pg_loss.detach(),
+                        "ppo/loss/value": vf_loss.detach(),
+                        "ppo/loss/total": loss.detach(),
+                        "ppo/policy/entropy": entropies.mean(),
+                        "ppo/policy/approxkl": approxkl,
+                        "ppo/policy/clipfrac": pg_clipfrac,
+                        "ppo/returns/mean": mb_returns.mean(),
+                        "ppo/returns/var": mb_returns.var((1, 2), unbiased=False).mean(),
+                        "ppo/val/vpred": new_values.mean(),
+                        "ppo/val/error": ((new_values - returns[inds]) ** 2).mean(),
+                        "ppo/val/clipfrac": vf_clipfrac,
+                        "ppo/val/mean": mb_values.mean(),
+                        "ppo/val/var": mb_values.var((1, 2), unbiased=False).mean(),
+                        "ppo/val/ratio": ratio.mean(),
+                        "ppo/val/ratio_var": ((ratio - 1) ** 2).mean(),  # about 1; about the mean in update_metrics
+                        "ppo/val/advantage": advantages[inds].mean(),
+                        "ppo/val/advantage_var": (advantages[inds] ** 2).mean(),  # their mean is 0
+                    }
+                )
+        if accelerator is not None:
+            average_gradients(policy, accelerator)
+        optimizer.step()
+    return {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Scoring
+# ----------------------------------------------------------------------------------------------------------------
+
+Scorer = Callable[
+    [torch.Tensor, torch.Tensor], tuple[torch.Tensor]
+]  # queries, truncated responses -> scores (batch,)
+
+
+def load_policy_and_reference(
+    args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
+) -> tuple[PolicyWithValueHead, PreTrainedModel]:
+    """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
+    policy, reference = (load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2))
+    check_length(policy, args.base_model, task_ids(args.task, tokenizer).context_length + args.task.response_length)
+    return PolicyWithValueHead(policy, len(tokenizer)).to(device, dtype), reference.requires_grad_(False)
+
+
+def load_reward_model(folder: Path, dtype: torch.dtype) -> RewardModel:
+    """The reward model that train_reward.py saved in models/<run>/reward, bit for bit."""
+    head_file = folder / "reward_head.safetensors"
+    if not head_file.is_file():
+        raise InputError(f"{folder} is not a reward model of train_reward.py: it has no {head_file.name}")
+    reward_model = RewardModel(load_pretrained(str(folder), dtype, auto_class=AutoModel))
+    reward_model.load_state_dict(load_file(head_file), strict=False)
+    return reward_model.to(dtype).requires_grad_(False)
+
+
+def load_scorer(
+    args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
+) -> tuple[Scorer, dict]:
+    """What scores (queries, truncated responses), and what its ppo_rlhf.json says of it."""
+    pad_id = len(tokenizer)
+    if bool(args.rewards.function) == bool(args.rewards.trained_model):
+        raise InputError("give one of --rewards.trained_model and --rewards.function")
+    if args.rewards.function:
+        function = import_function(args.rewards.function, "rewards.function")
+        return text_scorer(function, "rewards.function", tokenizer, pad_id), {}
+    folder = Path(args.rewards.trained_model)
+    reward_model = load_reward_model(folder, dtype).to(device)
+    info = json.loads((folder / "ppo_rlhf.json").read_text())
+    if info["vocab_size"] != pad_id:
+        raise InputError(
+            f"--rewards.trained_model {folder}: its tokenizer has {info['vocab_size']} tokens, that of "
+            f"--base_model {args.base_model} {pad_id}; both must start from the same kind of model"
+        )
+
+    @torch.no_grad()
+    def score(queries: torch.Tensor, responses: torch.Tensor) -> tuple[torch.Tensor]:
+        # [D28] [D49] The reward model sees the query without prefix and suffix, and the truncated response.
+        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L396-L402 @cbfd210
+        return (reward_model(torch.cat([queries, responses], dim=1), pad_id),)
+
+    return score, info
+
+
+def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Scorer]:
+    """The function that is only logged, under its metric's name; an empty dictionary if there is none."""
+    if not args.rewards.monitor:
+        return {}
+    function = import_function(args.rewards.monitor, "rewards.monitor")
+    return {f"objective/{function.__name__}": text_scorer(function, "rewards.monitor", tokenizer, len(tokenizer))}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Logging, checkpoints, the saved policy
+# ----------------------------------------------------------------------------------------------------------------
+
+PANELS = {
+    "score": ["objective/scores", "objective/gold_scores"],
+    "KL from the reference (nats)": ["objective/kl"],
+    "KL coefficient": ["objective/kl_coef"],
+    "entropy of the policy (nats per token)": ["ppo/policy/entropy"],
+    "policy loss": ["ppo/loss/policy"],
+    "value loss": ["ppo/loss/value"],
+    "value error and variance of returns": ["ppo/val/error", "ppo/returns/var"],
+    "clipped share of tokens": ["ppo/policy/clipfrac", "ppo/val/clipfrac"],
+}
+
+
+def finish_metrics(
+    means: dict[str, float], update: int, args: Args, kl_coef: float, seconds: float
+) -> dict[str, float]:
+    """All metrics of an update: the means over all processes, and what follows from them.
+
+    The plain names are the original's; names that lm-human-preference-details added hold the same numbers.
+    """
+    ppo, metrics = args.ppo, dict(means)
+    metrics["objective/kl_coef"] = kl_coef
+    metrics["objective/score_total"] = means["objective/score"] + means["objective/non_score_reward"]
+    metrics["objective/scores"] = means["objective/score"]
+    metrics["ppo/val/ratio_var"] -= (means["ppo/val/ratio"] - 1) ** 2
+    metrics["ppo/val/var_explained"] = 1 - means["ppo/val/error"] / max(means["ppo/returns/var"], 1e-12)
+    for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/clipfrac", "val/clipfrac"):
+        metrics[f"ppo/{name}_avg"] = means[f"ppo/{name}"]
+    episodes, tokens = (update + 1) * ppo.batch_size, (update + 1) * args.task.response_length
+    metrics["ppo/lr"] = learning_rate(ppo, update)
+    metrics["ppo/episode"] = metrics["elapsed/episodes"] = episodes
+    metrics["elapsed/updates"] = update + 1
+    metrics["elapsed/steps/serial"] = tokens
+    metrics["elapsed/steps/total"] = tokens * ppo.batch_size
+    metrics["elapsed/fps"] = int(ppo.batch_size * args.task.response_length / seconds)
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise NumericalError(
+                f"{name} is {value} in update {update}; the run stops and saves nothing. "
+                f"A lower --ppo.lr may help; --resume goes on from the last checkpoint"
+            )
+    return metrics
+
+
+def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, info: dict) -> None:
+    """An ordinary Hugging Face folder, with the value head and ppo_rlhf.json beside the weights."""
+    policy.lm_backbone.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+    write_json(folder / "ppo_rlhf.json", info)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Train
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def train(args: Args, timestamp: int | None = None) -> Path:
+    """Train a policy and return the folder models/<run>/policy, on every process.
+
+    timestamp: seconds since 1970, part of the run's name; None: now. Raises InputError, a ValueError, on bad input,
+    before anything is written.
+    """
+    accelerator = make_accelerator()
+    device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    task, ppo, sizes = args.task, args.ppo, ppo_sizes(args.ppo, accelerator.num_processes)
+    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = task_ids(task, tokenizer)
+    stream = QueryStream(task, tokenizer)
+    policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
+    policy.forward = autocast(policy.forward)
+    score, score_info = load_scorer(args, tokenizer, dtype, device)
+    monitor = load_monitor(args, tokenizer)
+    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
+    adaptive_kl = args.rewards.adaptive_kl
+    controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
+
+    run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
+    first_update = 0
+    if checkpoint := run.load_checkpoint():
+        tensors, state = checkpoint
+        first_update, controller.value, stream.position = state["step"], state["kl_coef"], state["query_position"]
+        restore_training_state(policy, optimizer, tensors, first_update * ppo.noptepochs * ppo.nminibatches)
+    # The learning curves of a task are found by the label file that its reward model was trained on.
+    run.start_logging(first_update, {"rewards": {**dataclasses.asdict(args.rewards), **score_info}})
+    run.print_sizes(sizes)
+    rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
+    groups = range(
+        accelerator.process_index * sizes.local_groups, (accelerator.process_index + 1) * sizes.local_groups
+    )
+
+    with run.progress("PPO", sizes.updates, first_update) as advance:
+        for update in range(first_update, sizes.updates):
+            started = time.time()
+            optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
+            with torch.no_grad(), autocast:
+                # 1. Sample queries. Every process draws the whole batch and takes its rows.
+                queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
+                noise = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+
+                # 2. Generate responses, and 3. log-probs and values of the policy, log-probs of the reference.
+                contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
+                query_responses, logprobs, values, sampler_gap = in_chunks(
+                    partial(respond, policy, ids, task.temperature), sizes.local_rollout_batch, contexts, noise
+                )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
+                (ref_logprobs,) = in_chunks(
+                    partial(reference_logprobs, reference, ids, task.temperature),
+                    sizes.local_rollout_batch,
+                    query_responses,
+                )  # (local_batch, response_length)
+
+                # 4. Truncate and score.
+                responses = query_responses[:, ids.context_length :]  # (local_batch, response_length)
+                truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+                (raw_scores,) = in_chunks(score, sizes.local_rollout_batch, queries, truncated_responses)
+                # [D50] A response without a stop token gets the penalty instead of its score.
+                #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L384-L390 @cbfd210
+                stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
+                scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
+
+                # 5. Per-token rewards.
+                rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
+
+            # 6. Advantages and returns, and 7. PPO epochs.
+            rollout = Rollout(query_responses, logprobs, values, rewards)
+            permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
+            stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
+
+            # 8. Adapt the KL coefficient and log.
+            stats |= {
+                "objective/kl": kl.sum(1).mean(),
+                "objective/entropy": -logprobs.sum(1).mean(),
+                "objective/score": scores.mean(),
+                "objective/non_score_reward": non_score_rewards.sum(1).mean(),
+                "objective/raw_score": raw_scores.mean(),
+                "objective/stopped": stopped.double().mean(),
+                "objective/response_length": (truncated_responses != ids.pad).double().sum(1).mean(),
+                "objective/sampler_gap": sampler_gap.mean(),
+                "ppo/val/num_eos_tokens": (responses == ids.eos).double().sum() * accelerator.num_processes,
+            }
+            stats |= {name: function(queries, truncated_responses)[0].mean() for name, function in monitor.items()}
+            means = mean_over_processes(stats, accelerator)
+            metrics = finish_metrics(means, update, args, controller.value, time.time() - started)
+            run.log(update, metrics)
+            # [D70] [D71] The controller sees the mean over all processes, once the update is logged.
+            #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L299-L305 @cbfd210
+            controller.update(metrics["objective/kl"], sizes.batch)
+            if update % args.log_interval == 0:
+                numbers = {
+                    "score": scores,
+                    "kl": kl.sum(1),
+                    "score - kl_coef * kl": scores + non_score_rewards.sum(1),
+                }
+                run.log_samples(update, sample_rows(tokenizer, ids, queries, truncated_responses, **numbers))
+            if (update + 1) % (args.save_interval or sizes.updates) == 0 or update + 1 == sizes.updates:
+                state = {"kl_coef": controller.value, "query_position": stream.position}
+                run.save_checkpoint(update + 1, training_state(policy, optimizer), state)
+            advance(
+                f"{sizes.batch / (time.time() - started):.0f} episodes/s, "
+                f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"
+            )
+
+    folder = run.model_folder / "policy"
+    if accelerator.is_main_process:
+        info = {"kind": "policy", "base_model": args.base_model, "reward_model": args.rewards.trained_model}
+        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(task), "monitor": args.rewards.monitor}
+        save_policy(folder, policy, tokenizer, info)
+        if args.upload_model:
+            upload_model(folder, args.hf_entity, run.model_folder.name)
+    run.finish(PANELS)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+if __name__ == "__main__":
+    run_script(lambda: train(parse_args(PRESETS)))

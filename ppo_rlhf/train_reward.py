@@ -1,0 +1,653 @@
+"""Train a reward model from human comparisons: chapter 1, Fine-tuning language models from human preferences.
+
+People read four continuations of a query and say which is best (Ziegler et al. 2019). The reward model is the
+pretrained language model with a scalar head; softmax cross-entropy over the four scores teaches it to agree:
+
+    1. normalise: shift and scale the scores to mean 0 and variance 1 on samples of the pretrained language model
+    2. one pass over the comparisons in random order, with a learning rate that falls linearly
+    3. normalise again, on new samples, and discard the gain and bias that were learned in between
+
+Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
+file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see README.md.
+
+    python ppo_rlhf/train_reward.py --preset tales                                   # no network, a minute or two
+    accelerate launch ppo_rlhf/train_reward.py                                       # sentiment, GPT-2, one GPU
+    accelerate launch --num_processes 8 ppo_rlhf/train_reward.py --preset descriptiveness --track
+    python ppo_rlhf/train_reward.py --resume runs/<run>                              # go on after an interruption
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_rlhf.data import (
+    TASKS,
+    Labels,
+    QueryStream,
+    TaskArgs,
+    TaskIds,
+    add_affixes,
+    check_length,
+    load_pretrained,
+    load_tokenizer,
+    read_labels,
+    task_ids,
+)
+from ppo_rlhf.run import (
+    InputError,
+    NumericalError,
+    Run,
+    make_accelerator,
+    mean_over_processes,
+    parse_args,
+    restore_training_state,
+    run_script,
+    training_state,
+    upload_model,
+    write_json,
+)
+
+# ----------------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Args:
+    preset: str = "sentiment"
+    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness"""
+    exp_name: str = "train_reward"
+    """name of this experiment"""
+    seed: int = 1
+    """seed of the head, the sampling noise and the order of the labels"""
+    base_model: str = "gpt2"
+    """causal language model to start from: a folder, a name on the hub, or `tales`"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    resume: str = ""
+    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
+    save_interval: int = 50
+    """steps between checkpoints; 0: one at the end"""
+    track: bool = False
+    """log to Weights & Biases"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on Weights & Biases"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+    label_dataset: str = "sentiment/offline_5k.json"
+    """comparisons: a file of OpenAI's labels on the hub, one of tales' under the same names, or a local file"""
+    num_train: int = 4_992
+    """labels to train on, the first of the file; the others are held out"""
+    batch_size: int = 32
+    """labels per optimiser step, over all processes"""
+    lr: float = 5e-5
+    """learning rate of the first step; it falls linearly"""
+    normalize_samples: int = 256
+    """samples of the language model to normalise on, rounded up to whole rollout batches; 0: never normalise"""
+    normalize_before: bool = True
+    """normalise before training"""
+    normalize_after: bool = True
+    """normalise after training"""
+    rollout_batch_size: int = 512
+    """samples per batch of normalisation, over all processes"""
+    local_micro_batch_size: int = 0
+    """labels per forward and backward pass on one process; a memory knob; 0: the whole local batch"""
+    local_rollout_batch_size: int = 0
+    """samples or labels per pass without gradients on one process; a memory knob; 0: the local rollout batch"""
+    task: TaskArgs = field(default_factory=TaskArgs)
+    """queries and responses"""
+
+
+SUMMARIES = {"num_train": 46_000, "batch_size": 16, "lr": 2.5e-5, "rollout_batch_size": 128}
+TALES = {"base_model": "tales", "lr": 5e-4}
+PRESETS = {
+    "sentiment": Args(),
+    "descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json"),
+    "cnndm": Args(label_dataset="cnndm/online_45k.json", **SUMMARIES),
+    "tldr": Args(label_dataset="tldr/online_45k.json", **SUMMARIES),
+    "tales": Args(**TALES),
+    "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES),
+}
+PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass)
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardSizes:
+    """What follows from the arguments and the number of processes: labels, or samples to normalise on."""
+
+    steps: int
+    batch: int
+    local_batch: int
+    local_micro_batch: int
+    normalize_samples: int
+    local_normalize_samples: int
+    local_rollout_batch: int
+
+
+def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    for name in ("num_train", "batch_size", "rollout_batch_size"):
+        if getattr(args, name) < 1:
+            raise InputError(f"{name} is {getattr(args, name)}; it must be at least 1")
+    # [D43] openai/lm-human-preferences lm_human_preferences/train_reward.py#L56-L58 @cbfd210
+    for name in ("batch_size", "rollout_batch_size"):
+        if getattr(args, name) % num_processes:
+            fitting = math.ceil(getattr(args, name) / num_processes) * num_processes
+            raise InputError(
+                f"{name} {getattr(args, name)} does not divide among {num_processes} processes; --{name} {fitting} does"
+            )
+    if args.num_train % args.batch_size:
+        fitting = args.num_train // args.batch_size * args.batch_size
+        raise InputError(
+            f"num_train {args.num_train} does not divide into batches of batch_size {args.batch_size}; "
+            f"--num_train {fitting or args.batch_size} does"
+        )
+    local_batch = args.batch_size // num_processes
+    micro_batch = args.local_micro_batch_size or local_batch
+    if micro_batch < 1 or local_batch % micro_batch:
+        raise InputError(f"local_micro_batch_size {micro_batch} does not divide the local batch {local_batch}")
+    # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L197-L199 @cbfd210
+    normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
+    return RewardSizes(
+        steps=args.num_train // args.batch_size,
+        batch=args.batch_size,
+        local_batch=local_batch,
+        local_micro_batch=micro_batch,
+        normalize_samples=normalize_samples,
+        local_normalize_samples=normalize_samples // num_processes,
+        local_rollout_batch=args.local_rollout_batch_size or args.rollout_batch_size // num_processes,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Models
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int, columns: slice) -> torch.Tensor:
+    """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
+
+    tokens: (batch, sequence_length). Returns (batch, len(columns), width), after the last layer norm.
+    """
+    # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
+    mask = tokens != pad_id  # (batch, sequence_length)
+    input_ids = tokens.masked_fill(~mask, 0)
+    # [D14] The position of a token is the number of real tokens before it: [x, pad, pad, a, b] gives [0, 1, 1, 1, 2].
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L265-L269 @cbfd210
+    position_ids = mask.cumsum(1) - mask.long()
+    hidden_states = lm_backbone.base_model(
+        input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state  # (batch, sequence_length, width)
+    # [D16] A padding position shows what the nearest real token to its left shows.
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L333-L341 @cbfd210
+    last_real = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0).cummax(1).values[:, columns]
+    return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
+
+
+def scaled_logits(
+    lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
+) -> torch.Tensor:
+    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
+    # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
+    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L31 @cbfd210
+    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
+    # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
+    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+class RewardModel(nn.Module):
+    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
+
+    def __init__(self, lm_backbone: PreTrainedModel):
+        super().__init__()
+        self.lm_backbone = lm_backbone
+        width = lm_backbone.config.hidden_size
+        # [D29] The head starts small: the score of a hidden state of norm sqrt(width) has a deviation of about 1.
+        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L248-L258 @cbfd210
+        self.reward_head = nn.Linear(width, 1)
+        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
+        nn.init.zeros_(self.reward_head.bias)
+        # [D31] [D32] Gain and bias are ordinary trainable parameters.
+        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
+        self.gain = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, query_responses: torch.Tensor, pad_id: int) -> torch.Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+        # [D30] The score is read at the last column, which shows the last real token.
+        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L105-L107 @cbfd210
+        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))[
+            :, 0
+        ]  # (batch, width)
+        return self.gain * self.reward_head(hidden_states).squeeze(1) + self.bias
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Optimiser
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class AdamTensorFlowStyle(torch.optim.Adam):
+    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
+
+        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
+
+    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam gives the same step if its eps is
+    eps / sqrt(1 - beta2^t): 32 times larger in the first step. With small gradients the difference is large.
+    """
+
+    # [D64] openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        for group in self.param_groups:
+            group.update(steps=0, eps_tensorflow=eps)
+
+    def step(self, closure: Callable | None = None):
+        """One step of all parameters that have a gradient."""
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["eps"] = group["eps_tensorflow"] / math.sqrt(1 - group["betas"][1] ** group["steps"])
+        return super().step(closure)
+
+
+def learning_rate_at(args: Args, step: int) -> float:
+    """The learning rate of a step (0-based): linear from args.lr, and never 0."""
+    # [D42] openai/lm-human-preferences lm_human_preferences/train_reward.py#L249 @cbfd210
+    return args.lr * (1 - step * args.batch_size / args.num_train)
+
+
+def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
+    """Replace the gradients by their mean over all processes."""
+    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
+    if accelerator.num_processes > 1:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        nn.utils.vector_to_parameters(mean, gradients)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Tokens: pad, generate
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def left_pad(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Move the padding of each row to its left; the order of the other tokens stays.
+
+    tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
+    """
+    # [D08] A stable sort by "is a real token" does it without a loop.
+    return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+@torch.no_grad()
+def generate(
+    lm_backbone: PreTrainedModel,
+    contexts: torch.Tensor,
+    uniforms: torch.Tensor,
+    pad_id: int,
+    vocab_size: int,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample responses with a key-value cache.
+
+    contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
+    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
+    state before each token (batch, response_length, width).
+    """
+    tokens = left_pad(contexts, pad_id)
+    mask = tokens != pad_id  # (batch, columns so far)
+    position_ids = mask.cumsum(1) - mask.long()
+    tokens = tokens.masked_fill(~mask, 0)
+    cache, responses, logprobs, hidden_states = None, [], [], []
+    # [D22] Always response_length tokens; nothing stops a response early.
+    # [D24] No top-k, no top-p.
+    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L84 @cbfd210
+    for column in range(uniforms.shape[1]):
+        output = lm_backbone.base_model(
+            input_ids=tokens, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
+        )
+        cache, hidden = output.past_key_values, output.last_hidden_state[:, -1]  # (batch, width)
+        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
+        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number.
+        cdf = all_logprobs.exp().cumsum(1)  # (batch, vocab_size)
+        thresholds = uniforms[:, column : column + 1].to(cdf.dtype) * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        # [D25] Log-probs are recorded as the tokens are sampled.
+        #       openai/lm-human-preferences lm_human_preferences/policy.py#L108-L112 @cbfd210
+        responses.append(tokens)
+        logprobs.append(all_logprobs.gather(1, tokens))
+        hidden_states.append(hidden)
+        position_ids = position_ids[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
+    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
+    chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Mathematics: loss, normalisation
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def best_of_n_loss(scores: torch.Tensor, best: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax cross-entropy of the choice, mean over the batch, and how often the best has the highest score.
+
+    scores: (batch, n); best: (batch,), in [0, n). The accuracy is a 0-d tensor without gradient.
+    """
+    # [D40] openai/lm-human-preferences lm_human_preferences/label_types.py#L44-L49 @cbfd210
+    accuracy = (scores.argmax(1) == best).to(scores.dtype).mean()
+    return F.cross_entropy(scores, best.long()), accuracy
+
+
+def gain_and_bias(scores: torch.Tensor, target_mean: float, target_std: float) -> tuple[float, float]:
+    """Gain and bias that give scores (n,) of gain 1 and bias 0 the wanted mean and biased standard deviation.
+
+    Raises NumericalError, an ArithmeticError, if the deviation is 0 or a score is not finite.
+    """
+    # [D34] [D35] openai/lm-human-preferences lm_human_preferences/rewards.py#L73-L89 @cbfd210
+    mean, std = scores.double().mean().item(), scores.double().std(unbiased=False).item()
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise NumericalError(f"scores with mean {mean} and deviation {std} cannot be normalised")
+    gain = target_std / std
+    return gain, target_mean - gain * mean
+
+
+@torch.no_grad()
+def normalize(
+    reward_model: RewardModel,
+    query_responses: torch.Tensor,
+    pad_id: int,
+    chunk: int,
+    accelerator: Accelerator | None = None,
+    target_mean: float = 0.0,
+    target_std: float = 1.0,
+) -> None:
+    """Set gain and bias so that these samples, on all processes together, have the wanted mean and deviation.
+
+    query_responses: (samples of this process, sequence_length).
+    """
+    # [D32] [D38] Whatever gain and bias had learned is discarded first.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L207-L215 @cbfd210
+    reward_model.gain.fill_(1.0)
+    reward_model.bias.fill_(0.0)
+    (scores,) = in_chunks(lambda tokens: (reward_model(tokens, pad_id),), chunk, query_responses)
+    gain, bias = gain_and_bias(accelerator.gather(scores) if accelerator else scores, target_mean, target_std)
+    reward_model.gain.fill_(gain)
+    reward_model.bias.fill_(bias)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Samples to normalise on
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def sample_to_normalize(
+    language_model: PreTrainedModel,
+    stream: QueryStream,
+    ids: TaskIds,
+    args: Args,
+    sizes: RewardSizes,
+    stage: str,
+    rank: int,
+) -> torch.Tensor:
+    """Queries and responses of the pretrained language model: (local_normalize_samples, query_length + response_length)."""
+    # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L191-L199 @cbfd210
+    task = args.task
+    rows = slice(rank * sizes.local_normalize_samples, (rank + 1) * sizes.local_normalize_samples)
+    queries = stream.next_batch(sizes.normalize_samples, ids.pad)[rows]  # (local_normalize_samples, query_length)
+    noise = torch.rand(
+        sizes.normalize_samples, task.response_length, generator=keyed_generator(args.seed, "normalize", stage)
+    )[rows]  # (local_normalize_samples, response_length)
+
+    def respond(contexts: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor]:
+        return generate(language_model, contexts, uniforms, ids.pad, ids.pad, task.temperature)[:1]
+
+    contexts = add_affixes(queries, ids.prefix, ids.suffix).to(language_model.device)
+    (responses,) = in_chunks(respond, sizes.local_rollout_batch, contexts, noise.to(language_model.device))
+    # [D28] The reward model sees the query without prefix and suffix.
+    #       openai/lm-human-preferences lm_human_preferences/rewards.py#L105-L107 @cbfd210
+    return torch.cat([queries.to(responses.device), responses], dim=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Update
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def score_samples(
+    reward_model: RewardModel, queries: torch.Tensor, samples: torch.Tensor, pad_id: int
+) -> torch.Tensor:
+    """Scores (batch, n) of samples (batch, n, response_length) to queries (batch, query_length)."""
+    n = samples.shape[1]
+    query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
+    return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
+
+
+def reward_update(
+    reward_model: RewardModel,
+    optimizer: torch.optim.Optimizer,
+    labels: Labels,
+    inds: torch.Tensor,
+    pad_id: int,
+    micro_batch: int,
+    accelerator: Accelerator | None = None,
+) -> dict[str, torch.Tensor]:
+    """One optimiser step on the labels with these indices (local_batch,). Returns loss and accuracy, 0-d."""
+    device = reward_model.gain.device
+    losses, accuracies = [], []
+    optimizer.zero_grad()
+    for micro_inds in inds.split(micro_batch):
+        queries, samples, best = (t[micro_inds].to(device) for t in (labels.queries, labels.samples, labels.best))
+        loss, accuracy = best_of_n_loss(score_samples(reward_model, queries, samples, pad_id), best)
+        (loss * len(micro_inds) / len(inds)).backward()
+        losses.append(loss.detach())
+        accuracies.append(accuracy)
+    if accelerator is not None:
+        average_gradients(reward_model, accelerator)
+    optimizer.step()
+    return {"train/loss": torch.stack(losses).mean(), "train/accuracy": torch.stack(accuracies).mean()}
+
+
+@torch.no_grad()
+def evaluate(
+    reward_model: RewardModel, labels: Labels, inds: torch.Tensor, pad_id: int, chunk: int, accelerator: Accelerator
+) -> dict[str, float]:
+    """Loss and accuracy over all labels with these indices, shared among the processes."""
+    device = reward_model.gain.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, right choices
+    for local_inds in inds[accelerator.process_index :: accelerator.num_processes].split(chunk):
+        queries, samples, best = (t[local_inds].to(device) for t in (labels.queries, labels.samples, labels.best))
+        loss, accuracy = best_of_n_loss(score_samples(reward_model, queries, samples, pad_id), best)
+        sums += torch.stack([loss, accuracy]).double() * len(local_inds)
+    loss, accuracy = (accelerator.reduce(sums, "sum") / len(inds)).tolist()
+    return {"test_loss": loss, "test_accuracy": accuracy, "test_labels": len(inds)}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Logging, the saved reward model
+# ----------------------------------------------------------------------------------------------------------------
+
+
+PANELS = {
+    "loss": ["train/loss"],
+    "accuracy": ["train/accuracy"],
+    "learning rate": ["train/lr"],
+    "gain": ["train/gain"],
+}
+
+
+def save_reward_model(
+    folder: Path, reward_model: RewardModel, tokenizer: PreTrainedTokenizerBase, info: dict
+) -> None:
+    """Save as an ordinary sequence-classification model that gives the same scores, gain and bias included.
+
+    The score of such a model is linear in the final hidden state and has no constant. So the gain goes into the
+    weight w of the score, and the constant c into the bias of the final layer norm, along w: w (h + c w / |w|^2)
+    = w h + c. Where that norm has no bias, c stands in the configuration as `score_constant` and must be added.
+    `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
+    """
+    backbone, pad_id = reward_model.lm_backbone.base_model, len(tokenizer)
+    kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
+    weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
+    constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
+    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"num_labels": 1, "pad_token_id": pad_id})
+    norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
+    config.score_constant = 0.0 if norm_bias else constant
+    classifier = AutoModelForSequenceClassification.from_config(config, dtype=weight.dtype).to(weight.device)
+    classifier.base_model.load_state_dict(backbone.state_dict())
+    with torch.no_grad():
+        classifier.score.weight.copy_(weight)
+        if norm_bias:
+            kept[f"lm_backbone.{norm_bias}"] = backbone.state_dict()[norm_bias].clone()
+            classifier.base_model.state_dict()[norm_bias].add_(constant * weight[0] / (weight**2).sum())
+        rows = classifier.get_input_embeddings().num_embeddings
+        if rows <= pad_id:
+            classifier.resize_token_embeddings(pad_id + 1, mean_resizing=False)
+            classifier.get_input_embeddings().weight[rows:] = 0.0
+    classifier.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(kept, folder / "reward_head.safetensors")
+    write_json(folder / "ppo_rlhf.json", info)
+
+
+FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Train
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def train(args: Args, timestamp: int | None = None) -> Path:
+    """Train a reward model and return the folder models/<run>/reward, on every process.
+
+    timestamp: seconds since 1970, part of the run's name; None: now. Raises InputError, a ValueError, on bad input,
+    before anything is written.
+    """
+    accelerator = make_accelerator()
+    device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
+    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = task_ids(args.task, tokenizer)
+    labels = read_labels(args.label_dataset, args.task, tokenizer)
+    if len(labels.best) < args.num_train:
+        raise InputError(
+            f"--label_dataset {args.label_dataset} has {len(labels.best)} labels, fewer than --num_train {args.num_train}"
+        )
+    stream = QueryStream(args.task, tokenizer)
+    # [D27] The reward model is a copy of the pretrained model, trained as a whole.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
+    language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
+    check_length(language_model, args.base_model, ids.context_length + args.task.response_length)
+    torch.manual_seed(args.seed)
+    reward_model = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(
+        device, dtype
+    )
+    reward_model.forward = autocast(reward_model.forward)
+    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
+
+    run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
+    run.print_sizes(sizes)
+    first_step = 0
+    if checkpoint := run.load_checkpoint():
+        tensors, state = checkpoint
+        first_step, stream.position = state["step"], state["query_position"]
+        restore_training_state(reward_model, optimizer, tensors, first_step)
+    run.start_logging(first_step)
+
+    def normalize_now(stage: str) -> None:
+        # [D39] openai/lm-human-preferences lm_human_preferences/train_reward.py#L208-L209 @cbfd210
+        if args.normalize_samples and getattr(args, f"normalize_{stage}"):
+            with autocast:
+                samples = sample_to_normalize(language_model, stream, ids, args, sizes, stage, rank)
+            normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator)
+
+    # 1. Normalise.
+    if first_step == 0:
+        normalize_now("before")
+
+    # 2. One pass over the labels.
+    # [D20] [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L236-L250 @cbfd210
+    permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
+    with run.progress("reward model", sizes.steps, first_step) as advance:
+        for step in range(first_step, sizes.steps):
+            optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
+            inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
+            stats = reward_update(
+                reward_model, optimizer, labels, inds, ids.pad, sizes.local_micro_batch, accelerator
+            )
+            means = mean_over_processes(stats, accelerator)
+            if not math.isfinite(means["train/loss"]):
+                raise NumericalError(f"train/loss is {means['train/loss']} in step {step}; a lower --lr may help")
+            loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
+            scale = {"train/gain": reward_model.gain.item(), "train/bias": reward_model.bias.item()}
+            run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)} | scale)
+            if (step + 1) % (args.save_interval or sizes.steps) == 0 or step + 1 == sizes.steps:
+                state = {"query_position": stream.position}
+                run.save_checkpoint(step + 1, training_state(reward_model, optimizer), state)
+            advance(f"loss {means['train/loss']:.3f}, accuracy {means['train/accuracy']:.2f}")
+
+    # 3. Normalise again.
+    normalize_now("after")
+
+    held_out = torch.arange(args.num_train, len(labels.best))
+    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1]}
+    if len(held_out):
+        results |= evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
+    folder = run.model_folder / "reward"
+    if accelerator.is_main_process:
+        info = {"kind": "reward model", "base_model": args.base_model, "label_dataset": args.label_dataset}
+        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(args.task)}
+        save_reward_model(folder, reward_model, tokenizer, info)
+        if args.upload_model:
+            upload_model(folder, args.hf_entity, run.model_folder.name)
+    run.finish(PANELS, **results)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+if __name__ == "__main__":
+    run_script(lambda: train(parse_args(PRESETS)))
