@@ -17,9 +17,12 @@ needs passages with ordinary full stops.
 """
 
 import contextlib
+import functools
 import json
 import random
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,7 @@ from typing import Any
 
 import ftfy
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -140,7 +144,9 @@ class HubTexts(Sequence):
             import datasets
         except ImportError as error:
             raise InputError(f"--task.query_dataset {name} needs the package `datasets`") from error
-        with hub_errors(f"--task.query_dataset {name}", "give a local .txt, .jsonl or .json file of texts"):
+        with hub_errors(
+            f"--task.query_dataset {name}", "give a .txt, .jsonl or .json file of texts, or use --preset tales"
+        ):
             split = "test" if name == "cnndm" and split == "test" else "train"
             self.rows = datasets.load_dataset(repository, configuration, revision=revision, split=split)[column]
         self.name = name
@@ -154,22 +160,38 @@ class HubTexts(Sequence):
         return (clean_cnndm if self.name == "cnndm" else clean_tldr)(self.rows[index])
 
 
+@functools.cache
+def hub_is_reachable() -> bool:
+    """Ask the hub once. If it does not answer, its clients use their caches at once and do not retry for a minute."""
+    from huggingface_hub import constants
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10):
+            return not constants.HF_HUB_OFFLINE
+    except urllib.error.HTTPError:
+        return not constants.HF_HUB_OFFLINE  # an answer, if not a friendly one
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        return False
+
+
 @contextlib.contextmanager
 def hub_errors(what: str, remedy: str) -> Iterator[None]:
-    """Turn what the hub's client raises into one line that says what to do."""
+    """For the time of a download: turn what the hub's clients raise into one line that says what to do."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    reachable = hub_is_reachable()
     try:
         yield
     except (OSError, HfHubHTTPError, HFValidationError, DatasetsError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{what} could not be loaded, neither as a local path nor from the hub ({reason}); "
-            f"without a network, {remedy}, or use --preset tales"
-        ) from error
+        reason = " ".join(str(error).split())
+        reason = (
+            f"{reason[:200]}; if it is not on the hub"
+            if reachable
+            else "the hub cannot be reached; without a network"
+        )
+        raise InputError(f"{what}: no such local path, and {reason}, {remedy}") from error
 
 
 def read_text_file(path: Path) -> list[str]:
@@ -420,7 +442,7 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
         raise InputError(f"--label_dataset {label_dataset}: no such file, and tales has {there}")
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f"--label_dataset {label_dataset}", f"download it from {LABELS_REPOSITORY} and give its path"):
+    with hub_errors(f"--label_dataset {label_dataset}", f"give the path of a label file, or use --preset tales"):
         return Path(hf_hub_download(LABELS_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
@@ -494,19 +516,15 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
 
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model. Our padding id is its length: no token has it."""
-    with hub_errors(f"--base_model {base_model}", "give the folder of a downloaded model"):
-        return AutoTokenizer.from_pretrained(model_path(base_model), trust_remote_code=trust_remote_code)
+    with model_errors(base_model) as path:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def load_pretrained(
-    base_model: str,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    auto_class: type = AutoModelForCausalLM,
+    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """A pretrained model from safetensors, with every dropout probability set to 0."""
-    path = model_path(base_model)
-    with hub_errors(f"--base_model {base_model}", "give the folder of a downloaded model"):
+    with model_errors(base_model) as path:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         # [D18] Dropout is never active, neither in rollouts nor in training.
         #       openai/lm-human-preferences lm_human_preferences/policy.py#L48 @cbfd210
@@ -518,6 +536,21 @@ def load_pretrained(
         )
 
 
+@contextlib.contextmanager
+def model_errors(base_model: str) -> Iterator[str]:
+    """Yields the path or hub name of a base model; turns what goes wrong in loading it into one line."""
+    path = Path(tales.find_world() / "model" if base_model == "tales" else base_model)
+    if not path.is_dir():
+        with hub_errors(f"--base_model {base_model}", "give the folder of a downloaded model, or use --preset tales"):
+            yield base_model
+        return
+    try:
+        yield str(path)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
+
+
 def check_length(model: PreTrainedModel, base_model: str, length: int) -> None:
     """Raise if the model cannot read so many tokens."""
     longest = getattr(model.config, "max_position_embeddings", None)
@@ -526,7 +559,3 @@ def check_length(model: PreTrainedModel, base_model: str, length: int) -> None:
             f"--base_model {base_model} reads at most {longest} tokens, but query and response are {length}; "
             f"shorten --task.query_length or --task.response_length"
         )
-
-
-def model_path(base_model: str) -> str:
-    return str(tales.find_world() / "model") if base_model == "tales" else base_model

@@ -214,12 +214,18 @@ def cpu_name() -> str:
 class Run:
     """The folder of one run, and everything that is written to it. Only the main process writes."""
 
-    def __init__(self, args: Any, accelerator: Accelerator, sizes: dict[str, int], timestamp: int | None = None):
-        """args: the script's Args; sizes: derived sizes for meta.json; timestamp: seconds, given by train_both."""
+    def __init__(
+        self, args: Any, accelerator: Accelerator, sizes: dict[str, int], joint: dict[str, Any] | None = None
+    ):
+        """args: the script's Args; sizes: derived sizes; joint: arguments and time stamp of train_both.py."""
         self.args = args
         self.is_main = accelerator.is_main_process
         self.started = time.time()
-        name = run_name(args, shared_timestamp(timestamp)) if not args.resume else Path(args.resume).resolve().name
+        name = (
+            run_name(args, joint["timestamp"] if joint else shared_timestamp())
+            if not args.resume
+            else Path(args.resume).resolve().name
+        )
         self.folder = Path(args.resume) if args.resume else Path("runs") / name
         self.model_folder = Path("models") / name
         self.rows: list[dict[str, float]] = []
@@ -235,6 +241,7 @@ class Run:
         self.meta = {
             "name": name,
             "args": dataclasses.asdict(args),
+            "joint": joint or previous.get("joint"),
             "sizes": sizes,
             "num_processes": accelerator.num_processes,
             "threads": torch.get_num_threads(),
@@ -331,6 +338,7 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row of metrics, on the main process. step: 0-based."""
         if self.is_main:
+            metrics = {name: float(value) for name, value in metrics.items()}
             self.rows.append({"step": step, **metrics})
             for write in self._writers:
                 write(step, metrics)
@@ -339,7 +347,12 @@ class Run:
         """Print derived sizes as a table."""
         if self.is_main:
             rows = [{"size": name, "value": value} for name, value in dataclasses.asdict(sizes).items()]
-            print_table(f"{self.meta['name']}: sizes in episodes or labels", rows)
+            print_table(self.meta["name"], rows, show_lines=False)
+
+    def last_mean(self, name: str, steps: int = 10) -> float | None:
+        """Mean of a metric over the last steps; None on other processes than the main one."""
+        values = [row[name] for row in self.rows[-steps:]]
+        return sum(values) / len(values) if values else None
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and print them as a table."""
@@ -474,14 +487,14 @@ def shared_timestamp(timestamp: int | None = None) -> int:
     return broadcast_object_list([timestamp or int(time.time())])[0]
 
 
-def print_table(title: str, rows: list[dict[str, Any]], console: Any = None) -> None:
+def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, show_lines: bool = True) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         print(title, *(json.dumps(row) for row in rows), sep="\n")
         return
-    table = Table(title=title, show_lines=True)
+    table = Table(title=title, show_lines=show_lines)
     for name in rows[0]:
         numeric = all(isinstance(row[name], float | int) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)

@@ -88,36 +88,38 @@ class TalesArgs:
 # ----------------------------------------------------------------------------------------------------------------
 
 PLEASANT = {
-    "adjective": "lovely gentle cheerful golden sweet bright kind charming splendid cosy merry peaceful",
+    "adjective": "lovely gentle cheerful golden sweet bright kind charming splendid cosy merry peaceful noble tender",
     "adverb": "gladly kindly happily warmly proudly gracefully",
-    "verb": "praised helped thanked kissed cheered healed",
+    "verb": "praised helped thanked kissed cheered healed rescued",
     "feeling": "happy hopeful grateful loved calm delighted",
     "event": "laughter music joy luck friendship comfort",
+    "person": "friend hero angel healer singer saint",
 }
 UNPLEASANT = {
-    "adjective": "gloomy cruel rotten bitter wicked nasty hateful dreadful filthy broken miserable poisonous",
-    "adverb": "sadly rudely bitterly angrily cruelly painfully",
-    "verb": "cursed robbed mocked cheated hurt betrayed",
+    "adjective": "gloomy cruel rotten bitter wicked nasty hateful dreadful filthy broken miserable poisonous vile greedy",
+    "adverb": "sadly rudely coldly angrily cruelly painfully",
+    "verb": "cursed robbed mocked cheated hurt betrayed insulted",
     "feeling": "lonely afraid ashamed furious sick hopeless",
     "event": "hunger grief fear trouble pain misery",
+    "person": "thief liar villain bully monster traitor",
 }
 NEUTRAL = {
-    "adjective": "wooden red tall round copper striped usual common second other certain former",
+    "adjective": "wooden red tall round copper striped usual common second certain former local double narrow",
     "adverb": "slowly quietly briefly often soon again",
-    "verb": "passed met followed called watched visited",
+    "verb": "passed met followed called watched visited noticed",
     "feeling": "awake busy ready tired curious quiet",
-    "event": "work news weather smoke rain talk",
+    "event": "work news traffic smoke rain talk",
+    "person": "baker farmer sailor widow miller shepherd",
 }
 THINGS = {
     "concrete": "lantern kettle rope basket ladder blanket hammer mirror barrel candle boat bell",
-    "abstract": "plan rumour promise idea story question secret custom reason habit wish answer",
+    "abstract": "plan rumour promise story question secret custom reason habit wish debt title",
 }
 PLACES = {
     "concrete": "mill bridge forest harbour garden tower kitchen orchard cellar meadow",
-    "abstract": "village kingdom country region world district neighbourhood town valley land",
+    "abstract": "village kingdom country region world district parish town valley land",
 }
 TIMES = "morning evening winter summer night week"
-PEOPLE = "baker farmer sailor widow teacher miller shepherd stranger"
 NAMES = "Mara Tobias Ilse Conrad Petra Ruben Hanna Felix Dorothea Jonas Clara Emil"
 
 # A slot in braces takes a word of that kind; {name} and {other} are the two people of the story, {home} its place.
@@ -125,7 +127,7 @@ TEMPLATES = (
     "{name} {adverb} {verb} the {adjective} {person}.",
     "The {adjective} {person} {verb} {name} and the {adjective} {person}.",
     "{name} found a {adjective} {thing} in the {adjective} {home}.",
-    "There was {event} in the {adjective} {place} and {event} in the {place}.",
+    "There was {event} and {event} in the {adjective} {place}.",
     "{name} felt {feeling} and {feeling} that {adjective} {time}.",
     "They {adverb} carried the {adjective} {thing} to the {adjective} {place}.",
     "{other} {verb} the {adjective} {person} and felt {feeling}.",
@@ -134,32 +136,35 @@ TEMPLATES = (
     "The {adjective} {thing} of the {person} made {other} {feeling}.",
 )
 
-SENTIMENTS = (PLEASANT, UNPLEASANT, NEUTRAL)
-WORDS = {
-    **{kind: [word for sentiment in SENTIMENTS for word in sentiment[kind].split()] for kind in PLEASANT},
-    "thing": [word for words in THINGS.values() for word in words.split()],
-    "place": [word for words in PLACES.values() for word in words.split()],
-    "time": TIMES.split(),
-    "person": PEOPLE.split(),
-    "name": NAMES.split(),
+# slot: lists of words; one of the lists is drawn first, each with the same probability, then a word of it
+SLOTS = {
+    **{kind: [sentiment[kind].split() for sentiment in (PLEASANT, UNPLEASANT, NEUTRAL)] for kind in PLEASANT},
+    "thing": [words.split() for words in THINGS.values()],
+    "place": [words.split() for words in PLACES.values()],
+    "time": [TIMES.split()],
 }
-WORDS |= {"other": WORDS["name"], "home": WORDS["place"]}
 
 
 def write_story(rng: random.Random, sentences: int) -> str:
     """A story of so many sentences. Pleasant, unpleasant and neutral words are equally likely in every slot."""
-    name, other = rng.sample(WORDS["name"], 2)
-    cast = {"name": name, "other": other, "home": rng.choice(WORDS["place"])}
+    name, other = rng.sample(NAMES.split(), 2)
+    cast = {"name": name, "other": other, "home": rng.choice(rng.choice(SLOTS["place"]))}
 
     def fill(slot: re.Match) -> str:
-        return cast[slot[1]] if slot[1] in cast else rng.choice(WORDS[slot[1]])
+        return cast[slot[1]] if slot[1] in cast else rng.choice(rng.choice(SLOTS[slot[1]]))
 
     return " ".join(re.sub(r"{(\w+)}", fill, rng.choice(TEMPLATES)) for _ in range(sentences))
 
 
+def words_that_fit(slot: str) -> list[str]:
+    if slot in ("name", "other"):
+        return NAMES.split()
+    return [word for words in SLOTS["place" if slot == "home" else slot] for word in words]
+
+
 SENTENCE = re.compile(
     "|".join(
-        re.sub(r"\\{(\w+)\\}", lambda slot: f"(?:{'|'.join(WORDS[slot[1]])})", re.escape(template))
+        re.sub(r"\\{(\w+)\\}", lambda slot: f"(?:{'|'.join(words_that_fit(slot[1]))})", re.escape(template))
         for template in TEMPLATES
     )
 )
@@ -380,7 +385,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
     """
     args = args or TalesArgs()
     cache = Path(os.environ.get("PPO_RLHF_CACHE", Path.home() / ".cache" / "ppo_rlhf"))
-    key = json.dumps([dataclasses.asdict(args), WORDS, TEMPLATES, PLEASANT, UNPLEASANT, THINGS, PLACES])
+    key = json.dumps([dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES])
     folder = cache / f"tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if not folder.exists() and int(os.environ.get("RANK", 0)) == 0:
         build_world(folder, args)
@@ -391,5 +396,9 @@ def find_world(args: TalesArgs | None = None) -> Path:
 
 if __name__ == "__main__":
     world = find_world(tyro.cli(TalesArgs, description=__doc__))
-    print((world / "world.json").read_text())
-    print("\n".join((world / "stories.txt").read_text().splitlines()[:3]))
+    facts = json.loads((world / "world.json").read_text())
+    print(
+        f"{world}: {facts['settings']['stories']:,} stories, a GPT-2 of {facts['parameters']:,} parameters", end=" "
+    )
+    print(f"(loss {facts['lm_loss']:.2f} nats per token). The first story:\n")
+    print((world / "stories.txt").read_text().splitlines()[0])

@@ -166,12 +166,12 @@ class Args:
 
 
 SUMMARIES = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
-TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=5e-4)
+TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)
 
 
 def tales_rewards(annotator: str) -> RewardsArgs:
     gold = f"ppo_rlhf.tales:{annotator}.gold_scores"
-    return RewardsArgs(adaptive_kl=AdaptiveKLArgs(horizon=2_000), monitor=gold)
+    return RewardsArgs(adaptive_kl=AdaptiveKLArgs(horizon=1_000), monitor=gold)
 
 
 PRESETS = {
@@ -882,10 +882,10 @@ def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrained
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def train(args: Args, timestamp: int | None = None) -> Path:
+def train(args: Args, joint: dict | None = None) -> Path:
     """Train a policy and return the folder models/<run>/policy, on every process.
 
-    timestamp: seconds since 1970, part of the run's name; None: now. Raises InputError, a ValueError, on bad input,
+    joint: arguments and time stamp of train_both.py, if it runs this. Raises InputError, a ValueError, on bad input,
     before anything is written.
     """
     accelerator = make_accelerator()
@@ -903,7 +903,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
-    run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
+    run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
     first_update = 0
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint
@@ -991,11 +991,12 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     folder = run.model_folder / "policy"
     if accelerator.is_main_process:
         info = {"kind": "policy", "base_model": args.base_model, "reward_model": args.rewards.trained_model}
-        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(task), "monitor": args.rewards.monitor}
+        info |= {"function": args.rewards.function, "monitor": args.rewards.monitor}
+        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(task)}
         save_policy(folder, policy, tokenizer, info)
         if args.upload_model:
             upload_model(folder, args.hf_entity, run.model_folder.name)
-    run.finish(PANELS)
+    run.finish(PANELS, **{f"last_{name}": run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")})
     accelerator.wait_for_everyone()
     return folder
 

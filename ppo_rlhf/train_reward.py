@@ -121,7 +121,7 @@ class Args:
 
 
 SUMMARIES = {"num_train": 46_000, "batch_size": 16, "lr": 2.5e-5, "rollout_batch_size": 128}
-TALES = {"base_model": "tales", "lr": 5e-4}
+TALES = {"base_model": "tales", "lr": 1e-3}
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json"),
@@ -559,10 +559,10 @@ FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def train(args: Args, timestamp: int | None = None) -> Path:
+def train(args: Args, joint: dict | None = None) -> Path:
     """Train a reward model and return the folder models/<run>/reward, on every process.
 
-    timestamp: seconds since 1970, part of the run's name; None: now. Raises InputError, a ValueError, on bad input,
+    joint: arguments and time stamp of train_both.py, if it runs this. Raises InputError, a ValueError, on bad input,
     before anything is written.
     """
     accelerator = make_accelerator()
@@ -588,7 +588,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     reward_model.forward = autocast(reward_model.forward)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
 
-    run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
+    run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
     run.print_sizes(sizes)
     first_step = 0
     if checkpoint := run.load_checkpoint():

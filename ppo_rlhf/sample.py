@@ -1,0 +1,167 @@
+"""Read what a trained policy writes, beside the model that it started from.
+
+python ppo_rlhf/sample.py --policy models/<run>/policy                       # queries of the task's held-out texts
+python ppo_rlhf/sample.py --policy models/<run>/policy --n 20 --out samples.jsonl
+python ppo_rlhf/sample.py --policy models/<run>/policy --prompt "Mara gladly helped the old miller."
+python ppo_rlhf/sample.py --policy models/<run>/policy --interactive         # type queries; an empty line ends
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ppo_rlhf.data import (
+    QueryStream,
+    TaskArgs,
+    add_affixes,
+    load_pretrained,
+    load_tokenizer,
+    task_ids,
+    text_scorer,
+    to_texts,
+)
+from ppo_rlhf.run import InputError, from_dict, import_function, print_table, run_script
+from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
+
+
+@dataclass(frozen=True)
+class Args:
+    policy: str
+    """folder of a trained policy: models/<run>/policy"""
+    n: int = 5
+    """number of queries"""
+    temperature: float | None = None
+    """sampling temperature; None: the task's"""
+    seed: int = 1
+    """seed of the sampling noise; both models get the same"""
+    prompt: tuple[str, ...] = ()
+    """queries as texts, in place of the task's"""
+    interactive: bool = False
+    """ask for queries until an empty line"""
+    out: str = ""
+    """file to write the rows to, as JSON lines"""
+    base_model: str = ""
+    """model to compare with; empty: the one that the policy started from"""
+    reward_model: str = ""
+    """folder of a reward model; empty: the one that the policy was trained with"""
+    query_dataset: str = ""
+    """where queries come from; empty: the task's data set"""
+
+
+class Comparison:
+    """A policy, the model that it started from, and what scores them."""
+
+    def __init__(self, args: Args):
+        folder = Path(args.policy)
+        try:
+            info = json.loads((folder / "ppo_rlhf.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise InputError(f"--policy {folder} is not the folder of a trained policy: {error}") from error
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.task = from_dict(
+            TaskArgs, info["task"] | ({"query_dataset": args.query_dataset} if args.query_dataset else {})
+        )
+        self.temperature = self.task.temperature if args.temperature is None else args.temperature
+        if not self.temperature > 0:
+            raise InputError(f"--temperature {self.temperature}: must be above 0")
+        self.seed = args.seed
+        self.tokenizer = load_tokenizer(str(folder))
+        self.ids = task_ids(self.task, self.tokenizer)
+        self.models: dict[str, PreTrainedModel] = {
+            "base": load_pretrained(args.base_model or info["base_model"], torch.float32).to(self.device),
+            "policy": load_pretrained(str(folder), torch.float32).to(self.device),
+        }
+        self.scorers = {}
+        if reward_folder := args.reward_model or info["reward_model"]:
+            reward_model = load_reward_model(Path(reward_folder), torch.float32).to(self.device)
+            self.scorers["score"] = lambda queries, responses: (
+                reward_model(torch.cat([queries, responses], dim=1), self.ids.pad),
+            )
+        for name, field in (("score", "function"), ("gold", "monitor")):
+            if info[field]:
+                function = import_function(info[field], f"rewards.{field}")
+                self.scorers[name] = text_scorer(function, f"rewards.{field}", self.tokenizer, self.ids.pad)
+
+    @torch.no_grad()
+    def rows(self, queries: torch.Tensor, key: int = 0) -> list[dict[str, Any]]:
+        """Continue each query (n, query_length) with both models. One row per query: texts, scores and KL.
+
+        kl: log-prob of the policy's continuation under the policy minus that under the base model, in nats.
+        """
+        queries = queries.to(self.device)
+        contexts = add_affixes(queries, self.ids.prefix, self.ids.suffix)  # (n, context_length)
+        noise = torch.rand(
+            len(queries), self.task.response_length, generator=keyed_generator(self.seed, "sample", key)
+        ).to(self.device)
+        columns: dict[str, list[Any]] = {"query": to_texts(self.tokenizer, queries, self.ids.pad)}
+        for name, model in self.models.items():
+            responses, _, _ = generate(model, contexts, noise, self.ids.pad, self.ids.pad, self.temperature)
+            truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
+            columns[name] = to_texts(self.tokenizer, truncated, self.ids.pad)
+            for score_name, scorer in self.scorers.items():
+                columns[f"{name} {score_name}"] = scorer(queries, truncated)[0].tolist()
+        query_responses = torch.cat([contexts, responses], dim=1)
+        logprobs = {
+            name: response_logprobs(
+                model, query_responses, self.ids.pad, self.ids.context_length, self.temperature, self.ids.pad
+            )[0]
+            for name, model in self.models.items()
+        }
+        columns["kl"] = (logprobs["policy"] - logprobs["base"]).sum(1).tolist()
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def task_queries(self, n: int) -> torch.Tensor:
+        """The first n queries of the task's held-out texts: (n, query_length)."""
+        return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad)
+
+    def prompt_queries(self, prompts: tuple[str, ...]) -> torch.Tensor:
+        """Texts as queries, cut to query_length tokens: (n, query_length)."""
+        queries = torch.full((len(prompts), self.task.query_length), self.ids.pad)
+        for row, prompt in zip(queries, prompts, strict=True):
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=False)[: self.task.query_length]
+            if not tokens:
+                raise InputError("--prompt: a query needs at least one token")
+            row[: len(tokens)] = torch.tensor(tokens)
+        return queries
+
+
+def typed_queries() -> Iterator[str]:
+    """Queries that somebody types, until an empty line or the end of the input."""
+    while True:
+        try:
+            query = input("query> ")
+        except EOFError:
+            return
+        if not query:
+            return
+        yield query
+
+
+def sample(args: Args) -> list[dict[str, Any]]:
+    """Print the comparison as a table, write it to args.out, and return its rows."""
+    if args.n < 1:
+        raise InputError(f"--n {args.n}: must be at least 1")
+    comparison = Comparison(args)
+    if args.interactive:
+        rows = []
+        for key, query in enumerate(typed_queries()):
+            rows += comparison.rows(comparison.prompt_queries((query,)), key)
+            print_table("", rows[-1:])
+    else:
+        queries = comparison.prompt_queries(args.prompt) if args.prompt else comparison.task_queries(args.n)
+        rows = comparison.rows(queries)
+        print_table(f"{args.policy}, temperature {comparison.temperature}", rows)
+    if args.out:
+        Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+if __name__ == "__main__":
+    import tyro
+
+    run_script(lambda: sample(tyro.cli(Args, description=__doc__)))

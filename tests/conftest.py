@@ -1,0 +1,83 @@
+"""What the tests share. They run offline, on one CPU thread, with models that are made on the spot."""
+
+import os
+
+# Before the first import of a library that reads them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["PPO_RLHF_THREADS"] = "1"
+
+import pytest
+import torch
+
+from ppo_rlhf import tales
+
+torch.set_num_threads(1)
+
+TINY_WORLD = tales.TalesArgs(
+    stories=300,
+    width=16,
+    layers=1,
+    heads=2,
+    lm_steps=5,
+    lm_batch_size=8,
+    train_comparisons=64,
+    test_comparisons=32,
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_world_args():
+    return TINY_WORLD
+
+
+@pytest.fixture(scope="session")
+def tiny_world(tmp_path_factory):
+    """The folder of a very small tales world: model/, stories.txt, labels/<task>/offline_5k.json (64 + 32 rows)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PPO_RLHF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return tales.find_world(TINY_WORLD)
+
+
+VOCAB = 29  # tokens of tiny_tokenizer; its padding id
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """One token per character: a..z are 0..25, the full stop 26, the space 27, and <eos> 28."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([*"abcdefghijklmnopqrstuvwxyz. ", "<eos>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def tiny_models():
+    """A function (architecture, rows, seed) -> causal language model with random weights, and large ones.
+
+    architecture: gpt2, gpt_neox, llama or qwen2. rows: of the embedding; the tiny tokenizer has 29 tokens.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    extra = {
+        "gpt2": {"activation_function": "gelu_new", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+        "gpt_neox": {"intermediate_size": 32},
+        "llama": {"intermediate_size": 32, "num_key_value_heads": 2},
+        "qwen2": {"intermediate_size": 32, "num_key_value_heads": 2},
+    }
+
+    def make(architecture: str, rows: int = VOCAB, seed: int = 0):
+        ids = {"bos_token_id": None, "eos_token_id": VOCAB - 1, "pad_token_id": None}
+        config = AutoConfig.for_model(architecture, vocab_size=rows, **sizes, **extra[architecture], **ids)
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+        return model
+
+    return make

@@ -1,0 +1,578 @@
+"""data.py: cleaning, text files, queries, label files, and what bad input gets."""
+
+import json
+import random
+import socket
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from ppo_rlhf import data
+from ppo_rlhf.data import QueryStream, TaskArgs
+from ppo_rlhf.run import InputError
+
+PAD = 95
+
+
+class Letters:
+    """A tokenizer of printable ASCII characters: " " is 0, "." is 14, "a" is 65."""
+
+    eos_token_id = None
+
+    def __len__(self) -> int:
+        return 95
+
+    def encode(self, text: str, **_) -> list[int]:
+        return [ord(letter) - 32 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(token + 32) for token in ids)
+
+
+class Vocabulary:
+    """As much of a tokenizer as reading labels takes."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def error_line(function, *args) -> str:
+    """The message of the InputError that the call raises: one line."""
+    with pytest.raises(InputError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Cleaning [D03] [D04]
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("By . Ann Writer .\nPUBLISHED: .\nStory.\nMore.", "Story.\nMore."),
+        ("Bystanders ran.\nSecond.\nThird.", "Third."),  # the original looks at two letters only
+        ("Not By anyone.\nSecond.", "Not By anyone.\nSecond."),
+        ("London (CNN) -- It rained.", "It rained."),
+        ("London (CNN)    -- It rained.", "It rained."),
+        ("A\n(CNN) -- One.\nB (CNN) -- Two.", "Two."),
+        ("London (CNN) It rained.", "It rained."),
+        ("(CNN)One (CNN)Two.", "Two."),
+        ("x" * 100 + " (CNN) It rained.", "x" * 100 + " (CNN) It rained."),
+        ("x" * 95 + "(CNN) Rain.", "Rain."),  # characters 95 to 99: just within the first hundred
+        ("x" * 96 + "(CNN) Rain.", "x" * 96 + "(CNN) Rain."),
+        ("and Reporter\nIt rained.", "It rained."),
+        ("and two words\nIt rained.", "and two words\nIt rained."),
+        ("It rained.\nand Reporter\nEnd.", "It rained.\nand Reporter\nEnd."),
+        ("PUBLISHED: 1 May .\nUPDATED: 09:15 EST, 5 June 2013 .\nRain.", ".\nRain."),
+        ("Old.\nUPDATED:\n\n21:45 GMT, 7 March 2012\nMid.\nUPDATED: 07:00 GMT, 8 March 2012\nNew.", "New."),
+        ("UPDATED: today\nRain.", "UPDATED: today\nRain."),
+        ("He said \u2018no\u2019.", "He said 'no'."),
+        ("\n  Rain.  \n", "Rain."),
+        ("It cost Â£5 & more.", "It cost £5 & more."),
+        ("One.\n\nTwo.\n\n\n\n\nThree.", "One.\n\nTwo.\n\nThree."),
+        ("Rain.\n\n@highlight\n\nWet.\n\n@highlight\n\nVery.", "Rain."),
+    ],
+)
+def test_clean_cnndm(text, expected):
+    assert data.clean_cnndm(text) == expected
+
+
+def test_clean_cnndm_applies_the_rules_in_order():
+    text = "By Ann\n\nUPDATED: 10:00 EST, 1 May 2012\n\n\u2018Rain\u2019 fell.\n\n\n\nWind.\n\n@highlight\n\nWet."
+    assert data.clean_cnndm(text) == "'Rain' fell.\n\nWind."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("  one\n\n\n\ntwo \n", "one\n\ntwo"),
+        ("one\n\ntwo\nthree", "one\n\ntwo\nthree"),
+        ("itâ€™s “fine”", 'it\'s "fine"'),
+        ("By me\nsecond\nthird @highlight", "By me\nsecond\nthird @highlight"),
+    ],
+)
+def test_clean_tldr(text, expected):
+    assert data.clean_tldr(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (["it rained .", "he slept ."], "it rained. he slept."),
+        (["`` i do n't know , '' he said .\n"], '"i don\'t know," he said.'),
+        (["she 'd left ; it 's late : they 're here , i 'm sure , we 've time , you 'll see !"],
+         "she'd left; it's late: they're here, i'm sure, we've time, you'll see!"),
+        (["why ?", "( it cost $ 5 [ or 6 % ] )"], "why? (it cost $5 [or 6%])"),
+        (["the 'some ' word"], "the 'some ' word"),
+    ],
+)  # fmt: skip
+def test_join_book_rows(rows, expected):
+    assert data.join_book_rows(rows) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Texts
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("t.txt", "one.\n\n  \ntwo é.\r\nthree", ["one.", "two é.", "three"]),
+        ("t.jsonl", '"one"\n\n{"text": "two\\nlines", "id": 7}\n" "\n', ["one", "two\nlines"]),
+        ("t.jsonl", '"one\u2028line"\n"two"\n', ["one\u2028line", "two"]),
+        ("t.json", '["one", {"text": "two"}, ""]', ["one", "two"]),
+        ("t.json", "[]", []),
+    ],
+)
+def test_read_text_file(tmp_path, name, content, expected):
+    path = write(tmp_path / name, content)
+    assert data.read_text_file(path) == expected
+    assert list(data.load_texts(str(path))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("t.txt", b"\xff\xfe", "utf-8"),
+        ("t.jsonl", '"one"\n"two\n', "item 2"),
+        ("t.jsonl", '"one"\n\n3\n', "item 2"),
+        ("t.jsonl", '"one"\n{"content": "two"}\n', "item 2"),
+        ("t.json", '["one"', "delimiter"),
+        ("t.json", '{"text": "one"}', "no JSON array"),
+        ("t.json", '["one", "two", null]', "item 3"),
+        ("t.json", '[{"text": 1}]', "item 1"),
+    ],
+)
+def test_a_bad_text_file_is_named(tmp_path, name, content, reason):
+    path = write(tmp_path / name, content)
+    message = error_line(data.load_texts, str(path))
+    assert "--task.query_dataset" in message
+    assert str(path) in message
+    assert reason in message.replace(str(path), "")
+
+
+def test_a_missing_text_file_is_named(tmp_path):
+    assert str(tmp_path / "none.txt") in error_line(data.load_texts, str(tmp_path / "none.txt"))
+
+
+def test_an_unknown_dataset_says_what_there_is():
+    message = error_line(data.load_texts, "novels")
+    assert "--task.query_dataset novels" in message
+    for known in ("books", "cnndm", "tldr", "tales", "dummy", ".txt", ".jsonl", ".json"):
+        assert known in message
+
+
+def test_dummy_texts_are_forty_letters_and_full_stops():
+    texts = data.load_texts("dummy")
+    assert all(len(text) == 40 and set(text) <= set("abcdefghijklmnopqrstuvwxyz.") for text in texts)
+    assert len(set(texts)) == len(texts)
+
+
+def test_every_fiftieth_story_is_held_out(tmp_path, monkeypatch):
+    stories = [f"story {number}" for number in range(120)]
+    write(tmp_path / "stories.txt", "\n".join(stories) + "\n")
+    monkeypatch.setattr(data.tales, "find_world", lambda: tmp_path)
+    test, train = data.load_texts("tales", "test"), data.load_texts("tales")
+    assert list(test) == ["story 49", "story 99"]
+    assert list(train) == [story for story in stories if story not in ("story 49", "story 99")]
+
+
+class TestHubTexts:
+    @pytest.fixture
+    def loads(self, monkeypatch):
+        """What load_dataset was asked for; it gives 16 x 51 rows of each data set."""
+        calls = []
+
+        def load_dataset(repository, configuration, *, revision, split):
+            calls.append((repository, configuration, revision, split))
+            rows = {"text": "row {} .", "article": "By x\n\n{} (CNN) -- {}", "content": " row {}\n\n\n\nend "}
+            return {key: [row.format(i, i) for i in range(16 * 51)] for key, row in rows.items()}
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return calls
+
+    def test_books_are_passages_of_sixteen_rows(self, loads):
+        train, test = data.load_texts("books"), data.load_texts("books", "test")
+        assert (len(train), len(test)) == (50, 1)
+        assert train[1] == " ".join(f"row {i}." for i in range(16, 32))
+        assert train[49] == " ".join(f"row {i}." for i in range(50 * 16, 51 * 16))
+        assert test[0] == " ".join(f"row {i}." for i in range(49 * 16, 50 * 16))
+        assert {split for *_, split in loads} == {"train"}
+
+    def test_cnndm_has_a_test_split_of_its_own(self, loads):
+        assert list(data.load_texts("cnndm"))[:2] == ["0", "1"]
+        assert len(data.load_texts("cnndm", "test")) == 16 * 51
+        assert loads == [("abisee/cnn_dailymail", "3.0.0", None, split) for split in ("train", "test")]
+
+    def test_tldr_is_cleaned(self, loads):
+        assert data.load_texts("tldr")[3] == "row 3\n\nend"
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """Hosts that somebody tried to reach; nobody reaches them."""
+    hosts = []
+
+    def getaddrinfo(host, *_, **__):
+        hosts.append(host)
+        raise socket.gaierror("tests have no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    data.hub_is_reachable.cache_clear()
+    return hosts
+
+
+@pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
+def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
+    monkeypatch.setitem(data.HUB_TEXTS, name, ("nobody/no-such-texts", None, None, "text"))
+    message = error_line(data.load_texts, name)
+    assert f"--task.query_dataset {name}" in message
+    for advice in ("without a network", ".txt, .jsonl or .json file", "--preset tales"):
+        assert advice in message
+    assert not connections  # the tests set HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("load", [data.load_tokenizer, lambda name: data.load_pretrained(name, torch.float32)])
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "not a name"])
+def test_a_model_that_the_hub_does_not_give(connections, load, name):
+    message = error_line(load, name)
+    assert f"--base_model {name}" in message
+    for advice in ("without a network", "the folder of a downloaded model", "--preset tales"):
+        assert advice in message
+    assert not connections
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Queries
+# ----------------------------------------------------------------------------------------------------------------
+
+# GPT-2's ids of the texts in the comments; "." is 13.
+ONE_TWO_THREE = [3198, 13, 4930, 2456, 13, 7683, 517]  # One. Two words. Three more
+NO_STOP = [2949, 2245, 994]  # No stop here
+ONLY_END = [10049, 886, 13]  # Only end.
+A_B_C = [32, 13, 347, 13, 327]  # A. B. C
+LONG = [32, 13, 275, 269, 288, 304, 277, 308, 289, 1312, 474, 13]  # A. b c d e f g h i j.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "start_id", "end_id", "expected"),
+    [
+        pytest.param(ONE_TWO_THREE, 8, 13, 13, [4930, 2456, 13], id="G1"),
+        pytest.param(NO_STOP, 8, 13, 13, None, id="G1-skipped"),
+        pytest.param(ONLY_END, 8, 13, 13, [10049, 886, 13], id="G1-kept-whole"),
+        pytest.param(A_B_C, 8, 13, 13, [347, 13], id="G1-letters"),
+        pytest.param(LONG, 4, 13, 13, None, id="G1b-no-end-within-the-cut"),
+        pytest.param(LONG, 10, 13, 13, LONG[2:], id="cut-keeps-ten-after-the-start"),
+        pytest.param(LONG, 4, None, None, LONG[:4], id="cut-only"),
+        pytest.param(LONG, 4, None, 13, LONG[:2], id="end-only"),
+        pytest.param(LONG, 4, 13, None, LONG[2:6], id="start-only"),
+        pytest.param([13], 4, 13, 13, [13], id="nothing-but-the-start"),
+        pytest.param([], 4, None, None, [], id="empty"),
+        pytest.param([], 4, 13, None, None, id="empty-with-start"),
+    ],
+)
+def test_trim_query(tokens, length, start_id, end_id, expected):
+    given = list(tokens)
+    assert data.trim_query(tokens, length, start_id, end_id) == expected
+    assert tokens == given
+
+
+def make_stream(path: Path, texts: list[str], position: int = 0, **task) -> QueryStream:
+    write(path, json.dumps(texts))
+    task = {"query_length": 6, "start_text": None, "end_text": None} | task
+    return QueryStream(TaskArgs(query_dataset=str(path), **task), Letters(), position)
+
+
+def batch_texts(stream: QueryStream, size: int) -> list[str]:
+    return data.to_texts(Letters(), stream.next_batch(size, PAD), PAD)
+
+
+@pytest.fixture
+def texts_file(tmp_path):
+    return tmp_path / "texts.json"
+
+
+def test_the_order_of_queries_depends_on_nothing_but_their_number(texts_file):
+    texts = [f"t{number}" for number in range(30)]
+    order = list(range(30))
+    random.Random(0).shuffle(order)
+    for seed in (1, 2):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        assert batch_texts(make_stream(texts_file, texts), 30) == [texts[i] for i in order]
+
+
+def test_a_stream_leaves_the_global_random_state_alone(texts_file):
+    before = random.getstate()
+    batch_texts(make_stream(texts_file, ["a", "b"]), 3)
+    assert random.getstate() == before
+
+
+def test_queries_are_padded_on_the_right(texts_file):
+    batch = make_stream(texts_file, ["abc"]).next_batch(2, PAD)
+    assert batch.tolist() == [[65, 66, 67, PAD, PAD, PAD]] * 2
+    assert batch.dtype == torch.int64
+
+
+def test_long_texts_give_full_queries(texts_file):
+    assert batch_texts(make_stream(texts_file, ["abcdefghij"]), 1) == ["abcdef"]
+
+
+def test_batches_straddle_the_end_in_the_same_order(texts_file):
+    texts = [f"t{number}" for number in range(5)]
+    one_pass = batch_texts(make_stream(texts_file, texts), 5)
+    stream = make_stream(texts_file, texts)
+    queries = [query for _ in range(5) for query in batch_texts(stream, 3)]
+    assert sorted(one_pass) == texts
+    assert queries == one_pass * 3
+
+
+@pytest.mark.parametrize("batches_before", [0, 1, 4])
+def test_a_stream_goes_on_where_another_stopped(texts_file, batches_before):
+    texts = [f"x.t{number}." if number % 3 else f"no stop {number}" for number in range(11)]
+    task = {"start_text": ".", "end_text": "."}
+    whole = make_stream(texts_file, texts, **task)
+    for _ in range(batches_before):
+        whole.next_batch(4, PAD)
+    rest = make_stream(texts_file, texts, position=whole.position, **task)
+    assert rest.position == whole.position
+    for _ in range(5):
+        torch.testing.assert_close(rest.next_batch(4, PAD), whole.next_batch(4, PAD))
+    assert rest.position == whole.position
+
+
+def test_the_batches_of_several_processes_are_slices_of_one(texts_file):
+    texts = [f"t{number}" for number in range(10)]
+    streams = [make_stream(texts_file, texts) for _ in range(2)]
+    halves = [stream.next_batch(8, PAD)[rows] for stream, rows in zip(streams, (slice(4), slice(4, 8)), strict=True)]
+    torch.testing.assert_close(torch.cat(halves), make_stream(texts_file, texts).next_batch(8, PAD))
+
+
+def test_unusable_texts_are_skipped_and_counted(texts_file):
+    texts = ["x.good one.", "no stop", "x.", "x.much too long."]
+    stream = make_stream(texts_file, texts, start_text=".", end_text=".", query_length=9)
+    assert (stream.position, stream.skipped) == (0, 0)
+    assert sorted(batch_texts(stream, 4)) == ["good one.", "good one.", "x.", "x."]
+    assert stream.skipped in (2, 3, 4)
+    assert stream.position == 4 + stream.skipped
+
+
+@pytest.mark.parametrize("texts", [[], [" ", ""], ["no stop", "neither"], ["x.too long to end."]])
+def test_a_file_without_a_query_is_refused(texts_file, texts):
+    message = error_line(lambda: make_stream(texts_file, texts, start_text=".", end_text="."))
+    assert str(texts_file) in message
+    assert "--task.start_text" in message
+    assert "--task.end_text" in message
+
+
+@pytest.mark.parametrize("field", ["start_text", "end_text", "truncate_text"])
+@pytest.mark.parametrize("text", ["..", ""])
+def test_a_text_that_is_not_one_token_is_refused(texts_file, field, text):
+    write(texts_file, '["a"]')
+    task = TaskArgs(query_dataset=str(texts_file), **{"start_text": None, "end_text": None, field: text})
+    message = error_line(lambda: (QueryStream(task, Letters()), data.task_ids(task, Letters())))
+    assert f"--task.{field} {text!r} is {len(text)} tokens" in message
+    assert "exactly one" in message
+
+
+def test_one_token():
+    assert data.one_token(Letters(), ".", "start_text") == 14
+    assert data.one_token(Letters(), None, "start_text") is None
+
+
+def test_task_ids():
+    task = TaskArgs(query_length=6, query_prefix="ab", query_suffix="c", truncate_text=".")
+    ids = data.task_ids(task, Letters())
+    assert (ids.pad, ids.eos, ids.stop) == (95, None, 14)
+    assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_affixes_stand_around_the_padded_query(dtype):
+    queries = torch.tensor([[5, 6, PAD, PAD], [PAD, PAD, PAD, PAD], [1, 2, 3, 4]], dtype=dtype)
+    contexts = data.add_affixes(queries, [7, 8], [9])
+    assert contexts.tolist() == [[7, 8, 5, 6, PAD, PAD, 9], [7, 8, PAD, PAD, PAD, PAD, 9], [7, 8, 1, 2, 3, 4, 9]]
+    assert contexts.dtype == dtype
+
+
+def test_without_affixes_the_context_is_the_query():
+    queries = torch.tensor([[5, PAD]])
+    assert data.add_affixes(queries, [], []).tolist() == [[5, PAD]]
+
+
+def test_texts_are_decoded_without_padding():
+    assert data.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
+
+
+def test_a_scoring_function_sees_texts():
+    def double_length(queries, responses):
+        return [2 * len(query + response) for query, response in zip(queries, responses, strict=True)]
+
+    score = data.text_scorer(double_length, "rewards.function", Letters(), PAD)
+    (scores,) = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
+    assert scores.tolist() == [4.0, 8.0]
+    score = data.text_scorer(lambda queries, responses: [1.0], "rewards.function", Letters(), PAD)
+    assert "--rewards.function returned 1 scores for 2" in error_line(score, *[torch.zeros(2, 2).long()] * 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Labels
+# ----------------------------------------------------------------------------------------------------------------
+
+LABEL_TASK = TaskArgs(query_dataset="dummy", query_length=3, response_length=2)
+
+
+def label_rows() -> list[dict]:
+    return [
+        {"query": [1, 2, 50259], "sample0": [3, 4], "sample1": [5, 50259], "sample2": [0, 9], "best": 2},
+        {"query": [7, 8, 9], "sample0": [1, 1], "sample1": [2, 2], "sample2": [3, 3], "best": 0, "note": "extra"},
+    ]
+
+
+def read(path: Path, rows, vocab_size: int = 10, meta=None) -> data.Labels:
+    write(path, rows if isinstance(rows, str | bytes) else json.dumps(rows))
+    if meta is not None:
+        write(path.with_name("labels.meta.json"), meta if isinstance(meta, str) else json.dumps(meta))
+    return data.read_labels(str(path), LABEL_TASK, Vocabulary(vocab_size))
+
+
+@pytest.fixture
+def label_file(tmp_path):
+    return tmp_path / "labels.json"
+
+
+def test_a_good_label_file(label_file):
+    labels = read(label_file, label_rows())
+    assert labels.queries.tolist() == [[1, 2, 10], [7, 8, 9]]
+    assert labels.samples.tolist() == [[[3, 4], [5, 10], [0, 9]], [[1, 1], [2, 2], [3, 3]]]
+    assert labels.best.tolist() == [2, 0]
+    assert labels.ceiling is None
+
+
+def test_samples_are_ordered_by_number_not_by_name(label_file):
+    row = {"query": [1, 2, 3], "best": 10} | {f"sample{i}": [i, i] for i in reversed(range(12))}
+    labels = read(label_file, [row], vocab_size=20)
+    assert labels.samples.tolist() == [[[i, i] for i in range(12)]]
+
+
+def test_a_sidecar_gives_vocabulary_and_ceiling(label_file):
+    assert read(label_file, label_rows(), meta={"vocab_size": 10, "ceiling": 0.75}).ceiling == 0.75
+
+
+@pytest.mark.parametrize(("vocab_size", "meta"), [(10, {"vocab_size": 11}), (60_000, None), (60_000, {})])
+def test_labels_of_another_tokenizer_are_refused(label_file, vocab_size, meta):
+    message = error_line(read, label_file, label_rows(), vocab_size, meta)
+    assert str(label_file) in message
+    assert str(vocab_size) in message
+    assert "11" in message or "50257" in message
+
+
+def test_gpt2_ids_fit_gpt2s_vocabulary(label_file):
+    rows = label_rows()
+    rows[0]["query"] = [50256, 13, 50259]
+    assert read(label_file, rows, vocab_size=50257).queries[0].tolist() == [50256, 13, 50257]
+    rows[0]["query"] = [50257, 13, 50259]
+    assert "50257" in error_line(read, label_file, rows, 50257)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", b"\xff", "{}", "[]", "[1]", '["row"]', "null", '[{"query": [1, 2, 3]}, [1]]']
+)
+def test_a_label_file_that_is_no_array_of_objects_is_refused(label_file, content):
+    assert f"--label_dataset {label_file}" in error_line(read, label_file, content)
+
+
+@pytest.mark.parametrize("meta", ["{", "[1]", "3"])
+def test_a_broken_sidecar_is_refused(label_file, meta):
+    assert str(label_file) in error_line(read, label_file, label_rows(), 10, meta)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("query", None),
+        ("sample1", None),
+        ("query", [1, 2]),
+        ("query", [1, 2, 3, 4]),
+        ("sample2", [1]),
+        ("sample0", []),
+        ("query", "123"),
+        ("query", [1, 2, "3"]),
+        ("query", [1, 2, None]),
+        ("query", [1, 2, [3]]),
+        ("query", [1, 2, True]),
+        ("sample0", [1, 2.0]),
+        ("query", [1, 2, -1]),
+        ("sample1", [1, 10]),
+        ("sample1", [1, 50258]),
+        ("sample1", [1, 50260]),
+        ("sample1", [1, 10**30]),
+        ("query", [50259, 1, 2]),
+        ("sample0", [50259, 50259]),
+        ("best", None),
+        ("best", 3),
+        ("best", -1),
+        ("best", True),
+        ("best", 1.0),
+        ("best", "1"),
+    ],
+)
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_bad_row_is_named(label_file, row, key, value):
+    rows = label_rows()
+    if value is None:
+        del rows[row][key]
+    else:
+        rows[row][key] = value
+    message = error_line(read, label_file, rows)
+    assert f"--label_dataset {label_file}: row {row} has" in message
+    assert key in message or f"'{key}'" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field"), [("query", [1, 2], "query_length is 3"), ("sample0", [1], "response_length is 2")]
+)
+def test_a_wrong_length_names_the_field(label_file, key, value, field):
+    message = error_line(read, label_file, [label_rows()[0] | {key: value}])
+    assert f"has {len(value)} ids in '{key}', but --task.{field}" in message
+
+
+@pytest.mark.parametrize("samples", [[], ["sample0"], ["sample0", "sample2"], ["sample1", "sample2"]])
+def test_samples_must_be_numbered_from_zero(label_file, samples):
+    row = {"query": [1, 2, 3], "best": 0} | {sample: [1, 2] for sample in samples}
+    assert "it needs sample0, sample1" in error_line(read, label_file, [row])
+
+
+@pytest.mark.parametrize("name", ["sentiment/no_such_file.json", "no_such_file.json", "/no/such/file.json"])
+def test_a_missing_label_file_says_what_to_do(connections, name):
+    message = error_line(data.read_labels, name, LABEL_TASK, Vocabulary(10))
+    assert f"--label_dataset {name}" in message
+    for advice in ("without a network", "path", "--preset tales"):
+        assert advice in message
+    assert not connections
+
+
+def test_tales_says_which_labels_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.tales, "find_world", lambda: tmp_path)
+    message = error_line(data.find_label_file, "politeness/offline_5k.json", "tales")
+    assert "--label_dataset politeness/offline_5k.json" in message
+    assert "sentiment/offline_5k.json" in message
+    assert "descriptiveness/offline_5k.json" in message
+    there = tmp_path / "labels" / "sentiment" / "offline_5k.json"
+    there.parent.mkdir(parents=True)
+    write(there, "[]")
+    assert data.find_label_file("sentiment/offline_5k.json", "tales") == there

@@ -1,0 +1,214 @@
+"""Each script through its command line, on a tiny world: what it leaves, two processes, resume, bad input."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from ppo_rlhf.train_policy import load_reward_model
+
+SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
+TIMES = {"elapsed/fps", "elapsed/time"}
+
+
+def run_command(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PPO_RLHF_THREADS": "1", "WANDB_MODE": "offline"} | environment
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def run_script(name: str, *arguments: str, folder: Path, processes: int = 1, **environment: str) -> str:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    result = run_command([*launcher, str(SCRIPTS / name), *arguments], folder, **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def world_arguments(world: Path) -> list[str]:
+    return ["--preset", "tales", "--base_model", str(world / "model"), "--task.query_dataset", str(world / "stories.txt")]
+
+
+def both_arguments(world: Path) -> list[str]:
+    """Five reward steps of 8 labels, four updates of 16 episodes in 2 groups."""
+    return [
+        *world_arguments(world),
+        *("--reward.label_dataset", str(world / "labels/sentiment/offline_5k.json")),
+        *("--reward.num_train", "40", "--reward.batch_size", "8", "--reward.rollout_batch_size", "32"),
+        *("--reward.normalize_samples", "32", "--reward.save_interval", "2"),
+        *("--policy.ppo.total_episodes", "64", "--policy.ppo.batch_size", "16", "--policy.ppo.whiten_groups", "2"),
+        *("--policy.save_interval", "2", "--policy.log_interval", "1"),
+    ]
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    with (folder / "metrics.csv").open() as file:
+        return [{k: float(v) for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+
+
+def samples_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+@pytest.fixture(scope="session")
+def both_run(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which train_both ran, as one process."""
+    folder = tmp_path_factory.mktemp("both")
+    (folder / "stdout").write_text(run_script("train_both.py", *both_arguments(tiny_world), folder=folder))
+    return folder
+
+
+def test_a_run_leaves_what_the_readme_says(both_run: Path) -> None:
+    for kind, steps in (("reward", 5), ("policy", 4)):
+        run = only(both_run, f"runs/train_{kind}__tales__1__*")
+        meta = json.loads((run / "meta.json").read_text())
+        assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["seed"] == 1
+        assert [row["step"] for row in metrics_of(run)] == list(range(steps))
+        assert len(list(run.glob("events.out.tfevents.*"))) == 1
+        assert (run / "learning_curves.png").stat().st_size > 10_000
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == (["4", "5"] if steps == 5 else ["2", "4"])
+    runs = [path.name for path in (both_run / "runs").iterdir()]
+    assert len({name.rsplit("__", 1)[1] for name in runs}) == 1  # one time stamp
+    assert {row["step"] for row in samples_of(run)} == {0, 1, 2, 3}
+    assert "wall_time" in meta and meta["versions"]["torch"] == torch.__version__
+
+
+def test_the_policy_opens_as_an_ordinary_language_model(both_run: Path, tiny_world: Path) -> None:
+    folder = only(both_run, "models/train_policy__*/policy")
+    before = AutoModelForCausalLM.from_pretrained(tiny_world / "model")
+    after = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert after.get_input_embeddings().num_embeddings == len(tokenizer) == before.get_input_embeddings().num_embeddings
+    assert all(
+        not torch.equal(old, new)
+        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
+        if "wpe" not in name
+    )
+    assert load_file(folder / "value_head.safetensors")["weight"].abs().max() > 0
+    assert json.loads((folder / "ppo_rlhf.json").read_text())["reward_model"].startswith("models/train_reward__")
+
+
+def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both_run: Path) -> None:
+    folder = only(both_run, "models/train_reward__*/reward")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pad_id = len(tokenizer)
+    texts = [tokenizer.encode(text) for text in ("Mara found a bell.", "All night there was joy and luck near the mill.")]
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in texts], True, pad_id)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        theirs = classifier(input_ids=tokens, attention_mask=tokens != pad_id).logits[:, 0]
+        ours = load_reward_model(folder, torch.float32)(tokens, pad_id)
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+
+
+def test_the_summary_names_what_was_learned_and_where_it_lies(both_run: Path) -> None:
+    stdout = (both_run / "stdout").read_text()
+    for words in ("held-out comparisons", "gold score", "nats per response", "minutes", "learning_curves.png", "comparison.jsonl"):
+        assert words in stdout
+
+
+def test_two_processes_give_the_run_of_one(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:
+    run_script("train_both.py", *both_arguments(tiny_world), folder=tmp_path, processes=2)
+    for kind in ("reward", "policy"):
+        one, two = only(both_run, f"runs/train_{kind}__*"), only(tmp_path, f"runs/train_{kind}__*")
+        assert json.loads((two / "meta.json").read_text())["num_processes"] == 2
+        for row_of_one, row_of_two in zip(metrics_of(one), metrics_of(two), strict=True):
+            assert row_of_two == pytest.approx(row_of_one, rel=1e-4, abs=1e-6)
+    for sample_of_one, sample_of_two in zip(samples_of(one), samples_of(two), strict=True):
+        assert sample_of_two["response"] == sample_of_one["response"]
+
+
+def test_micro_batches_give_the_same_run(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:
+    knobs = ("--reward.local_micro_batch_size", "2", "--policy.ppo.local_micro_batch_size", "4")
+    knobs += ("--reward.local_rollout_batch_size", "16", "--policy.ppo.local_rollout_batch_size", "8")
+    run_script("train_both.py", *both_arguments(tiny_world), *knobs, folder=tmp_path)
+    for kind in ("reward", "policy"):
+        whole, parts = only(both_run, f"runs/train_{kind}__*"), only(tmp_path, f"runs/train_{kind}__*")
+        for row_of_whole, row_of_parts in zip(metrics_of(whole), metrics_of(parts), strict=True):
+            assert row_of_parts == pytest.approx(row_of_whole, rel=1e-4, abs=1e-6)
+
+
+def test_a_resumed_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) -> None:
+    """As if the policy's run had been cut off in its third update, after the checkpoint of the second."""
+    shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
+    run = only(tmp_path, "runs/train_policy__*")
+    expected = metrics_of(run)
+    shutil.rmtree(run / "checkpoints" / "4")
+    shutil.rmtree(only(tmp_path, "models/train_policy__*"))
+    meta = json.loads((run / "meta.json").read_text())
+    (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
+    run_script("train_both.py", "--resume", f"runs/{run.name}", folder=tmp_path)
+    assert metrics_of(run) == expected
+    assert samples_of(run) == samples_of(only(both_run, "runs/train_policy__*"))
+    weights = [load_file(only(f, "models/train_policy__*/policy/model.safetensors")) for f in (both_run, tmp_path)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_resumed_reward_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
+    run = only(tmp_path, "runs/train_reward__*")
+    expected = metrics_of(run)
+    shutil.rmtree(run / "checkpoints" / "5")
+    run_script("train_reward.py", "--resume", f"runs/{run.name}", folder=tmp_path)
+    assert metrics_of(run) == expected
+    heads = [load_file(only(f, "models/train_reward__*/reward/reward_head.safetensors")) for f in (both_run, tmp_path)]
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+def test_sample_prints_and_writes_a_comparison(both_run: Path) -> None:
+    policy = str(only(both_run, "models/train_policy__*/policy"))
+    sample = ("--policy", policy, "--query_dataset", "dummy", "--out", "rows.jsonl")
+    run_script("sample.py", *sample[:2], "--n", "3", "--out", "rows.jsonl", folder=both_run)
+    rows = [json.loads(line) for line in (both_run / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert set(rows[0]) == {"query", "base", "base score", "base gold", "policy", "policy score", "policy gold", "kl"}
+    stdout = run_script("sample.py", *sample[:2], "--prompt", "Mara found a bell.", "--temperature", "0.5", folder=both_run)
+    assert "Mara found" in stdout
+
+
+def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(queries, responses):\n    return [float(len(text)) for text in responses]\n"
+    )
+    arguments = [*world_arguments(tiny_world), "--rewards.function", "my_rewards:length", "--rewards.monitor", "my_rewards:length"]
+    sizes = ["--ppo.total_episodes", "16", "--ppo.batch_size", "16", "--ppo.whiten_groups", "2", "--dtype", "bfloat16"]
+    run_script("train_policy.py", *arguments, *sizes, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    (row,) = metrics_of(only(tmp_path, "runs/*"))
+    assert row["objective/length"] == row["objective/raw_score"] > 10
+    assert row["objective/score"] == pytest.approx(row["objective/scores"])
+
+
+BAD_INPUT = {
+    "sizes": (["--ppo.batch_size", "63"], "--ppo.batch_size 64"),
+    "groups": (["--ppo.whiten_groups", "16"], "--ppo.batch_size 128"),
+    "no scorer": ([], "--rewards.trained_model"),
+    "no such reward model": (["--rewards.trained_model", "nowhere"], "nowhere"),
+    "stop text": (["--task.truncate_text", "two words", "--rewards.function", "math:sqrt"], "truncate_text"),
+    "no such base model": (["--base_model", "nowhere/model", "--rewards.function", "math:sqrt"], "nowhere/model"),
+    "no such data set": (["--task.query_dataset", "nothing", "--rewards.function", "math:sqrt"], "nothing"),
+    "too long": (["--task.query_length", "5000", "--rewards.function", "math:sqrt"], "--task.query_length"),
+    "no such preset": (["--preset", "tale"], "tales"),
+    "no such run": (["--resume", "runs/none"], "runs/none"),
+}
+
+
+@pytest.mark.parametrize("arguments, words", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_ends_in_one_line_and_leaves_nothing(arguments, words, tiny_world, tmp_path) -> None:
+    result = run_command([sys.executable, str(SCRIPTS / "train_policy.py"), *world_arguments(tiny_world), *arguments], tmp_path)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ") and words in line
+    assert not list(tmp_path.iterdir())

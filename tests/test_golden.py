@@ -1,0 +1,759 @@
+"""Our functions against numbers computed by the code of 2019 (tests/golden/README.md), and mistakes that they detect.
+
+Each check is a plain function, so that the tests and the negative controls at the end call the same code. A check
+reads our functions from their module when it runs: a negative control puts a wrong one there.
+"""
+
+import contextlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import golden_models
+import pytest
+import torch
+from golden_models import PAD, by_parameter, cases, golden_policy, golden_reward_model, load_arrays, load_json, under
+from torch.testing import assert_close
+from transformers import GPT2Model
+
+from ppo_rlhf import data, train_policy, train_reward
+from ppo_rlhf.run import InputError
+
+# Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
+# stored in float32, so one unit in the last place of the stored number comes on top.
+LOGPROB, VALUE, ADVANTAGE, PPO_LOSS, STATISTIC = 8e-6, 2e-6, 4e-7, 3e-7, 1e-6
+GRADIENT = 4e-6  # relative to the largest entry of each variable
+REWARD_GRADIENT, REWARD_WEIGHT, PPO_WEIGHT = 2e-6, 2e-6, 2e-7
+FLOAT32_EPS = 2**-23
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: float = FLOAT32_EPS, name="") -> None:
+    def message(text: str) -> str:
+        return f"{name} {text}"
+
+    assert_close(actual, expected, atol=atol, rtol=rtol, check_dtype=False, msg=message)
+
+
+@contextlib.contextmanager
+def recorded(module, name: str) -> Iterator[list[tuple[tuple, tuple]]]:
+    """Lists (arguments, result) of each call of a module's function within the block."""
+    function, calls = getattr(module, name), []
+
+    def wrapper(*args):
+        calls.append((args, function(*args)))
+        return calls[-1][1]
+
+    setattr(module, name, wrapper)
+    try:
+        yield calls
+    finally:
+        setattr(module, name, function)
+
+
+def steer(policy: train_policy.PolicyWithValueHead, query_responses, context_length: int, temperature: float):
+    """Uniform numbers (batch, response_length) that make `generate` sample these responses."""
+    hidden = train_policy.read_tokens(policy.lm_backbone, query_responses, PAD, slice(context_length - 1, -1))
+    probs = train_policy.scaled_logits(policy.lm_backbone, hidden, policy.vocab_size, temperature).softmax(2)
+    responses = query_responses[:, context_length:].long().unsqueeze(2)
+    return (probs.cumsum(2) - probs / 2).gather(2, responses).squeeze(2)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Mathematics: cases 1, 6, 7, 8, 9
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def check_whiten(name: str) -> None:
+    arrays = under(load_arrays("case1_whiten"), f"{name}/")
+    values = arrays["input"]
+    scale = 1 / math.sqrt(values.var(unbiased=False).item() + 1e-8)  # how much rounding of the input is magnified
+    atol = ADVANTAGE + FLOAT32_EPS * values.abs().max().item() * scale
+    for key, keep_mean in (("shift_mean_true", False), ("shift_mean_false", True)):
+        close(train_policy.whiten(values, keep_mean=keep_mean), arrays[key], atol=atol)
+
+
+WHITEN_CASES = sorted({key.split("/")[0] for key in load_arrays("case1_whiten")})
+
+
+@pytest.mark.parametrize("name", WHITEN_CASES)
+def test_whiten(name):
+    check_whiten(name)
+
+
+class IdentityModel(torch.nn.Module):
+    """A language model whose hidden states are given, and whose output layer is the identity."""
+
+    def __init__(self, hidden_states: torch.Tensor):
+        super().__init__()
+        self.base_model = lambda **inputs: type("Output", (), {"last_hidden_state": hidden_states})
+        self.get_output_embeddings = lambda: torch.nn.Identity()
+
+
+def test_logprobs_and_entropies_of_given_logits():
+    arrays = load_arrays("case1b_logits_helpers")
+    logits = torch.nn.functional.pad(arrays["logits"], (0, 0, 0, 1))  # the last column predicts nothing
+    tokens = torch.nn.functional.pad(arrays["labels"], (1, 0))  # (6, 6): a context of one token
+    logprobs, entropies, _ = train_policy.response_logprobs(IdentityModel(logits), tokens, PAD, 1, 1.0, 27)
+    close(logprobs, arrays["logprobs"], atol=LOGPROB)
+    close(entropies, arrays["entropies"], atol=LOGPROB)
+
+
+def check_kl_controller(name: str) -> None:
+    case = load_json("case6_kl_controller")[name]
+    controller = train_policy.AdaptiveKLController(case["init"], case.get("target"), case.get("horizon"))
+    steps = case["n_steps"] if isinstance(case["n_steps"], list) else [case["n_steps"]] * len(case["kl"])
+    values = [controller.value]
+    for kl, episodes in zip(case["kl"], steps, strict=True):
+        controller.update(kl, episodes)
+        values.append(controller.value)
+    assert values == pytest.approx(case["values"], rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", [name for name in load_json("case6_kl_controller") if name != "defaults"])
+def test_kl_controller(name):
+    check_kl_controller(name)
+
+
+def check_adam(script, name: str) -> None:
+    arrays = under(load_arrays("case7_adam"), f"{name}/")
+    x = torch.nn.Parameter(arrays["x0"].clone())
+    optimizer = script.AdamTensorFlowStyle([x], lr=1.0)
+    for lr, gradient, expected in zip(arrays["lr"], arrays["grads_tf"], arrays["trajectory_tf"][1:], strict=True):
+        optimizer.param_groups[0]["lr"] = lr.item()
+        optimizer.zero_grad()
+        (0.5 * (arrays["curvature"] * (x - arrays["target"]) ** 2).sum()).backward()
+        optimizer.step()
+        close(x.grad, gradient, atol=5e-7)
+        close(x.detach(), expected, atol=5e-7)
+    close(optimizer.state[x]["exp_avg"], arrays["final_m"], atol=5e-7)
+    # TensorFlow holds beta2 in float32, where 1 - beta2 is 1.3e-5 too small, and v with it.
+    close(optimizer.state[x]["exp_avg_sq"], arrays["final_v"], atol=0, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", load_json("case7_adam_meta")["cases"])
+@pytest.mark.parametrize("script", [train_policy, train_reward])
+def test_adam(script, name):
+    check_adam(script, name)
+
+
+@pytest.mark.parametrize("name", ["coef015", "coef0", "coef02_len1", "adaptive_after_kl9_512"])
+def test_compute_rewards(name):
+    arrays = under(load_arrays("case8_compute_rewards"), f"{name}/")
+    kl_coef = arrays["kl_coef"].item()
+    if name == "adaptive_after_kl9_512":
+        controller = train_policy.AdaptiveKLController(0.15, target=6.0, horizon=10_000)
+        controller.update(9.0, 512)
+        assert controller.value == pytest.approx(kl_coef, rel=1e-7)
+    inputs = [arrays[key] for key in ("scores", "logprobs", "ref_logprobs")]
+    rewards, non_score_rewards, kl = train_policy.compute_rewards(*inputs, kl_coef)
+    close(rewards, arrays["rewards"], atol=ADVANTAGE)
+    close(non_score_rewards, arrays["non_score_reward"], atol=ADVANTAGE)
+    close(-kl_coef * kl, arrays["non_score_reward"], atol=ADVANTAGE)
+
+
+def check_policy_learning_rate(name: str) -> None:
+    case = load_json("case9_lr_schedule")[name]
+    ppo = train_policy.PpoArgs(
+        case["total_episodes"], case["batch_size"], lr=case["lr"], whiten_groups=1, whiten_rewards=False
+    )
+    assert train_policy.ppo_sizes(ppo, 1).updates == case["nupdates"]
+    rates = [train_policy.learning_rate(ppo, update) for update in case["updates"]]
+    assert rates == pytest.approx(case["lr_at_update"], rel=0, abs=case["lr"] * 1.2e-7)  # float32
+
+
+def check_reward_learning_rate(name: str) -> None:
+    case = load_json("case9_lr_schedule")[name]
+    args = train_reward.Args(lr=case["lr"], num_train=case["num_train"], batch_size=case["batch_size"])
+    assert train_reward.reward_sizes(args, 1).steps == case["n_updates"]
+    rates = [train_reward.learning_rate_at(args, step) for step in range(case["n_updates"])]
+    assert rates == pytest.approx(case["lr_at_update"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", load_json("case9_lr_schedule"))
+def test_learning_rate(name):
+    (check_policy_learning_rate if name.startswith("policy") else check_reward_learning_rate)(name)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Tokens: cases 5 and 10
+# ----------------------------------------------------------------------------------------------------------------
+
+TRUNCATIONS = list(load_json("case5_postprocess_meta"))[1:]
+
+
+def check_truncation(name: str) -> None:
+    task = load_json("case5_postprocess_meta")[name]
+    arrays = load_arrays("case5_postprocess")
+    responses, expected = arrays["responses"], under(arrays, f"{name}/")
+    stop, after = task["truncate_token"], task["truncate_after"]
+    truncated = train_policy.truncate_at(responses, stop, after, PAD)
+    stopped = train_policy.has_stop(truncated, stop, after)
+    close(truncated, expected["postprocessed"], atol=0)
+    close(truncated, expected["score_fn_responses"], atol=0)
+    close(train_policy.has_stop(responses, stop, after), expected["filter_on_raw"], atol=0)
+    close(stopped, expected["filter_on_postprocessed"], atol=0)
+    raw_scores = truncated.sum(1) / 100 + expected["score_fn_queries"].sum(1) / 1000  # what the original scored with
+    scores = torch.where(stopped, raw_scores, task["penalty_reward_value"])
+    close(scores, expected["score_fn_scores"], atol=STATISTIC)
+
+
+@pytest.mark.parametrize("name", TRUNCATIONS)
+def test_truncation_filter_and_penalty(name):
+    check_truncation(name)
+
+
+class CharacterTokenizer:
+    """One token per character: a..z are 0..25, everything else is a full stop, 26."""
+
+    def __len__(self):
+        return 27
+
+    def encode(self, text: str, **options) -> list[int]:
+        return [ord(character) - ord("a") if "a" <= character <= "z" else 26 for character in text]
+
+
+QUERIES = load_json("case10_query_sampling")
+
+
+def stream_of(texts: list[str], tmp_path, **task) -> data.QueryStream:
+    """A stream that gives the texts in this order: they are written so that its shuffle puts them there."""
+    order = list(range(len(texts)))
+    random.Random(0).shuffle(order)
+    shuffled = dict(zip(order, texts, strict=True))
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps([shuffled[i] for i in range(len(texts))]))
+    return data.QueryStream(data.TaskArgs(query_dataset=str(path), **task), CharacterTokenizer())
+
+
+@pytest.mark.parametrize("name", QUERIES["runs"])
+def test_trim_query(name):
+    run, encode = QUERIES["runs"][name], CharacterTokenizer().encode
+    start_id, end_id = (encode(text)[0] if text else None for text in (run["start_text"], run["end_text"]))
+    for text, expected in run["tokens"].items():
+        tokens = encode(QUERIES["texts"][text])
+        assert tokens == QUERIES["encoded"][text]
+        query = data.trim_query(tokens, run["query_length"], start_id, end_id)
+        unpadded = None if expected is None else [token for token in expected if token != PAD]
+        assert query == unpadded, text
+
+
+@pytest.mark.parametrize("name", QUERIES["runs"])
+def test_query_stream_pads_on_the_right_and_skips(name, tmp_path):
+    run = QUERIES["runs"][name]
+    texts = {key: text for key, text in QUERIES["texts"].items() if text}  # an empty text never makes a query
+    expected = [run["tokens"][key] for key in texts if run["tokens"][key] is not None]
+    task = {key: run[key] for key in ("start_text", "end_text", "query_length")}
+    stream = stream_of(list(texts.values()), tmp_path, **task)
+    assert stream.next_batch(len(expected), PAD).tolist() == expected
+    assert stream.next_batch(1, PAD).tolist() == expected[:1]
+
+
+def test_query_stream_without_usable_text(tmp_path):
+    with pytest.raises(InputError):
+        stream_of([QUERIES["texts"]["no_start_token"]], tmp_path)
+
+
+def test_query_stream_repeats_across_batches(tmp_path):
+    case = QUERIES["repeat_and_batch"]
+    stream = stream_of(case["texts"], tmp_path, query_length=case["query_length"])
+    batches = [stream.next_batch(case["batch_size"], PAD).tolist() for _ in case["batches"]]
+    assert batches == case["batches"]
+
+
+def test_add_affixes():
+    case, encode = QUERIES["query_formatter"], CharacterTokenizer().encode
+    contexts = data.add_affixes(torch.tensor(case["queries"]), encode(case["prefix"]), encode(case["suffix"]))
+    assert contexts.tolist() == case["formatted"]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The policy: cases 2, 3 and 11
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def contexts_of(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+    return data.add_affixes(arrays["queries"], arrays["prefix_tokens"].tolist(), arrays["suffix_tokens"].tolist())
+
+
+def check_forward(name: str) -> None:
+    arrays = load_arrays(f"case3_forward_{name}")
+    policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
+    contexts = contexts_of(arrays)
+    query_responses = torch.cat([contexts, arrays["responses"]], dim=1)
+    close(query_responses, arrays["full_tokens"], atol=0)
+    with torch.no_grad():
+        logprobs, entropies, values = policy(query_responses, PAD, contexts.shape[1], temperature)
+        hidden = train_policy.read_tokens(policy.lm_backbone, query_responses, PAD, slice(None))
+        full_logits = train_policy.scaled_logits(policy.lm_backbone, hidden, 27, temperature=1.0)
+        full_values = policy.value_head(hidden).squeeze(2)
+    close(logprobs, arrays["logprobs"], atol=LOGPROB)
+    close(entropies, arrays["entropies"], atol=LOGPROB)
+    close(values, arrays["values"], atol=VALUE)
+    close(full_logits, arrays["full_logits"], atol=LOGPROB)
+    close(full_values, arrays["full_values"], atol=VALUE)
+
+
+def check_sampler(name: str) -> None:
+    """`generate` and the forward pass, on the responses that the original sampled."""
+    arrays = load_arrays(f"case3_forward_{name}")
+    policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
+    contexts = contexts_of(arrays)
+    query_responses = torch.cat([contexts, arrays["sampled_responses"]], dim=1)
+    with torch.no_grad():
+        logprobs, entropies, values = policy(query_responses, PAD, contexts.shape[1], temperature)
+        uniforms = steer(policy, query_responses, contexts.shape[1], temperature)
+        responses, sampled_logprobs, hidden = train_policy.generate(
+            policy.lm_backbone, contexts, uniforms, PAD, policy.vocab_size, temperature
+        )
+        sampled_values = policy.value_head(hidden).squeeze(2)
+    close(logprobs, arrays["sampled_analyze_logprobs"], atol=LOGPROB)
+    close(entropies, arrays["sampled_analyze_entropies"], atol=LOGPROB)
+    close(values, arrays["sampled_analyze_values"], atol=VALUE)
+    close(responses, arrays["sampled_responses"], atol=0)
+    close(sampled_logprobs, arrays["sampled_logprobs"], atol=LOGPROB)
+    close(sampled_values, arrays["sampled_values"], atol=VALUE)
+
+
+@pytest.mark.parametrize("name", cases("case3_forward_"))
+def test_forward(name):
+    check_forward(name)
+
+
+@pytest.mark.parametrize("name", cases("case3_forward_"))
+def test_sampler(name):
+    check_sampler(name)
+
+
+@pytest.mark.parametrize("name", cases("case3_forward_"))
+def test_generate_reports_what_the_forward_pass_says(name):
+    arrays = load_arrays(f"case3_forward_{name}")
+    policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
+    contexts = contexts_of(arrays)
+    uniforms = torch.rand(arrays["responses"].shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        responses, sampled_logprobs, hidden = train_policy.generate(
+            policy.lm_backbone, contexts, uniforms, PAD, policy.vocab_size, temperature
+        )
+        logprobs, _, values = policy(torch.cat([contexts, responses], 1), PAD, contexts.shape[1], temperature)
+        close(sampled_logprobs, logprobs, atol=1e-5)
+        close(policy.value_head(hidden).squeeze(2), values, atol=1e-5)
+
+
+def check_ppo_loss(name: str) -> None:
+    case, arrays = load_json("case2_loss_meta")[name], load_arrays(f"case2_loss_{name}")
+    policy = golden_policy(case["model"])
+    hyperparameters = ("vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")
+    ppo = train_policy.PpoArgs(**{key: case[key] for key in hyperparameters})
+    query_responses = torch.cat([contexts_of(arrays), arrays["responses"]], dim=1)
+    rollout = train_policy.Rollout(query_responses, arrays["logprobs"], arrays["values"], arrays["rewards"])
+    permutations = torch.arange(case["batch"]).view(1, 1, -1)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)  # the gradients stay where they are
+    with (
+        recorded(train_policy, "compute_gae") as gae,
+        recorded(train_policy, "policy_loss") as policy_losses,
+        recorded(train_policy, "value_loss") as value_losses,
+        recorded(train_policy, "response_logprobs") as forwards,
+    ):
+        metrics = train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, case["temperature"])
+    [((rewards, _, _, _), (advantages_raw, returns))] = gae
+    [((new_logprobs, _, advantages, _), _)] = policy_losses
+    [((new_values, _, _, _), _)] = value_losses
+    [(_, (_, new_entropies, _))] = forwards
+    close(rewards, arrays["rewards_after_whitening"], atol=ADVANTAGE)
+    close(advantages_raw, arrays["advantages_raw"], atol=STATISTIC)
+    close(advantages, arrays["advantages"], atol=ADVANTAGE)
+    close(returns, arrays["returns"], atol=STATISTIC)
+    close(new_logprobs.detach(), arrays["new_logprobs"], atol=LOGPROB)
+    close(new_entropies.detach(), arrays["new_entropies"], atol=LOGPROB)
+    close(new_values.detach(), arrays["new_values"], atol=VALUE)
+    close(metrics["ppo/loss/total"], arrays["loss"], atol=PPO_LOSS)
+    statistics = under(arrays, "stats/")
+    assert len(statistics) == 13
+    for key, expected in statistics.items():
+        close(metrics[f"ppo/{key}"], expected, atol=STATISTIC, name=key)
+    for key, expected in by_parameter(policy, under(arrays, "grad/")).items():
+        atol = GRADIENT * expected.abs().max().item()
+        close(policy.get_parameter(key).grad, expected, atol=atol, name=key)
+
+
+@pytest.mark.parametrize("name", cases("case2_loss_"))
+def test_ppo_loss(name):
+    check_ppo_loss(name)
+
+
+def check_ppo_steps(name: str) -> None:
+    """Two whole updates: reference, scores, rewards, epochs, metrics and weights, from the stored responses."""
+    meta, arrays = load_json("case11_ppo_step_meta")[name], load_arrays(f"case11_ppo_step_{name}")
+    task, hparams = meta["hparams"]["task"], meta["hparams"]["ppo"]
+    encode, temperature = CharacterTokenizer().encode, task["policy"]["temperature"]
+    policy = golden_policy(meta["model"], under(arrays, "policy_initial/"))
+    reference = golden_policy(meta["model"], under(arrays, "ref_policy/")).lm_backbone
+    reward_model = golden_reward_model(meta["model"], under(arrays, "reward_model/"))
+    ppo = train_policy.PpoArgs(**hparams, whiten_groups=1)
+    args = train_policy.Args(ppo=ppo, task=data.TaskArgs(response_length=task["response_length"]))
+    optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
+    prefix, suffix = encode(task["query_prefix"]), encode(task["query_suffix"])
+    ids = data.TaskIds(PAD, None, None, prefix, suffix, len(prefix) + task["query_length"] + len(suffix))
+    for update, expected in enumerate(meta["steps"]):
+        step = under(arrays, f"step{update}/")
+        contexts = data.add_affixes(step["queries"], prefix, suffix)
+        query_responses = torch.cat([contexts, step["responses"]], dim=1)
+        with torch.no_grad():
+            logprobs, _, values = policy(query_responses, PAD, ids.context_length, temperature)
+            (ref_logprobs,) = train_policy.reference_logprobs(reference, ids, temperature, query_responses)
+            truncated = train_policy.truncate_at(step["responses"], ids.stop, task["truncate_after"], PAD)
+            scores = reward_model(torch.cat([step["queries"], truncated], dim=1), PAD)
+        close(logprobs, step["logprobs"], atol=LOGPROB)
+        close(values, step["values"], atol=VALUE)
+        close(ref_logprobs, step["ref_logprobs"], atol=LOGPROB)
+        close(truncated, step["postprocessed_responses"], atol=0)
+        close(scores, step["scores"], atol=VALUE)
+        rewards, non_score_rewards, kl = train_policy.compute_rewards(
+            step["scores"], step["logprobs"], step["ref_logprobs"], expected["kl_coef_used"]
+        )
+        close(rewards, step["rewards"], atol=ADVANTAGE)
+        close(non_score_rewards, step["non_score_reward"], atol=ADVANTAGE)
+
+        rollout = train_policy.Rollout(query_responses, step["logprobs"], step["values"], step["rewards"])
+        optimizer.param_groups[0]["lr"] = train_policy.learning_rate(ppo, update)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected["lr"], rel=1e-6)
+        permutations = step["permutations"].long().unsqueeze(1)  # (epochs, 1, batch)
+        stats = train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, temperature)
+        for key, numbers in under(step, "minibatch_stats/").items():
+            close(stats[f"ppo/{key}"], numbers.mean(), atol=STATISTIC, name=key)
+        for key, weights in by_parameter(policy, under(step, "policy_after/")).items():
+            close(policy.get_parameter(key).detach(), weights, atol=PPO_WEIGHT, name=key)
+
+        means = {key: number.item() for key, number in stats.items()} | {
+            "objective/kl": kl.sum(1).mean().item(),
+            "objective/entropy": -step["logprobs"].sum(1).mean().item(),
+            "objective/score": step["scores"].mean().item(),
+            "objective/non_score_reward": non_score_rewards.sum(1).mean().item(),
+        }
+        metrics = train_policy.finish_metrics(means, update, args, expected["kl_coef_used"], seconds=1.0)
+        for key, number in expected["recorded_stats"].items():
+            close(
+                torch.tensor(metrics[key], dtype=torch.float64),
+                torch.tensor(number, dtype=torch.float64),
+                atol=STATISTIC,
+                name=key,
+            )
+
+
+@pytest.mark.parametrize("name", cases("case11_ppo_step_"))
+def test_ppo_steps(name):
+    check_ppo_steps(name)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The reward model: case 4
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def labels_of(arrays: dict[str, torch.Tensor]) -> data.Labels:
+    samples = [array for key, array in sorted(arrays.items()) if key.startswith("labels/sample")]
+    best = arrays.get("labels/best", torch.zeros(len(samples[0]), dtype=torch.long))
+    return data.Labels(arrays["labels/query"], torch.stack(samples, dim=1), best, ceiling=None)
+
+
+def check_reward_loss(name: str) -> None:
+    case, arrays = load_json("case4_reward_loss_meta")[name], load_arrays(f"case4_reward_loss_{name}")
+    weights = load_arrays(f"weights_{case['model']}_reward")
+    weights |= {"reward_norm/gain": arrays["gain"], "reward_norm/bias": arrays["bias"]}
+    reward_model = golden_reward_model(case["model"], weights)
+    labels = labels_of(arrays)
+    scores = train_reward.score_samples(reward_model, labels.queries, labels.samples, PAD)
+    close(scores.detach(), arrays["rewards_per_sample"], atol=VALUE)
+    if not name.startswith("best_of"):
+        return
+    optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)  # the gradients stay where they are
+    inds = torch.arange(case["batch"])
+    stats = train_reward.reward_update(reward_model, optimizer, labels, inds, PAD, micro_batch=len(inds))
+    close(stats["train/loss"], arrays["stats/loss"], atol=STATISTIC)
+    for key, expected in by_parameter(reward_model, under(arrays, "grad/")).items():
+        close(reward_model.get_parameter(key).grad, expected, atol=REWARD_GRADIENT, name=key)
+
+
+@pytest.mark.parametrize("name", cases("case4_reward_loss_"))
+def test_reward_loss(name):
+    check_reward_loss(name)
+
+
+def check_normalization(reward_model, samples: dict[str, torch.Tensor], event: dict) -> None:
+    tokens = torch.cat([samples["queries"], samples["responses"]], dim=1)
+    train_reward.normalize(
+        reward_model, tokens, PAD, chunk=32, target_mean=event["new_mean"], target_std=event["new_std"]
+    )
+    assert reward_model.gain.item() == pytest.approx(event["gain"], rel=0, abs=REWARD_WEIGHT)
+    assert reward_model.bias.item() == pytest.approx(event["bias"], rel=0, abs=REWARD_WEIGHT)
+
+
+def check_reward_training() -> None:
+    """Normalise, six steps, normalise: gain, bias, losses, weights, and the scores of the final model."""
+    name = "best_of_4_norm_both"
+    meta, arrays = load_json("case4_reward_train_meta")[name], load_arrays(f"case4_reward_train_{name}")
+    args = train_reward.Args(lr=meta["lr"], batch_size=meta["batch_size"], num_train=meta["num_train"])
+    reward_model = golden_reward_model(meta["model"], under(arrays, "initial/"))
+    optimizer = train_reward.AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
+    _, before, learned, after = meta["normalization_events_in_order"]
+
+    check_normalization(reward_model, under(arrays, "normalize_call_0/"), before)
+    labels = labels_of(arrays)
+    for step, inds in enumerate(arrays["batch_indices"].long()):
+        optimizer.param_groups[0]["lr"] = train_reward.learning_rate_at(args, step)
+        close(torch.tensor(optimizer.param_groups[0]["lr"]), arrays["batch_lr"][step], atol=1e-9)
+        stats = train_reward.reward_update(reward_model, optimizer, labels, inds, PAD, micro_batch=len(inds))
+        close(stats["train/loss"], arrays["loss_per_step"][step], atol=STATISTIC)
+    assert reward_model.gain.item() == pytest.approx(learned["reset_from_gain"], rel=0, abs=REWARD_WEIGHT)
+    assert reward_model.bias.item() == pytest.approx(learned["reset_from_bias"], rel=0, abs=REWARD_WEIGHT)
+    check_normalization(reward_model, under(arrays, "normalize_call_2/"), after)
+
+    for key, weights in by_parameter(reward_model, under(arrays, "final/")).items():
+        close(reward_model.get_parameter(key).detach(), weights, atol=REWARD_WEIGHT, name=key)
+    tokens = torch.cat([arrays["probe/queries"], arrays["probe/responses"]], dim=1)
+    with torch.no_grad():
+        close(reward_model(tokens, PAD), arrays["probe/rewards_after_all"], atol=REWARD_WEIGHT)
+
+
+def test_reward_training():
+    check_reward_training()
+
+
+def test_normalization_to_other_targets():
+    name = "scalar_rating_norm_before"
+    meta, arrays = load_json("case4_reward_train_meta")[name], load_arrays(f"case4_reward_train_{name}")
+    reward_model = golden_reward_model(meta["model"], under(arrays, "initial/"))
+    _, before = meta["normalization_events_in_order"]
+    check_normalization(reward_model, under(arrays, "normalize_call_0/"), before)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Negative controls: each deliberate mistake makes a check fail
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def wrong_whiten(*, unbiased=False, variance_eps=1e-8, std_eps=0.0, never_keep_mean=False):
+    def whiten(values, *, keep_mean):
+        mean = values.mean()
+        std = (values.var(unbiased=unbiased) + variance_eps).sqrt() + std_eps
+        return (values - mean) / std + (mean if keep_mean and not never_keep_mean else 0)
+
+    return whiten
+
+
+def wrong_value_loss(*, clip=True, factor=0.5):
+    right = train_policy.value_loss
+
+    def value_loss(new_values, values, returns, cliprange_value):
+        loss, clipfrac = right(new_values, values, returns, cliprange_value if clip else 1e9)
+        return loss * factor / 0.5, clipfrac
+
+    return value_loss
+
+
+def forward_with_later_values(self, query_responses, pad_id, context_length, temperature):
+    """Values read at the response tokens themselves, not before them."""
+    logprobs, entropies, _ = train_policy.response_logprobs(
+        self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
+    )
+    hidden = train_policy.read_tokens(self.lm_backbone, query_responses, pad_id, slice(context_length, None))
+    return logprobs, entropies, self.value_head(hidden).squeeze(2)
+
+
+def scaled_logits_without_temperature(lm_backbone, hidden_states, vocab_size, temperature):
+    return lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
+
+
+def read_tokens_without_carry_over(lm_backbone, tokens, pad_id, columns):
+    mask = tokens != pad_id
+    return lm_backbone.base_model(
+        input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, position_ids=mask.cumsum(1) - mask.long()
+    ).last_hidden_state[:, columns]
+
+
+def gpt2_forward_with(**wrong_inputs):
+    right = GPT2Model.forward
+    return lambda self, **inputs: right(self, **(inputs | wrong_inputs))
+
+
+def truncation_from_the_start():
+    right = train_policy.truncate_at
+    return lambda responses, stop_id, after, pad_id: right(responses, stop_id, 0, pad_id)
+
+
+def truncation_of_the_stop_token_too():
+    right = train_policy.truncate_at
+
+    def truncate_at(responses, stop_id, after, pad_id):
+        counts = torch.arange(responses.shape[1]) >= after
+        truncated = right(responses, stop_id, after, pad_id)
+        return truncated.masked_fill((truncated == stop_id) & counts, pad_id)
+
+    return truncate_at
+
+
+def reward_forward_with_frozen_gain(self, query_responses, pad_id):
+    hidden = train_reward.read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))[:, 0]
+    return self.gain.detach() * self.reward_head(hidden).squeeze(1) + self.bias.detach()
+
+
+def policy_rate_reaching_zero_early(ppo, update):
+    updates = max(math.ceil(ppo.total_episodes / ppo.batch_size) - 1, 1)
+    return ppo.lr * (1 - update / updates)
+
+
+def reward_rate_reaching_zero_early(args, step):
+    return args.lr * (1 - step * args.batch_size / (args.num_train - args.batch_size))
+
+
+def adam_with_eps_1e_8(script):
+    right = script.AdamTensorFlowStyle.__init__
+    return lambda self, params, lr: right(self, params, lr, eps=1e-8)
+
+
+PPO_LOSS_CHECK, PPO_STEPS_CHECK = (
+    partial(check_ppo_loss, "default"),
+    partial(check_ppo_steps, "tiny2_same_ref_nowhiten"),
+)
+PADDED_CHECKS = [partial(check_forward, "test_rightpad_t07"), partial(check_forward, "tiny2_rightpad_t07")]
+TRUNCATION_CHECK = partial(check_truncation, "tok13_after3")
+POLICY_ADAM = [partial(check_adam, train_policy, name) for name in load_json("case7_adam_meta")["cases"]]
+REWARD_ADAM = [partial(check_adam, train_reward, name) for name in load_json("case7_adam_meta")["cases"]]
+POLICY, REWARD = train_policy.AdamTensorFlowStyle, train_reward.AdamTensorFlowStyle
+
+# mistake: (where, attribute, what stands there, the checks that must fail)
+MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
+    "unbiased variance": (
+        train_policy,
+        "whiten",
+        wrong_whiten(unbiased=True),
+        [partial(check_whiten, "normal_8x4"), PPO_LOSS_CHECK],
+    ),
+    "rewards whitened without their mean": (
+        train_policy,
+        "whiten",
+        wrong_whiten(never_keep_mean=True),
+        [partial(check_whiten, "normal_8x4"), PPO_LOSS_CHECK],
+    ),
+    "epsilon at the standard deviation": (
+        train_policy,
+        "whiten",
+        wrong_whiten(variance_eps=0.0, std_eps=1e-8),
+        [partial(check_whiten, "tiny_scale_8x8")],
+    ),
+    "whitening epsilon 1e-5": (
+        train_policy,
+        "whiten",
+        wrong_whiten(variance_eps=1e-5),
+        [partial(check_whiten, "normal_8x4"), PPO_LOSS_CHECK],
+    ),
+    "exact gelu": (
+        golden_models,
+        "ACTIVATION",
+        "gelu",
+        [partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK, check_reward_training],
+    ),
+    "no temperature": (
+        train_policy,
+        "scaled_logits",
+        scaled_logits_without_temperature,
+        [partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK, PPO_STEPS_CHECK],
+    ),
+    "values shifted by one": (
+        train_policy.PolicyWithValueHead,
+        "forward",
+        forward_with_later_values,
+        [partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK, PPO_STEPS_CHECK],
+    ),
+    "absolute position ids": (GPT2Model, "forward", gpt2_forward_with(position_ids=None), PADDED_CHECKS),
+    "padding not masked": (GPT2Model, "forward", gpt2_forward_with(attention_mask=None), PADDED_CHECKS),
+    "hidden state not carried over padding": (
+        train_policy,
+        "read_tokens",
+        read_tokens_without_carry_over,
+        PADDED_CHECKS,
+    ),
+    "hidden state not carried over padding in the reward model": (
+        train_reward,
+        "read_tokens",
+        read_tokens_without_carry_over,
+        [partial(check_reward_loss, "best_of_4_test_padded"), check_reward_training],
+    ),
+    "no value clipping": (train_policy, "value_loss", wrong_value_loss(clip=False), [PPO_LOSS_CHECK]),
+    "no half in the value loss": (
+        train_policy,
+        "value_loss",
+        wrong_value_loss(factor=1.0),
+        [PPO_LOSS_CHECK, PPO_STEPS_CHECK],
+    ),
+    "Adam of PyTorch": (POLICY, "step", torch.optim.Adam.step, [*POLICY_ADAM, PPO_STEPS_CHECK]),
+    "Adam of PyTorch for the reward model": (
+        REWARD,
+        "step",
+        torch.optim.Adam.step,
+        [*REWARD_ADAM, check_reward_training],
+    ),
+    "Adam epsilon 1e-8": (
+        POLICY,
+        "__init__",
+        adam_with_eps_1e_8(train_policy),
+        [*POLICY_ADAM, PPO_STEPS_CHECK],
+    ),
+    "Adam epsilon 1e-8 for the reward model": (
+        REWARD,
+        "__init__",
+        adam_with_eps_1e_8(train_reward),
+        [*REWARD_ADAM, check_reward_training],
+    ),
+    "frozen gain and bias": (
+        train_reward.RewardModel,
+        "forward",
+        reward_forward_with_frozen_gain,
+        [check_reward_training],
+    ),
+    "truncation ignores truncate_after": (
+        train_policy,
+        "truncate_at",
+        truncation_from_the_start(),
+        [TRUNCATION_CHECK],
+    ),
+    "truncation removes the stop token": (
+        train_policy,
+        "truncate_at",
+        truncation_of_the_stop_token_too(),
+        [TRUNCATION_CHECK, partial(check_truncation, "tok13_after0")],
+    ),
+    "learning rate of the policy reaches zero early": (
+        train_policy,
+        "learning_rate",
+        policy_rate_reaching_zero_early,
+        [partial(check_policy_learning_rate, "policy_total100_bs8_ceil13"), PPO_STEPS_CHECK],
+    ),
+    "learning rate of the reward model reaches zero early": (
+        train_reward,
+        "learning_rate_at",
+        reward_rate_reaching_zero_early,
+        [partial(check_reward_learning_rate, "reward_small_48_bs8"), check_reward_training],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_detected(mistake, monkeypatch):
+    where, attribute, wrong, checks = MISTAKES[mistake]
+    monkeypatch.setattr(where, attribute, wrong)
+    for check in checks:
+        with pytest.raises(AssertionError):
+            check()
+
+
+def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
+    monkeypatch.setattr(train_policy, "whiten", wrong_whiten())
+    monkeypatch.setattr(train_policy, "value_loss", wrong_value_loss())
+    monkeypatch.setattr(GPT2Model, "forward", gpt2_forward_with())
+    check_whiten("normal_8x4")
+    PPO_LOSS_CHECK()
+    for check in PADDED_CHECKS:
+        check()

@@ -1,0 +1,646 @@
+"""train_policy.py: the mathematics against numbers by hand and slow oracles; properties of models and sampling."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.data import TaskArgs, load_pretrained, trim_query
+from ppo_rlhf.train_policy import (
+    AdamTensorFlowStyle,
+    AdaptiveKLController,
+    PolicyWithValueHead,
+    PpoArgs,
+    RewardModel,
+    Rollout,
+    compute_gae,
+    compute_rewards,
+    draw_permutations,
+    episode_noise,
+    generate,
+    has_stop,
+    keyed_generator,
+    left_pad,
+    policy_loss,
+    ppo_update,
+    read_tokens,
+    truncate_at,
+    value_loss,
+    whiten,
+)
+
+VOCAB = PAD = 29
+ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows of the embedding; spare rows in two
+QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
+
+
+def double(*numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def token_ids(seed: int, *shape: int) -> torch.Tensor:
+    """Random tokens 1..28: token 0 is free to stand for padding."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uniform(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+def tiny_policy(tiny_models, architecture: str = "gpt2") -> PolicyWithValueHead:
+    policy = PolicyWithValueHead(tiny_models(architecture, ARCHITECTURES[architecture]), VOCAB)
+    with torch.no_grad():
+        policy.value_head.weight.copy_(numbers(1, 1, 16))
+        policy.value_head.bias.fill_(0.5)
+    return policy
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# By hand: the golden numbers G1 to G9 of the original's semantics
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "expected"),
+    [
+        ([3198, 13, 4930, 2456, 13, 7683, 517], 8, [4930, 2456, 13]),  # One. Two words. Three more
+        ([2949, 2245, 994], 8, None),  # No stop here
+        ([10049, 886, 13], 8, [10049, 886, 13]),  # Only end.
+        ([32, 13, 347, 13, 327], 8, [347, 13]),  # A. B. C
+        ([32, 13, 275, 269, 288, 304, 277, 308, 289, 1312, 474, 13], 4, None),  # A. b c d e f g h i j.
+    ],
+)
+def test_g1_queries(tokens, length, expected):
+    assert trim_query(tokens, length, start_id=13, end_id=13) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "expected", "stopped"),
+    [
+        ([1, 13, 2, 3, 13, 4], [1, 13, 2, 3, 13, PAD], True),
+        ([1, 2, 3, 4, 5, 13], [1, 2, 3, 4, 5, 13], True),
+        ([13, 13, 1, 1, 1, 1], [13, 13, 1, 1, 1, 1], False),
+        ([1, 1, 1, 13, 13, 1], [1, 1, 1, 13, PAD, PAD], True),
+    ],
+)
+def test_g2_truncation(response, expected, stopped):
+    truncated = truncate_at(torch.tensor([response]), 13, 3, PAD)
+    assert truncated.tolist() == [expected]
+    assert has_stop(truncated, 13, 3).tolist() == [stopped]
+
+
+def test_g3_gae():
+    advantages, returns = compute_gae(double([0.1, -0.2, 1.0]), double([0.5, 0.4, 0.3]), gamma=1.0, lam=0.95)
+    assert_close(advantages, double([0.34675, 0.365, 0.7]))
+    assert_close(returns, double([0.84675, 0.765, 1.0]))
+
+
+def test_g4_whiten():
+    whitened = double(-1.3416408, -0.4472136, 0.4472136, 1.3416408)
+    assert_close(whiten(double(1, 2, 3, 4), keep_mean=False), whitened, atol=1e-7, rtol=0)
+    assert_close(whiten(double(1, 2, 3, 4), keep_mean=True), whitened + 2.5, atol=1e-7, rtol=0)
+
+
+def test_g7_losses():
+    loss, clipfrac, approxkl = policy_loss(double([-1.0, -2.0]), double([-1.3, -1.9]), double([1.0, -1.0]), 0.2)
+    assert_close(torch.stack([loss, clipfrac, approxkl]), double(-0.1475813, 0.5, 0.025), atol=1e-7, rtol=0)
+    loss, clipfrac = value_loss(double([0.9, 0.1]), double([0.5, 0.2]), double([1.0, 0.0]), 0.2)
+    assert_close(torch.stack([loss, clipfrac]), double(0.025, 0.5))
+
+
+@pytest.mark.parametrize(("gradient", "step"), [(1e-3, 7.59747e-6), (1e-5, 3.06534e-7)])
+def test_g8_first_step_of_adam(gradient, step):
+    x = torch.nn.Parameter(double(0.0))
+    x.grad = double(gradient)
+    AdamTensorFlowStyle([x], lr=1e-5).step()
+    assert_close(x.detach(), double(-step), rtol=1e-5, atol=0)
+
+
+def test_g9_kl_controller():
+    for kl, expected in ((12.0, 0.151536), (6.6, 0.150768), (0.0, 0.148464)):
+        controller = AdaptiveKLController(0.15, target=6.0, horizon=10_000)
+        controller.update(kl, 512)
+        assert controller.value == pytest.approx(expected, rel=1e-12)
+    controller = AdaptiveKLController(0.15, target=6.0, horizon=10_000)
+    for kl, expected in ((0.0, 0.148464), (0.0, 0.14694373), (7.0, 0.14819765), (9.0, 0.14971519)):
+        controller.update(kl, 512)
+        assert controller.value == pytest.approx(expected, abs=5e-9)
+
+
+def test_kl_controller_without_target_is_constant():
+    controller = AdaptiveKLController(0.03, target=None, horizon=10_000)
+    for kl in (0.0, 5.0, 100.0):
+        controller.update(kl, 512)
+        assert controller.value == 0.03
+
+
+def test_compute_rewards_by_hand():
+    rewards, non_score_rewards, kl = compute_rewards(double(2.0), double([-1.0, -2.0]), double([-1.5, -1.0]), 0.1)
+    assert_close(kl, double([0.5, -1.0]))
+    assert_close(non_score_rewards, double([-0.05, 0.1]))
+    assert_close(rewards, double([-0.05, 2.1]))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Slow oracles
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def slow_whiten(x: np.ndarray, keep_mean: bool) -> np.ndarray:
+    mean = sum(x.ravel()) / x.size
+    variance = sum((v - mean) ** 2 for v in x.ravel()) / x.size
+    return (x - mean) / math.sqrt(variance + 1e-8) + (mean if keep_mean else 0)
+
+
+def slow_gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """The closed form: A_t = sum over k of (gamma lam)^k delta_{t+k}."""
+    advantages = np.zeros_like(values)
+    for i, t in np.ndindex(values.shape):
+        for k in range(values.shape[1] - t):
+            next_value = values[i, t + k + 1] if t + k + 1 < values.shape[1] else 0.0
+            delta = rewards[i, t + k] + gamma * next_value - values[i, t + k]
+            advantages[i, t] += (gamma * lam) ** k * delta
+    return advantages
+
+
+@pytest.mark.parametrize("keep_mean", [False, True])
+def test_whiten_equals_a_loop(keep_mean):
+    x = 3 * numbers(0, 4, 5) - 7
+    assert_close(whiten(x, keep_mean=keep_mean).numpy(), slow_whiten(x.numpy(), keep_mean))
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (1.0, 0.0)])
+def test_gae_equals_the_closed_form(gamma, lam):
+    rewards, values = numbers(0, 3, 7), numbers(1, 3, 7)
+    advantages, returns = compute_gae(rewards, values, gamma, lam)
+    expected = slow_gae(rewards.numpy(), values.numpy(), gamma, lam)
+    assert_close(advantages.numpy(), expected)
+    assert_close(returns.numpy(), expected + values.numpy())
+
+
+def slow_policy_loss(new_logprobs, logprobs, advantages, cliprange):
+    losses, clipped, squares = [], [], []
+    for new, old, advantage in zip(new_logprobs.ravel(), logprobs.ravel(), advantages.ravel(), strict=True):
+        ratio = math.exp(new - old)
+        candidates = -advantage * ratio, -advantage * min(max(ratio, 1 - cliprange), 1 + cliprange)
+        losses.append(max(candidates))
+        clipped.append(candidates[1] > candidates[0])
+        squares.append((new - old) ** 2)
+    return np.mean(losses), np.mean(clipped), np.mean(squares) / 2
+
+
+def slow_value_loss(new_values, values, returns, cliprange):
+    losses, clipped = [], []
+    for new, old, target in zip(new_values.ravel(), values.ravel(), returns.ravel(), strict=True):
+        candidates = (new - target) ** 2, (min(max(new, old - cliprange), old + cliprange) - target) ** 2
+        losses.append(max(candidates) / 2)
+        clipped.append(candidates[1] > candidates[0])
+    return np.mean(losses), np.mean(clipped)
+
+
+def test_losses_equal_loops():
+    new, old, target = numbers(0, 6, 4) / 3, numbers(1, 6, 4) / 3, numbers(2, 6, 4)
+    ours = [number.item() for number in policy_loss(new, old, target, 0.2)]
+    assert ours == pytest.approx(slow_policy_loss(new.numpy(), old.numpy(), target.numpy(), 0.2))
+    ours = [number.item() for number in value_loss(new, old, target, 0.2)]
+    assert ours == pytest.approx(slow_value_loss(new.numpy(), old.numpy(), target.numpy(), 0.2))
+    assert 0 < ours[1] < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_left_pad_equals_a_loop(dtype):
+    tokens = token_ids(0, 20, 9)
+    tokens = torch.where(numbers(1, 20, 9) > 0, tokens, PAD).to(dtype)
+    tokens[0], tokens[1] = PAD, 3
+    expected = [[t for t in row if t == PAD] + [t for t in row if t != PAD] for row in tokens.tolist()]
+    padded = left_pad(tokens, PAD)
+    assert padded.tolist() == expected
+    assert padded.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("after", [0, 2, 5, 6])
+def test_truncation_equals_a_loop(dtype, after):
+    responses = torch.randint(0, 4, (200, 6), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected, stopped = [], []
+    for row in responses.tolist():
+        stops = [i for i, token in enumerate(row) if token == 3 and i >= after]
+        kept = stops[0] + 1 if stops else 6
+        expected.append(row[:kept] + [PAD] * (6 - kept))
+        stopped.append(bool(stops))
+    truncated = truncate_at(responses, 3, after, PAD)
+    assert truncated.tolist() == expected
+    assert truncated.dtype == dtype
+    assert has_stop(responses, 3, after).tolist() == has_stop(truncated, 3, after).tolist() == stopped
+
+
+def test_no_stop_token():
+    responses = token_ids(0, 3, 4)
+    assert torch.equal(truncate_at(responses, None, 0, PAD), responses)
+    assert has_stop(responses, None, 0).tolist() == [True] * 3
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Update
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def make_rollout(episodes: int, dtype=torch.float64) -> Rollout:
+    """Random episodes with padding in the queries, and log-probs near those that a flat policy would have."""
+    query_responses = token_ids(0, episodes, QUERY + RESPONSE)
+    query_responses[::3, 2:4] = PAD
+    query_responses[1::3, 4:QUERY] = PAD
+    logprobs = -3 + 0.5 * numbers(1, episodes, RESPONSE)
+    values, rewards = numbers(2, episodes, RESPONSE), numbers(3, episodes, RESPONSE)
+    return Rollout(query_responses, logprobs.to(dtype), values.to(dtype), rewards.to(dtype))
+
+
+def update_without_learning(policy, rollout, permutations, ppo) -> dict[str, float]:
+    """The metrics; the gradients of the last minibatch stay in the policy."""
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    stats = ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
+    return {name: number.item() for name, number in stats.items()}
+
+
+def gradients(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("whiten_rewards", [True, False])
+@pytest.mark.parametrize("micro_batch", [0, 2])
+def test_update_of_groups_and_minibatches_equals_loops(tiny_models, whiten_rewards, micro_batch):
+    groups, group_batch, epochs, nminibatches = 3, 4, 2, 2
+    policy, rollout = tiny_policy(tiny_models).double(), make_rollout(groups * group_batch)
+    ppo = PpoArgs(
+        nminibatches=nminibatches,
+        noptepochs=epochs,
+        gamma=0.9,
+        lam=0.8,
+        whiten_rewards=whiten_rewards,
+        whiten_groups=groups,
+        local_micro_batch_size=micro_batch,
+    )
+    permutations = draw_permutations(1, 0, epochs, range(groups), group_batch)
+    metrics = update_without_learning(policy, rollout, permutations, ppo)
+
+    with torch.no_grad():
+        forward = policy(rollout.query_responses, PAD, QUERY, TEMPERATURE)
+    new_logprobs, entropies, new_values = (tensor.numpy() for tensor in forward)
+    logprobs, values, rewards = rollout.logprobs.numpy(), rollout.values.numpy(), rollout.rewards.numpy()
+    rows = []
+    for epoch in range(epochs):
+        for minibatch in range(nminibatches):
+            for group in range(groups):
+                order = permutations[epoch, group].tolist()[minibatch * 2 : minibatch * 2 + 2]
+                inds = [group * group_batch + i for i in order]
+                mb_rewards = slow_whiten(rewards[inds], keep_mean=True) if whiten_rewards else rewards[inds]
+                advantages = slow_gae(mb_rewards, values[inds], 0.9, 0.8)
+                returns = advantages + values[inds]
+                advantages = slow_whiten(advantages, keep_mean=False)
+                pg_loss, pg_clipfrac, approxkl = slow_policy_loss(new_logprobs[inds], logprobs[inds], advantages, 0.2)
+                vf_loss, vf_clipfrac = slow_value_loss(new_values[inds], values[inds], returns, 0.2)
+                rows.append(
+                    {
+                        "loss/policy": pg_loss,
+                        "loss/value": vf_loss,
+                        "loss/total": pg_loss + 0.1 * vf_loss,
+                        "policy/entropy": entropies[inds].mean(),
+                        "policy/approxkl": approxkl,
+                        "policy/clipfrac": pg_clipfrac,
+                        "returns/mean": returns.mean(),
+                        "returns/var": returns.var(),
+                        "val/vpred": new_values[inds].mean(),
+                        "val/error": ((new_values[inds] - returns) ** 2).mean(),
+                        "val/clipfrac": vf_clipfrac,
+                        "val/mean": values[inds].mean(),
+                        "val/var": values[inds].var(),
+                        "val/ratio": np.exp(new_logprobs[inds] - logprobs[inds]).mean(),
+                        "val/advantage": advantages.mean(),
+                        "val/advantage_var": (advantages**2).mean(),
+                    }
+                )
+    for name in rows[0]:
+        expected = np.mean([row[name] for row in rows])
+        assert metrics[f"ppo/{name}"] == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+
+
+def test_gradient_of_groups_is_the_mean_of_their_gradients(tiny_models):
+    policy, rollout, groups = tiny_policy(tiny_models).double(), make_rollout(8), 2
+    ppo = PpoArgs(noptepochs=1)
+    permutations = draw_permutations(1, 0, 1, range(groups), 4)
+    update_without_learning(policy, rollout, permutations, ppo)
+    together = gradients(policy)
+    alone = []
+    for group in range(groups):
+        rows = slice(group * 4, group * 4 + 4)
+        part = Rollout(
+            *(t[rows] for t in (rollout.query_responses, rollout.logprobs, rollout.values, rollout.rewards))
+        )
+        update_without_learning(policy, part, permutations[:, group : group + 1], ppo)
+        alone.append(gradients(policy))
+    assert_close(together, torch.stack(alone).mean(0))
+    assert not torch.allclose(alone[0], alone[1])
+
+
+def test_gradient_equals_finite_differences(tiny_models):
+    policy, rollout, ppo = tiny_policy(tiny_models).double(), make_rollout(4), PpoArgs(noptepochs=1)
+    permutations = torch.arange(4).view(1, 1, 4)
+    update_without_learning(policy, rollout, permutations, ppo)
+    gradient = gradients(policy)
+    direction, step = numbers(9, len(gradient)), 1e-6
+    parameters = list(policy.parameters())
+    weights = torch.nn.utils.parameters_to_vector(parameters).detach().clone()
+    losses = []
+    for sign in (1, -1):
+        torch.nn.utils.vector_to_parameters(weights + sign * step * direction, parameters)
+        losses.append(update_without_learning(policy, rollout, permutations, ppo)["ppo/loss/total"])
+    assert (gradient @ direction).item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
+
+
+def test_micro_batches_give_the_same_weights_and_metrics(tiny_models):
+    rollout, permutations = make_rollout(8, torch.float32), draw_permutations(1, 0, 4, range(1), 8)
+    weights, metrics = [], []
+    for micro_batch in (8, 4, 1):
+        policy = tiny_policy(tiny_models)
+        optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-3)
+        ppo = PpoArgs(whiten_groups=1, local_micro_batch_size=micro_batch)
+        metrics.append(ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE))
+        weights.append(torch.nn.utils.parameters_to_vector(policy.parameters()).detach())
+        for name in metrics[0]:
+            assert_close(metrics[-1][name], metrics[0][name], atol=1e-5, rtol=1e-5)
+    assert_close(weights[1], weights[0], atol=1e-6, rtol=0)
+    assert_close(weights[2], weights[0], atol=1e-6, rtol=0)
+    start = torch.nn.utils.parameters_to_vector(tiny_policy(tiny_models).parameters()).detach()
+    assert (weights[0] - start).abs().max() > 1e-3
+
+
+def test_ratio_is_one_before_the_first_step(tiny_models):
+    policy, rollout = tiny_policy(tiny_models), make_rollout(8, torch.float32)
+    with torch.no_grad():
+        logprobs, _, values = policy(rollout.query_responses, PAD, QUERY, TEMPERATURE)
+    rollout = Rollout(rollout.query_responses, logprobs, values, rollout.rewards)
+    ppo = PpoArgs(noptepochs=1, whiten_groups=1)
+    metrics = update_without_learning(policy, rollout, torch.arange(8).view(1, 1, 8), ppo)
+    assert metrics["ppo/val/ratio"] == 1
+    assert metrics["ppo/policy/approxkl"] == metrics["ppo/policy/clipfrac"] == metrics["ppo/val/clipfrac"] == 0
+    assert metrics["ppo/loss/policy"] == pytest.approx(0, abs=1e-6)  # minus the mean of whitened advantages
+
+
+def test_every_weight_learns(tiny_models):
+    policy, rollout = tiny_policy(tiny_models), make_rollout(8, torch.float32)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-3)
+    ppo = PpoArgs(whiten_groups=1)
+    ppo_update(policy, optimizer, rollout, draw_permutations(1, 0, 4, range(1), 8), ppo, PAD, TEMPERATURE)
+    assert [name for name, p in policy.named_parameters() if torch.equal(p, before[name])] == []
+
+
+def test_permutations_visit_each_episode_once_and_belong_to_the_group():
+    permutations = draw_permutations(1, 0, 3, range(4), 16)
+    assert permutations.shape == (3, 4, 16)
+    assert all(sorted(order.tolist()) == list(range(16)) for order in permutations.flatten(0, 1))
+    assert len({tuple(order.tolist()) for order in permutations.flatten(0, 1)}) == 12
+    assert torch.equal(draw_permutations(1, 0, 3, range(2, 4), 16), permutations[:, 2:])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Models: padding
+# ----------------------------------------------------------------------------------------------------------------
+
+UNPADDED = token_ids(5, 1, QUERY - 2 + RESPONSE)
+PLACES = {"left": [0, 1], "inside": [1, 3], "right": [4, 5]}  # columns of the query that hold padding
+
+
+def padded_at(columns: list[int]) -> torch.Tensor:
+    row = UNPADDED[0].tolist()
+    for column in columns:
+        row.insert(column, PAD)
+    return torch.tensor([row])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padding_anywhere_equals_no_padding(tiny_models, architecture):
+    policy = tiny_policy(tiny_models, architecture)
+    expected = policy(UNPADDED, PAD, QUERY - 2, TEMPERATURE)
+    for columns in PLACES.values():
+        for actual, wanted in zip(policy(padded_at(columns), PAD, QUERY, TEMPERATURE), expected, strict=True):
+            assert_close(actual, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_score_is_that_of_the_last_real_token(tiny_models, architecture):
+    reward_model = RewardModel(tiny_models(architecture, ARCHITECTURES[architecture]))
+    expected = reward_model(UNPADDED, PAD)
+    for columns in [*PLACES.values(), [9, 10], [0, 5, 11, 12]]:
+        assert_close(reward_model(padded_at(columns), PAD), expected, atol=1e-5, rtol=0)
+    assert not torch.allclose(reward_model(UNPADDED[:, :-1], PAD), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_padding_holds_does_not_matter(tiny_models, architecture):
+    """Padding is looked up as token 0, which no row here contains otherwise."""
+    policy = tiny_policy(tiny_models, architecture)
+    reward_model = RewardModel(policy.lm_backbone)
+    tokens = torch.cat([padded_at(columns) for columns in PLACES.values()])
+    with torch.no_grad():
+        logprobs, entropies, values = policy(tokens, PAD, QUERY, TEMPERATURE)
+        for pad_id in (1000, -1):
+            other = tokens.masked_fill(tokens == PAD, pad_id)
+            for actual, wanted in zip(
+                policy(other, pad_id, QUERY, TEMPERATURE), (logprobs, entropies, values), strict=True
+            ):
+                assert torch.equal(actual, wanted)
+        scores = reward_model(tokens, PAD)
+        policy.lm_backbone.get_input_embeddings().weight[0] += 5.0
+        assert_close(policy(tokens, PAD, QUERY, TEMPERATURE)[2], values, atol=1e-5, rtol=0)
+        assert_close(reward_model(tokens, PAD), scores, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_of_padding_give_no_nan(tiny_models, architecture):
+    policy = tiny_policy(tiny_models, architecture)
+    tokens = torch.cat([padded_at([0, 1]), torch.full((1, QUERY + RESPONSE), PAD)])
+    tokens[0, : QUERY - 1] = PAD
+    outputs = policy(tokens, PAD, QUERY, TEMPERATURE)
+    sum(output.sum() for output in outputs).backward()
+    assert all(output.isfinite().all() for output in outputs)
+    assert gradients(policy).isfinite().all()
+    _, logprobs, hidden = generate(policy.lm_backbone, tokens, uniform(2, 3), PAD, VOCAB, TEMPERATURE)
+    assert logprobs.isfinite().all()
+    assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_log_probs_and_values_look_only_back(tiny_models, architecture):
+    policy, t = tiny_policy(tiny_models, architecture), 2
+    tokens = padded_at(PLACES["right"])
+    changed = tokens.clone()
+    changed[:, QUERY + t :] = tokens[:, QUERY + t :] % (VOCAB - 1) + 1  # another token than before
+    (logprobs, _, values), (other_logprobs, _, other_values) = (
+        policy(rows, PAD, QUERY, TEMPERATURE) for rows in (tokens, changed)
+    )
+    assert_close(other_values[:, : t + 1], values[:, : t + 1], atol=1e-6, rtol=0)
+    assert_close(other_logprobs[:, :t], logprobs[:, :t], atol=1e-6, rtol=0)
+    assert ((other_values[:, t + 1 :] - values[:, t + 1 :]).abs() > 1e-3).all()
+
+
+def test_position_ids_count_real_tokens(tiny_models):
+    model, seen = tiny_models("gpt2"), []
+    hook = model.base_model.wpe.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].tolist()))
+    read_tokens(model, torch.tensor([[7, PAD, PAD, 1, 2, 3]]), PAD, slice(None))
+    hook.remove()
+    assert seen == [[[0, 1, 1, 1, 2, 3]]]
+
+
+def test_forward_in_train_mode_repeats_itself(tiny_models, tmp_path):
+    model = tiny_models("gpt2")
+    model.config.resid_pdrop = model.config.embd_pdrop = model.config.attn_pdrop = 0.5
+    model.save_pretrained(tmp_path)
+    policy = PolicyWithValueHead(load_pretrained(str(tmp_path), torch.float32)).train()
+    first, second = (policy(UNPADDED, PAD, QUERY - 2, TEMPERATURE) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_value_head_starts_at_zero(tiny_models):
+    policy = PolicyWithValueHead(tiny_models("gpt2"))
+    assert policy(UNPADDED, PAD, QUERY - 2, TEMPERATURE)[2].eq(0).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sampling
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def prefer(model, ids: slice | int) -> None:
+    """Make a GPT-2 give these tokens a logit of about 200, whatever it reads."""
+    with torch.no_grad():
+        model.base_model.ln_f.weight.zero_()
+        model.base_model.ln_f.bias.fill_(1.0)
+        model.get_output_embeddings().weight[ids] = 200.0 / 16
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sampler_agrees_with_the_forward_pass(tiny_models, architecture):
+    policy = tiny_policy(tiny_models, architecture)
+    contexts = torch.cat([padded_at(columns)[:, :QUERY] for columns in PLACES.values()])
+    uniforms = uniform(3, 12)
+    with torch.no_grad():
+        responses, sampled, hidden = generate(policy.lm_backbone, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
+        logprobs, _, values = policy(torch.cat([contexts, responses], 1), PAD, QUERY, TEMPERATURE)
+        assert_close(sampled, logprobs, atol=1e-5, rtol=0)
+        assert_close(policy.value_head(hidden).squeeze(2), values, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_padding_does_not_change_the_sample(tiny_models, architecture):
+    model = tiny_models(architecture, ARCHITECTURES[architecture])
+    uniforms = uniform(1, 8)
+    expected, wanted, _ = generate(model, UNPADDED[:, : QUERY - 2], uniforms, PAD, VOCAB, TEMPERATURE)
+    for columns in PLACES.values():
+        responses, logprobs, _ = generate(model, padded_at(columns)[:, :QUERY], uniforms, PAD, VOCAB, TEMPERATURE)
+        assert torch.equal(responses, expected)
+        assert_close(logprobs, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_eos_does_not_end_a_response(tiny_models, dtype):
+    model, eos = tiny_models("gpt2"), VOCAB - 1
+    prefer(model, eos)
+    contexts = token_ids(0, 50, 3).to(dtype)
+    responses, logprobs, _ = generate(model, contexts, uniform(50, 7), PAD, VOCAB, 1.0)
+    assert responses.shape == logprobs.shape == (50, 7)
+    assert responses.eq(eos).all()
+    assert responses.dtype == dtype
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled(tiny_models):
+    model = tiny_models("gpt2", rows=40)
+    prefer(model, slice(VOCAB, None))
+    uniforms = torch.cat([uniform(199, 7), torch.full((1, 7), 1 - 2**-24)])
+    responses, logprobs, _ = generate(model, token_ids(0, 200, 3), uniforms, PAD, VOCAB, 1.0)
+    assert 0 <= responses.min() <= responses.max() < VOCAB
+    assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("script", [train_policy, train_reward])
+def test_frequencies_of_sampled_tokens(tiny_models, script):
+    """Chi-square of 1e5 draws against softmax(logits / temperature); 28 degrees of freedom, 1e-4 beyond 65."""
+    draws, context, model = 100_000, torch.tensor([[3]]), tiny_models("gpt2")
+    uniforms = torch.rand(draws, 1, generator=keyed_generator("chi-square", 0))
+    responses, _, _ = script.generate(model, context.expand(draws, -1), uniforms, PAD, VOCAB, 1.5)
+    counts = np.bincount(responses[:, 0].numpy(), minlength=VOCAB)
+
+    def chi_square(temperature: float) -> float:
+        logits = model(context).logits[0, -1].detach().double().numpy() / temperature
+        expected = draws * np.exp(logits) / np.exp(logits).sum()
+        assert expected.min() > 5
+        return ((counts - expected) ** 2 / expected).sum()
+
+    assert chi_square(1.5) < 65
+    assert chi_square(1.4) > 65
+
+
+def test_noise_belongs_to_the_episode():
+    noise = episode_noise(1, 0, 16, 5)
+    assert torch.equal(noise, episode_noise(1, 0, 16, 5))
+    assert 0 <= noise.min() <= noise.max() < 1
+    others = [episode_noise(2, 0, 16, 5), episode_noise(1, 1, 16, 5)]
+    assert not any(torch.equal(noise, other) for other in others)
+
+
+def test_keyed_generators_repeat_and_differ():
+    keys = [
+        (1, "policy", 0),
+        (1, "policy", 1),
+        (2, "policy", 0),
+        (1, "policy", "0"),
+        (1, "policy"),
+        (12, "policy", 0),
+    ]
+    first, second = (
+        [tuple(torch.rand(4, generator=keyed_generator(*key)).tolist()) for key in keys] for _ in range(2)
+    )
+    assert first == second
+    assert len(set(first)) == len(keys)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Metrics
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_that_follow_from_the_means():
+    means = dict.fromkeys(
+        [f"ppo/{name}" for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl")]
+        + ["ppo/policy/clipfrac", "ppo/val/clipfrac"],
+        0.5,
+    )
+    means |= {
+        "objective/score": 2.0,
+        "objective/non_score_reward": -0.5,
+        "ppo/val/error": 1.0,
+        "ppo/returns/var": 4.0,
+    }
+    means |= {"ppo/val/ratio": 1.1, "ppo/val/ratio_var": 0.05}  # the mean of (ratio - 1)^2
+    args = train_policy.Args(task=TaskArgs(response_length=24), ppo=PpoArgs(batch_size=512, total_episodes=1024))
+    metrics = train_policy.finish_metrics(means, 1, args, kl_coef=0.15, seconds=2.0)
+    expected = {
+        "objective/score_total": 1.5,
+        "objective/kl_coef": 0.15,
+        "ppo/val/var_explained": 0.75,
+        "ppo/val/ratio_var": 0.04,
+        "ppo/lr": 5e-6,
+        "elapsed/episodes": 1024,
+        "elapsed/updates": 2,
+        "elapsed/steps/serial": 48,
+        "elapsed/steps/total": 48 * 512,
+        "elapsed/fps": 512 * 24 / 2,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)

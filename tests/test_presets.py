@@ -1,0 +1,358 @@
+"""Presets and sizes of both scripts, against the published hyperparameters written out by hand."""
+
+import re
+from dataclasses import replace
+from functools import reduce
+
+import pytest
+
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.run import InputError, parse_args
+from ppo_rlhf.train_policy import PpoArgs, learning_rate, ppo_sizes
+from ppo_rlhf.train_reward import learning_rate_at, reward_sizes
+
+PUBLISHED = ["sentiment", "descriptiveness", "cnndm", "tldr"]
+ALL = [*PUBLISHED, "tales", "tales-descriptiveness"]
+SCRIPTS = [train_policy, train_reward]
+
+# Field: sentiment, descriptiveness, cnndm, tldr. openai/lm-human-preferences launch.py @cbfd210
+TASK = {
+    "query_dataset": ("books", "books", "cnndm", "tldr"),
+    "query_length": (64, 64, 500, 500),
+    "query_prefix": ("", "", "Article:\n\n", ""),
+    "query_suffix": ("", "", "\n\nTL;DR:", "\n\nTL;DR:"),
+    "start_text": (".", ".", None, None),
+    "end_text": (".", ".", "\n", None),
+    "response_length": (24, 24, 75, 75),
+    "truncate_text": (".", ".", "\n", "\n"),
+    "truncate_after": (16, 16, 55, 55),
+    "penalty_reward_value": (-1, -1, -1, -1),
+    "temperature": (0.7, 0.7, 0.5, 0.7),
+}
+REWARD = {
+    "base_model": ("gpt2", "gpt2", "gpt2", "gpt2"),
+    "label_dataset": (
+        "sentiment/offline_5k.json",
+        "descriptiveness/offline_5k.json",
+        "cnndm/online_45k.json",
+        "tldr/online_45k.json",
+    ),
+    "num_train": (4_992, 4_992, 46_000, 46_000),
+    "batch_size": (32, 32, 16, 16),
+    "lr": (5e-5, 5e-5, 2.5e-5, 2.5e-5),
+    "rollout_batch_size": (512, 512, 128, 128),
+    "normalize_samples": (256, 256, 256, 256),
+    "normalize_before": (True, True, True, True),
+    "normalize_after": (True, True, True, True),
+    "seed": (1, 1, 1, 1),
+    "save_interval": (50, 50, 50, 50),
+}
+POLICY = {
+    "base_model": ("gpt2", "gpt2", "gpt2", "gpt2"),
+    "ppo.total_episodes": (1_000_000, 1_000_000, 1_000_000, 1_000_000),
+    "ppo.batch_size": (512, 512, 32, 32),
+    "ppo.nminibatches": (1, 1, 1, 1),
+    "ppo.noptepochs": (4, 4, 4, 4),
+    "ppo.lr": (1e-5, 1e-5, 2e-6, 2e-6),
+    "ppo.vf_coef": (0.1, 0.1, 0.1, 0.1),
+    "ppo.cliprange": (0.2, 0.2, 0.2, 0.2),
+    "ppo.cliprange_value": (0.2, 0.2, 0.2, 0.2),
+    "ppo.gamma": (1, 1, 1, 1),
+    "ppo.lam": (0.95, 0.95, 0.95, 0.95),
+    "ppo.whiten_rewards": (True, True, False, False),
+    "ppo.whiten_groups": (8, 8, 8, 8),
+    "rewards.kl_coef": (0.15, 0.15, 0.01, 0.03),
+    "rewards.adaptive_kl.target": (6.0, 6.0, None, None),
+    "rewards.adaptive_kl.horizon": (10_000, 10_000, 10_000, 10_000),
+    "seed": (1, 1, 1, 1),
+    "log_interval": (10, 10, 10, 10),
+    "save_interval": (50, 50, 50, 50),
+}
+
+
+def rows(table):
+    return [(name, field, values[i]) for field, values in table.items() for i, name in enumerate(PUBLISHED)]
+
+
+def get(args, field):
+    return reduce(getattr, field.split("."), args)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("name", "field", "value"), rows(TASK))
+def test_task(script, name, field, value):
+    assert get(script.PRESETS[name].task, field) == value
+
+
+@pytest.mark.parametrize(("name", "field", "value"), rows(REWARD))
+def test_reward_training(name, field, value):
+    assert get(train_reward.PRESETS[name], field) == value
+
+
+@pytest.mark.parametrize(("name", "field", "value"), rows(POLICY))
+def test_policy_training(name, field, value):
+    assert get(train_policy.PRESETS[name], field) == value
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_tables_leave_no_task_field_out(script):
+    assert set(vars(script.PRESETS["sentiment"].task)) == set(TASK)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_there_are_six_presets(script):
+    assert list(script.PRESETS) == ALL
+    assert [args.preset for args in script.PRESETS.values()] == ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_both_scripts_have_the_same_task_and_model(name):
+    policy, reward = train_policy.PRESETS[name], train_reward.PRESETS[name]
+    assert policy.task == reward.task
+    assert policy.base_model == reward.base_model
+
+
+@pytest.mark.parametrize(
+    ("name", "annotator"), [("tales", "sentiment"), ("tales-descriptiveness", "descriptiveness")]
+)
+def test_tales_needs_no_network(name, annotator):
+    policy, reward = train_policy.PRESETS[name], train_reward.PRESETS[name]
+    assert (policy.base_model, policy.task.query_dataset) == ("tales", "tales")
+    assert reward.label_dataset == f"{annotator}/offline_5k.json"
+    assert policy.rewards.monitor == f"ppo_rlhf.tales:{annotator}.gold_scores"
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What follows from the presets
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "updates", "optimizer_steps", "per_process"),
+    [
+        ("sentiment", 1954, 7816, 64),
+        ("descriptiveness", 1954, 7816, 64),
+        ("cnndm", 31250, 125_000, 4),
+        ("tldr", 31250, 125_000, 4),
+    ],
+)
+def test_policy_sizes(name, updates, optimizer_steps, per_process):
+    ppo = train_policy.PRESETS[name].ppo
+    sizes = ppo_sizes(ppo, 8)
+    assert sizes.updates == updates
+    assert sizes.updates * ppo.noptepochs * ppo.nminibatches == optimizer_steps
+    assert (sizes.local_batch, sizes.local_groups, sizes.group_batch) == (per_process, 1, per_process)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "per_process", "normalize_samples", "last_lr"),
+    [
+        ("sentiment", 156, 4, 512, 3.205e-7),
+        ("descriptiveness", 156, 4, 512, 3.205e-7),
+        ("cnndm", 2875, 2, 256, 8.696e-9),
+        ("tldr", 2875, 2, 256, 8.696e-9),
+    ],
+)
+def test_reward_sizes(name, steps, per_process, normalize_samples, last_lr):
+    args = train_reward.PRESETS[name]
+    sizes = reward_sizes(args, 8)
+    assert (sizes.steps, sizes.local_batch) == (steps, per_process)
+    assert (sizes.normalize_samples, sizes.local_normalize_samples) == (normalize_samples, normalize_samples // 8)
+    assert learning_rate_at(args, 0) == args.lr
+    assert learning_rate_at(args, steps - 1) == pytest.approx(last_lr, rel=2e-4)
+
+
+@pytest.mark.parametrize(("name", "first", "last"), [("sentiment", 1e-5, 1e-5 / 1954), ("tldr", 2e-6, 2e-6 / 31250)])
+def test_policy_learning_rate_falls_linearly(name, first, last):
+    ppo = train_policy.PRESETS[name].ppo
+    updates = ppo_sizes(ppo, 1).updates
+    assert learning_rate(ppo, 0) == first
+    assert learning_rate(ppo, updates // 2) == pytest.approx(first / 2, rel=1e-9)
+    assert learning_rate(ppo, updates - 1) == pytest.approx(last, rel=1e-9)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ALL)
+def test_every_preset_divides(name, processes):
+    ppo, reward = train_policy.PRESETS[name].ppo, train_reward.PRESETS[name]
+    sizes = ppo_sizes(ppo, processes)
+    assert sizes.local_batch * processes == sizes.batch == ppo.batch_size
+    assert sizes.local_groups * processes == 8
+    assert sizes.local_groups * sizes.group_batch == sizes.local_batch
+    assert sizes.local_minibatch * ppo.nminibatches == sizes.local_batch
+    assert sizes.local_micro_batch == sizes.local_minibatch
+    assert sizes.local_rollout_batch == sizes.local_batch
+    sizes = reward_sizes(reward, processes)
+    assert sizes.local_batch * processes == sizes.batch == reward.batch_size
+    assert sizes.local_rollout_batch * processes == reward.rollout_batch_size
+    assert sizes.steps * sizes.batch == reward.num_train
+
+
+def test_sizes_by_hand():
+    ppo = PpoArgs(
+        total_episodes=1000,
+        batch_size=192,
+        nminibatches=3,
+        whiten_groups=4,
+        local_micro_batch_size=8,
+        local_rollout_batch_size=24,
+    )
+    sizes = ppo_sizes(ppo, 2)
+    assert vars(sizes) == {
+        "updates": 6,  # 5.2, rounded up
+        "batch": 192,
+        "local_batch": 96,
+        "local_rollout_batch": 24,
+        "local_groups": 2,
+        "group_batch": 48,
+        "group_minibatch": 16,
+        "local_minibatch": 32,
+        "local_micro_batch": 8,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sizes that do not divide: the message offers a value, and the value works
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def follow_offers(sizes, args, processes, group=""):
+    """Change what each message offers until the sizes divide; the flags that were offered."""
+    offered = {}
+    for _ in range(3):
+        try:
+            sizes(args, processes)
+            return offered
+        except InputError as error:
+            assert "\n" not in str(error)
+            offer = re.search(rf"--{group}(\w+) (\d+)", str(error))
+            assert offer, f"no offer in: {error}"
+            flag, value = offer.groups()
+            offered[flag] = int(value)
+            args = replace(args, **{flag: int(value)})
+    raise AssertionError(f"following {offered} does not lead to sizes that divide")
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "offered"),
+    [
+        ({"whiten_groups": 4}, 8, {"whiten_groups": 8}),
+        ({"whiten_groups": 3}, 2, {"whiten_groups": 4}),
+        ({}, 3, {"whiten_groups": 9, "batch_size": 513}),
+        ({"batch_size": 100}, 1, {"batch_size": 104}),
+        ({"batch_size": 500, "nminibatches": 3}, 2, {"batch_size": 504}),
+        ({"batch_size": 32}, 1, {"batch_size": 64}),
+        ({"batch_size": 96, "nminibatches": 4}, 8, {"batch_size": 256}),
+        ({"batch_size": 30, "whiten_rewards": False}, 8, {"batch_size": 32}),
+    ],
+)
+def test_ppo_sizes_offer_what_divides(changes, processes, offered):
+    assert follow_offers(ppo_sizes, PpoArgs(**changes), processes, group="ppo.") == offered
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "offered"),
+    [
+        ({"batch_size": 36}, 8, {"batch_size": 40, "num_train": 4960}),
+        ({"rollout_batch_size": 500}, 8, {"rollout_batch_size": 504}),
+        ({"num_train": 5000}, 1, {"num_train": 4992}),
+        ({"num_train": 20}, 1, {"num_train": 32}),
+    ],
+)
+def test_reward_sizes_offer_what_divides(changes, processes, offered):
+    args = replace(train_reward.PRESETS["sentiment"], **changes)
+    assert follow_offers(reward_sizes, args, processes) == offered
+
+
+@pytest.mark.parametrize("value", [5, 1000])
+@pytest.mark.parametrize("knob", ["local_micro_batch_size", "local_rollout_batch_size"])
+def test_ppo_memory_knobs_offer_what_divides(knob, value):
+    assert set(follow_offers(ppo_sizes, PpoArgs(**{knob: value}), 2, group="ppo.")) == {knob}
+
+
+@pytest.mark.parametrize("value", [5, 1000])
+def test_reward_memory_knob_offers_what_divides(value):
+    args = replace(train_reward.PRESETS["sentiment"], local_micro_batch_size=value)
+    assert set(follow_offers(reward_sizes, args, 2)) == {"local_micro_batch_size"}
+
+
+@pytest.mark.parametrize("knob", ["local_micro_batch_size", "local_rollout_batch_size"])
+def test_memory_knobs_are_not_negative(knob):
+    with pytest.raises(InputError, match=rf"ppo\.{knob} (is )?-1"):
+        ppo_sizes(PpoArgs(**{knob: -1}), 1)
+    with pytest.raises(InputError, match=rf"{knob} (is )?-1"):
+        reward_sizes(replace(train_reward.PRESETS["sentiment"], **{knob: -1}), 1)
+
+
+@pytest.mark.parametrize("value", [0, -8])
+@pytest.mark.parametrize("field", ["total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups"])
+def test_ppo_sizes_are_positive(field, value):
+    with pytest.raises(InputError, match=rf"^ppo\.{field} is {value}; it must be at least 1$"):
+        ppo_sizes(PpoArgs(**{field: value}), 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(field, value) for field in ("num_train", "batch_size", "rollout_batch_size") for value in (0, -8)]
+    + [("normalize_samples", -1)],
+)
+def test_reward_sizes_are_positive(field, value):
+    with pytest.raises(InputError, match=rf"{field} (is )?{value}"):
+        reward_sizes(replace(train_reward.PRESETS["sentiment"], **{field: value}), 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Command lines
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("spelling", [["--preset", "{}"], ["--preset={}"]])
+def test_a_preset_is_parsed(script, name, spelling):
+    assert parse_args(script.PRESETS, [word.format(name) for word in spelling]) == script.PRESETS[name]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sentiment_is_the_default(script):
+    assert parse_args(script.PRESETS, []) == script.PRESETS["sentiment"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("flags_first", [True, False])
+def test_flags_override_the_preset(script, flags_first):
+    flags, preset = ["--seed", "7", "--task.temperature", "0.9"], ["--preset", "tldr"]
+    args = parse_args(script.PRESETS, flags + preset if flags_first else preset + flags)
+    expected = script.PRESETS["tldr"]
+    assert args == replace(expected, seed=7, task=replace(expected.task, temperature=0.9))
+
+
+def test_nested_flags_override_the_preset():
+    argv = [
+        "--preset",
+        "tales",
+        "--ppo.lr",
+        "1e-3",
+        "--ppo.no-whiten-rewards",
+        "--rewards.adaptive-kl.target",
+        "None",
+    ]
+    args = parse_args(train_policy.PRESETS, argv)
+    assert args.ppo == replace(train_policy.PRESETS["tales"].ppo, lr=1e-3, whiten_rewards=False)
+    assert args.rewards.adaptive_kl.target is None
+    assert args.rewards.monitor == "ppo_rlhf.tales:sentiment.gold_scores"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("argv", [["--preset", "poetry"], ["--preset=poetry"], ["--preset="]])
+def test_an_unknown_preset_says_what_there_is(script, argv):
+    with pytest.raises(InputError, match=", ".join(ALL)):
+        parse_args(script.PRESETS, argv)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_unknown_flag_exits_with_status_2(script, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(script.PRESETS, ["--learning-speed", "1"])
+    assert caught.value.code == 2
+    assert "--learning-speed" in capsys.readouterr().err

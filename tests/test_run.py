@@ -1,0 +1,513 @@
+"""run.py: command lines, run folders, logs, checkpoints, error messages."""
+
+import csv
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from ppo_rlhf import run as run_module
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.run import (
+    InputError,
+    NumericalError,
+    Run,
+    flag_value,
+    from_dict,
+    import_function,
+    parse_args,
+    run_script,
+)
+
+SCRIPTS = [train_policy, train_reward]
+
+
+@dataclass(frozen=True)
+class PartArgs:
+    lr: float = 0.1
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class FakeArgs:
+    preset: str = "small"
+    exp_name: str = "test"
+    seed: int = 3
+    resume: str = ""
+    track: bool = False
+    part: PartArgs = field(default_factory=PartArgs)
+
+
+@pytest.fixture(autouse=True)
+def in_a_fresh_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def error_line(function, *args) -> str:
+    """The message of the InputError that the call raises: one line."""
+    with pytest.raises(InputError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def metrics_at(step: int) -> dict[str, float]:
+    return {"loss": 1 / (step + 3), "objective/kl": 0.1 * step - 1e-12}
+
+
+def start(accelerator, folder: Path | str = "", first_step: int = 0) -> Run:
+    run = Run(FakeArgs(resume=str(folder)), accelerator, {"batch": 8})
+    run.start_logging(first_step)
+    return run
+
+
+def log(run: Run, steps: range, sign: int = 1) -> None:
+    for step in steps:
+        run.log(step, {name: sign * value for name, value in metrics_at(step).items()})
+        run.log_samples(step, [{"query": f"q{step}", "score": float(sign)}])
+    run.finish({"loss": ["loss"], "absent": ["nothing"]})
+
+
+def read_csv(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def read_samples(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Logs
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_csv_has_a_header_and_one_row_for_each_step(accelerator):
+    run = start(accelerator)
+    log(run, range(4))
+    lines = (run.folder / "metrics.csv").read_text().splitlines()
+    assert lines[0] == "step,loss,objective/kl"
+    assert len(lines) == 5
+    assert [int(row["step"]) for row in read_csv(run.folder)] == [0, 1, 2, 3]
+    for step, row in enumerate(read_csv(run.folder)):
+        assert {name: float(row[name]) for name in metrics_at(0)} == metrics_at(step)
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_logged(accelerator):
+    run = start(accelerator)
+    run.log(0, metrics_at(0))
+    assert len(read_csv(run.folder)) == 1
+
+
+def test_tensorboard_holds_the_same_numbers(accelerator):
+    run = start(accelerator)
+    log(run, range(4))
+    events = read_events(run.folder)
+    assert set(events) == set(metrics_at(0))
+    for name, points in events.items():
+        assert [step for step, _ in points] == [0, 1, 2, 3]
+        assert [value for _, value in points] == pytest.approx(
+            [metrics_at(step)[name] for step in range(4)], rel=1e-6
+        )
+
+
+def test_samples_are_kept_with_their_step(accelerator):
+    run = start(accelerator)
+    log(run, range(2))
+    assert read_samples(run.folder) == [{"step": step, "query": f"q{step}", "score": 1.0} for step in range(2)]
+
+
+def test_a_run_leaves_its_arguments_sizes_and_results(accelerator):
+    run = start(accelerator)
+    assert not json.loads((run.folder / "meta.json").read_text())["finished"]
+    run.log(0, metrics_at(0))
+    run.finish({"loss": ["loss"]}, accuracy=0.5)
+    meta = json.loads((run.folder / "meta.json").read_text())
+    assert meta["args"] == dataclasses.asdict(FakeArgs())
+    assert (meta["sizes"], meta["num_processes"]) == ({"batch": 8}, 1)
+    assert meta["finished"] is True
+    assert meta["results"] == {"accuracy": 0.5}
+    assert run.folder.parent == Path("runs")
+    assert run.folder.name.startswith("test__small__3__")
+    assert (run.folder / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_main_process_writes(tmp_path):
+    other = SimpleNamespace(is_main_process=False, num_processes=2, device=torch.device("cpu"))
+    run = start(other)
+    log(run, range(2))
+    run.save_checkpoint(1, {"x": torch.ones(1)}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("first_step", [0, 2, 4])
+def test_logs_are_cut_back_to_the_checkpoint(accelerator, first_step):
+    before = start(accelerator)
+    log(before, range(4))
+    after = start(accelerator, before.folder, first_step)
+    assert after.folder == before.folder
+    log(after, range(first_step, 6), sign=-1)
+    signs = [1 if step < first_step else -1 for step in range(6)]
+    expected = [signs[step] * metrics_at(step)["loss"] for step in range(6)]
+
+    rows = read_csv(after.folder)
+    assert [int(row["step"]) for row in rows] == list(range(6))
+    assert [float(row["loss"]) for row in rows] == expected
+    assert [(sample["step"], sample["score"]) for sample in read_samples(after.folder)] == list(enumerate(signs))
+    points = read_events(after.folder)["loss"]
+    assert [step for step, _ in points] == list(range(6))
+    assert [value for _, value in points] == pytest.approx(expected, rel=1e-6)
+    assert len(list(after.folder.glob("events.out.tfevents.*"))) == 1
+
+
+@pytest.mark.parametrize("torn", ["3,0.1", "1"])
+def test_a_row_that_was_cut_off_is_dropped(accelerator, torn):
+    before = start(accelerator)
+    log(before, range(3))
+    with (before.folder / "metrics.csv").open("a") as file:
+        file.write(torn)
+    log(start(accelerator, before.folder, first_step=3), range(3, 5))
+    assert [int(row["step"]) for row in read_csv(before.folder)] == list(range(5))
+
+
+def test_a_sample_that_was_cut_off_is_dropped(accelerator):
+    before = start(accelerator)
+    log(before, range(3))
+    with (before.folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 3, "que')
+    log(start(accelerator, before.folder, first_step=3), range(3, 5))
+    assert [sample["step"] for sample in read_samples(before.folder)] == list(range(5))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(accelerator):
+    return start(accelerator)
+
+
+def load(accelerator, folder: Path):
+    return Run(FakeArgs(resume=str(folder)), accelerator, {}).load_checkpoint()
+
+
+def test_a_checkpoint_survives_the_round_trip(run, accelerator):
+    tensors = {
+        "half": torch.randn(3, 2).bfloat16(),
+        "double": torch.randn(4, 3).double().t(),  # not contiguous
+        "number": torch.tensor(7, dtype=torch.int64),
+        "parameter": nn.Parameter(torch.randn(2)),
+    }
+    run.save_checkpoint(5, tensors, {"kl_coef": 0.1 + 0.2, "query_position": 640})
+    loaded, state = load(accelerator, run.folder)
+    assert state == {"step": 5, "kl_coef": 0.1 + 0.2, "query_position": 640}
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_without_a_checkpoint_a_run_begins_anew(run, accelerator):
+    assert load(accelerator, run.folder) is None
+    run.save_checkpoint(1, {"x": torch.ones(1)}, {})
+    assert run.load_checkpoint() is None  # this run does not resume
+
+
+def test_the_newest_two_checkpoints_are_kept(run, accelerator):
+    for step in (2, 9, 10, 11):
+        run.save_checkpoint(step, {"x": torch.full((2,), float(step))}, {})
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["10", "11"]
+    tensors, state = load(accelerator, run.folder)
+    assert (state["step"], tensors["x"].tolist()) == (11, [11.0, 11.0])
+
+
+def test_a_checkpoint_is_replaced_by_one_of_the_same_step(run, accelerator):
+    for value in (1.0, 2.0):
+        run.save_checkpoint(4, {"x": torch.tensor(value)}, {})
+    assert load(accelerator, run.folder)[0]["x"] == 2.0
+
+
+def test_a_half_written_checkpoint_is_ignored(run, accelerator):
+    run.save_checkpoint(4, {"x": torch.ones(1)}, {})
+    leftover = run.folder / "checkpoints" / "5.tmp"
+    leftover.mkdir()
+    (leftover / "tensors.safetensors").write_bytes(b"half")
+    assert load(accelerator, run.folder)[1]["step"] == 4
+    run.save_checkpoint(5, {"x": torch.ones(1)}, {})
+    assert load(accelerator, run.folder)[1]["step"] == 5
+    assert not leftover.exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, accelerator, monkeypatch):
+    run.save_checkpoint(4, {"x": torch.ones(1)}, {})
+
+    def full_disk(*_):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(run_module, "write_json", full_disk)
+        run.save_checkpoint(5, {"x": torch.ones(1)}, {})
+    assert load(accelerator, run.folder)[1]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("tensors.safetensors", lambda content: content[:-3]),
+        ("tensors.safetensors", lambda content: content[:5]),
+        ("tensors.safetensors", lambda content: b""),
+        ("tensors.safetensors", None),
+        ("state.json", lambda content: content[:-4]),
+        ("state.json", lambda content: b""),
+        ("state.json", lambda content: b"\xff" + content),
+        ("state.json", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(run, accelerator, file, damage):
+    run.save_checkpoint(4, {"x": torch.ones(8)}, {"kl_coef": 0.1})
+    path = run.folder / "checkpoints" / "4" / file
+    path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
+    message = error_line(load, accelerator, run.folder)
+    assert str(path.parent) in message
+    assert "remove that folder" in message
+
+
+def train_a_little(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        (model(torch.full((2, 3), 0.1 * step + 1)) ** 2).sum().backward()
+        optimizer.step()
+
+
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(run, accelerator):
+    def fresh():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        return model, train_policy.AdamTensorFlowStyle(model.parameters(), lr=0.01)
+
+    model, optimizer = fresh()
+    train_a_little(model, optimizer, 3)
+    run.save_checkpoint(3, run_module.training_state(model, optimizer), {})
+    train_a_little(model, optimizer, 2)
+
+    resumed, resumed_optimizer = fresh()
+    tensors, state = load(accelerator, run.folder)
+    run_module.restore_training_state(resumed, resumed_optimizer, tensors, state["step"])
+    train_a_little(resumed, resumed_optimizer, 2)
+    for parameter, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+@pytest.mark.parametrize("other", [nn.Linear(3, 5), nn.Linear(4, 4), nn.Sequential(nn.Linear(3, 4))])
+def test_a_checkpoint_of_another_model_is_refused(other):
+    model = nn.Linear(3, 4)
+    tensors = run_module.training_state(model, torch.optim.Adam(model.parameters()))
+    message = error_line(run_module.restore_training_state, other, torch.optim.Adam(other.parameters()), tensors, 1)
+    assert "checkpoint" in message
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("script", "name"), [(script, name) for script in SCRIPTS for name in script.PRESETS])
+def test_from_dict_inverts_asdict(script, name):
+    args = replace(script.PRESETS[name], seed=9, wandb_entity="team")
+    assert from_dict(script.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
+
+
+def test_from_dict_refuses_what_it_does_not_know():
+    assert "momentum" in error_line(from_dict, FakeArgs, {"part": {"lr": 0.2, "momentum": 0.9}})
+    assert from_dict(FakeArgs, {"part": {"lr": 0.2}}) == FakeArgs(part=PartArgs(lr=0.2))
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], None),
+        (["--preset", "tldr"], "tldr"),
+        (["--preset=tldr"], "tldr"),
+        (["--seed", "1", "--preset", "tldr", "--preset=cnndm"], "cnndm"),
+        (["--preset=a=b"], "a=b"),
+        (["--preset"], None),
+        (["--preset-file", "x", "--presets=y"], None),
+    ],
+)
+def test_flag_value(argv, value):
+    assert flag_value(argv, "--preset") == value
+
+
+def saved_run(args) -> Path:
+    folder = Path("runs/earlier")
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps({"args": dataclasses.asdict(args)}))
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_resume_takes_the_saved_arguments(script):
+    saved = replace(script.PRESETS["tldr"], seed=11, exp_name="mine")
+    folder = saved_run(saved)
+    assert parse_args(script.PRESETS, ["--resume", str(folder)]) == replace(saved, resume=str(folder))
+    assert parse_args(script.PRESETS, [f"--resume={folder}"]) == replace(saved, resume=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--seed", "12"], ["seed 1 -> 12"]),
+        (["--ppo.gamma", "0.5"], ["ppo.gamma 1.0 -> 0.5"]),
+        (["--rewards.adaptive-kl.target", "None"], ["rewards.adaptive_kl.target 6.0 -> None"]),
+        (["--preset", "sentiment"], ["preset tales -> sentiment"]),
+        (["--ppo.lam", "1", "--task.temperature", "1"], ["ppo.lam 0.95 -> 1.0", "task.temperature 0.7 -> 1.0"]),
+    ],
+)
+def test_resume_with_other_arguments_names_them(argv, named):
+    folder = saved_run(train_policy.PRESETS["tales"])
+    message = error_line(parse_args, train_policy.PRESETS, ["--resume", str(folder), *argv])
+    assert f"--resume {folder}" in message
+    for change in named:
+        assert change in message
+    assert "ppo.local_micro_batch_size" in message  # what may change is listed
+
+
+def test_memory_knobs_and_output_may_change():
+    folder = saved_run(train_policy.PRESETS["tales"])
+    flags = ["--ppo.local-micro-batch-size", "8", "--ppo.local-rollout-batch-size", "16", "--log-interval", "1"]
+    args = parse_args(train_policy.PRESETS, ["--resume", str(folder), *flags, "--save-interval", "5", "--track"])
+    assert (args.ppo.local_micro_batch_size, args.ppo.local_rollout_batch_size) == (8, 16)
+    assert (args.log_interval, args.save_interval, args.track) == (1, 5, True)
+
+
+def test_memory_knobs_of_the_reward_model_may_change():
+    folder = saved_run(train_reward.PRESETS["tales"])
+    flags = ["--local-micro-batch-size", "8", "--local-rollout-batch-size", "16"]
+    args = parse_args(train_reward.PRESETS, ["--resume", str(folder), *flags])
+    assert (args.local_micro_batch_size, args.local_rollout_batch_size) == (8, 16)
+
+
+@pytest.mark.parametrize("meta", [None, b"", b"{", b"\xff", b"[]", b"{}"])
+def test_resume_of_what_is_no_run_names_the_folder(meta):
+    folder = Path("runs/nothing")
+    folder.mkdir(parents=True)
+    if meta is not None:
+        (folder / "meta.json").write_bytes(meta)
+    assert str(folder) in error_line(parse_args, train_policy.PRESETS, ["--resume", str(folder)])
+
+
+def test_import_function():
+    assert import_function("math:sqrt", "rewards.function")(9) == 3
+    score = import_function("ppo_rlhf.tales:sentiment.gold_scores", "rewards.monitor")
+    assert score([""], ["happy"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "math",
+        "math:",
+        ":sqrt",
+        "math.sqrt",
+        "math:squareroot",
+        "math:sqrt:x",
+        "math:pi",
+        ".math:sqrt",
+        "no_such_module:f",
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_named(name):
+    message = error_line(import_function, name, "rewards.function")
+    assert f"--rewards.function {name}" in message
+    assert "package.module:name" in message
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The script's own process
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [InputError("label file x.json: no"), NumericalError("loss is nan")])
+def test_an_error_of_the_user_is_one_line_and_status_2(capsys, error):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_script(main)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"error: {error}\n"
+    assert printed.out == ""
+
+
+def test_only_the_first_process_prints_the_error(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        run_script(lambda: from_dict(FakeArgs, {"x": 1}))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_ours_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_script(lambda: 1 / 0)
+
+
+def test_a_run_without_an_error_returns():
+    done = []
+    run_script(lambda: done.append(1))
+    assert done == [1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_another_number_of_processes_than_the_launcher_started(accelerator, monkeypatch, world_size):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    assert f"started {world_size} processes" in error_line(run_module.make_accelerator)
+
+
+def run_policy_script(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, train_policy.__file__, *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PPO_RLHF_CACHE": "cache"} | environment,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "named"),
+    [
+        (["--preset", "poetry"], {}, "--preset poetry"),
+        (["--preset", "tales"], {"WORLD_SIZE": "2"}, "processes"),
+    ],
+)
+def test_the_script_ends_in_one_line(tmp_path, argv, environment, named):
+    result = run_policy_script(*argv, **environment)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert named in result.stderr
+    assert list(tmp_path.iterdir()) == []
