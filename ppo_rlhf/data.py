@@ -118,7 +118,7 @@ def clean_cnndm(text: str) -> str:
     text = text[:100].rpartition("(CNN)")[2] + text[100:]
     text = re.sub(r"^and \w+\n", "", text)
     text = re.sub(r"(?s).*UPDATED:\s+\d\d:\d\d[^\n]*201\d", "", text)
-    text = clean_tldr(text.replace("’", "'").replace("‘", "'").strip())
+    text = clean_tldr(re.sub("[\u2018\u2019]", "'", text).strip())
     return text.split("@highlight")[0].strip()
 
 
@@ -442,7 +442,7 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
         raise InputError(f"--label_dataset {label_dataset}: no such file, and tales has {there}")
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f"--label_dataset {label_dataset}", f"give the path of a label file, or use --preset tales"):
+    with hub_errors(f"--label_dataset {label_dataset}", "give the path of a label file, or use --preset tales"):
         return Path(hf_hub_download(LABELS_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
@@ -551,11 +551,18 @@ def model_errors(base_model: str) -> Iterator[str]:
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
 
 
-def check_length(model: PreTrainedModel, base_model: str, length: int) -> None:
-    """Raise if the model cannot read so many tokens."""
+@torch.no_grad()
+def check_model(model: PreTrainedModel, base_model: str, length: int) -> None:
+    """Raise if the model cannot read so many tokens, or if its logits are not just its output layer's."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise InputError(
             f"--base_model {base_model} reads at most {longest} tokens, but query and response are {length}; "
             f"shorten --task.query_length or --task.response_length"
+        )
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    logits = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
+    if not torch.allclose(logits, model(input_ids=tokens).logits, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            f"--base_model {base_model} changes its logits after the output layer, which is not supported"
         )

@@ -12,6 +12,7 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -166,14 +167,16 @@ def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerato
 
 
 def import_function(name: str, field: str) -> Callable:
-    """The function that `package.module:name` names; the name may have dots."""
+    """The function `package.module:name`. The module may lie in the current folder; the name may have dots."""
     module, _, path = name.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")
     try:
-        function = importlib.import_module(module)
-        for attribute in path.split("."):
-            function = getattr(function, attribute)
+        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(f"--{field} {name}: {error}; write package.module:name") from error
+    if not callable(function):
+        raise InputError(f"--{field} {name}: that is no function")
     return function
 
 
@@ -359,7 +362,8 @@ class Run:
         if self.is_main:
             with (self.folder / "samples.jsonl").open("a") as file:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
-            print_table(f"step {step}", samples, console=self._progress and self._progress.console)
+            rows = [{name: one_line(value) for name, value in sample.items()} for sample in samples]
+            print_table(f"step {step}", rows, console=self._progress and self._progress.console)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -487,6 +491,11 @@ def shared_timestamp(timestamp: int | None = None) -> int:
     return broadcast_object_list([timestamp or int(time.time())])[0]
 
 
+def one_line(value: Any) -> Any:
+    """A text with its line breaks shown as marks; anything else as it is."""
+    return value.replace("\n", "⏎") if isinstance(value, str) else value
+
+
 def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, show_lines: bool = True) -> None:
     try:
         from rich.console import Console
@@ -500,7 +509,7 @@ def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, sho
         table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)
     for row in rows:
         cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        table.add_row(*(cell.replace("[", "\\[").replace("\n", "⏎") for cell in cells))
+        table.add_row(*(cell.replace("[", "\\[") for cell in cells))
     (console or Console()).print(table)
 
 

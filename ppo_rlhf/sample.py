@@ -25,7 +25,7 @@ from ppo_rlhf.data import (
     text_scorer,
     to_texts,
 )
-from ppo_rlhf.run import InputError, from_dict, import_function, print_table, run_script
+from ppo_rlhf.run import InputError, from_dict, import_function, one_line, print_table, run_script
 from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
 
 
@@ -130,6 +130,21 @@ class Comparison:
         return queries
 
 
+def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print a query, the two continuations and, below each, its numbers."""
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        numbers = {key.split(" ")[1]: value for key, value in row.items() if key.startswith(f"{name} ")}
+        numbers |= {"KL": row["kl"]} if name == "policy" else {}
+        return one_line(row[name]) + "\n\n" + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
+
+    cells = [
+        {"query": one_line(row["query"]), "base model": cell(row, "base"), "policy": cell(row, "policy")}
+        for row in rows
+    ]
+    print_table(title, cells)
+
+
 def typed_queries() -> Iterator[str]:
     """Queries that somebody types, until an empty line or the end of the input."""
     while True:
@@ -151,11 +166,11 @@ def sample(args: Args) -> list[dict[str, Any]]:
         rows = []
         for key, query in enumerate(typed_queries()):
             rows += comparison.rows(comparison.prompt_queries((query,)), key)
-            print_table("", rows[-1:])
+            print_rows("", rows[-1:])
     else:
         queries = comparison.prompt_queries(args.prompt) if args.prompt else comparison.task_queries(args.n)
         rows = comparison.rows(queries)
-        print_table(f"{args.policy}, temperature {comparison.temperature}", rows)
+        print_rows(f"{args.policy}, temperature {comparison.temperature}", rows)
     if args.out:
         Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows

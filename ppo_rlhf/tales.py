@@ -96,7 +96,7 @@ PLEASANT = {
     "person": "friend hero angel healer singer saint",
 }
 UNPLEASANT = {
-    "adjective": "gloomy cruel rotten bitter wicked nasty hateful dreadful filthy broken miserable poisonous vile greedy",
+    "adjective": "gloomy cruel rotten bitter wicked nasty hateful dreadful filthy broken miserable deadly vile mean",
     "adverb": "sadly rudely coldly angrily cruelly painfully",
     "verb": "cursed robbed mocked cheated hurt betrayed insulted",
     "feeling": "lonely afraid ashamed furious sick hopeless",
@@ -170,10 +170,10 @@ SENTENCE = re.compile(
 )
 
 
-def grammatical(text: str) -> tuple[int, int]:
-    """How many of the text's finished sentences the grammar could have written, and how many there are."""
-    sentences = [sentence.strip() + "." for sentence in text.split(".")[:-1]]
-    return sum(bool(SENTENCE.fullmatch(sentence)) for sentence in sentences), len(sentences)
+def grammatical_share(texts: list[str]) -> float:
+    """The share of the texts' finished sentences that the grammar could have written."""
+    sentences = [sentence.strip() + "." for text in texts for sentence in text.split(".")[:-1]]
+    return sum(bool(SENTENCE.fullmatch(sentence)) for sentence in sentences) / max(1, len(sentences))
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from ppo_rlhf.run import (
     import_function,
     make_accelerator,
     parse_args,
-    print_table,
     read_meta,
     run_name,
     run_script,
@@ -121,66 +120,59 @@ def train(args: Args, timestamp: int | None = None) -> tuple[Path, Path]:
 
 
 def report(reward_folder: Path, policy_folder: Path) -> None:
-    """Say in plain words what happened, and where to look. Both models continue EVALUATION_QUERIES held-out queries."""
+    """Let both models continue EVALUATION_QUERIES held-out queries, and say in plain words what happened."""
     reward_run, policy_run = (Path("runs") / folder.parent.name for folder in (reward_folder, policy_folder))
     reward_meta, policy_meta = read_meta(reward_run), read_meta(policy_run)
     comparison = sample.Comparison(sample.Args(policy=str(policy_folder)))
-    rows = comparison.rows(comparison.task_queries(EVALUATION_QUERIES))
+    queries = comparison.task_queries(EVALUATION_QUERIES)
+    rows = [row for key, chunk in enumerate(queries.split(64)) for row in comparison.rows(chunk, key)]
     (policy_run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print_table("held-out queries, continued by the language model and by the trained policy", rows[:4])
+    sample.print_rows("Held-out queries, continued by the language model and by the trained policy", rows[:4])
+    base, policy = (
+        {key: [row[f"{name} {key}"] for row in rows] for key in comparison.scorers} for name in ("base", "policy")
+    )
+    before, after = ({key: statistics.fmean(values) for key, values in scores.items()} for scores in (base, policy))
+    minutes = {name: meta["wall_time"] / 60 for name, meta in (("reward", reward_meta), ("policy", policy_meta))}
+    learned, lines = reward_meta["results"], [""]
 
-    def mean(name: str) -> float:
-        return statistics.fmean(row[name] for row in rows)
-
-    results, lines = reward_meta["results"], []
-    if "test_accuracy" in results:
+    if "test_accuracy" in learned:
         lines.append(
-            f"The reward model finds the annotator's choice in {results['test_accuracy']:.1%} of "
-            f"{results['test_labels']:,} held-out comparisons. Chance is {results['chance']:.0%}."
+            f"The reward model finds the annotator's choice in {learned['test_accuracy']:.1%} of "
+            f"{learned['test_labels']:,} held-out comparisons. Chance is {learned['chance']:.0%}."
         )
-    if results["ceiling"]:
-        above = (results["test_accuracy"] - results["chance"]) / (results["ceiling"] - results["chance"])
-        lines[-1] += (
-            f" The annotator is noisy: a perfect judge would reach {results['ceiling']:.1%}. "
-            f"So it has learned {above:.0%} of what can be learned."
-        )
-    lines.append(f"PPO raised its score from {mean('base score'):+.2f} to {mean('policy score'):+.2f}.")
-    if "base gold" in rows[0]:
-        deviation = statistics.stdev(row["base gold"] for row in rows)
-        gain = mean("policy gold") - mean("base gold")
+        if learned["ceiling"]:
+            share = (learned["test_accuracy"] - learned["chance"]) / (learned["ceiling"] - learned["chance"])
+            lines.append(
+                f"The annotator is noisy: a perfect judge would reach {learned['ceiling']:.1%}. "
+                f"So it has learned {share:.0%} of what can be learned."
+            )
+    lines.append(f"PPO raised its score from {before['score']:+.2f} to {after['score']:+.2f}.")
+    if "gold" in base:
+        deviations = (after["gold"] - before["gold"]) / statistics.stdev(base["gold"])
         lines.append(
-            f"The gold score, which PPO never saw, went from {mean('base gold'):+.2f} to {mean('policy gold'):+.2f}: "
-            f"{gain / deviation:.1f} standard deviations of the language model's own."
+            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}: "
+            f"{deviations:.1f} standard deviations of the language model's own."
         )
     if comparison.task.query_dataset == "tales":
-        right, total = zip(
-            *(tales.grammatical(row[name]) for name in ("base", "policy") for row in rows), strict=True
-        )
-        shares = [
-            sum(r) / sum(t)
-            for r, t in ((right[: len(rows)], total[: len(rows)]), (right[len(rows) :], total[len(rows) :]))
-        ]
+        shares = [tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
         lines.append(
-            f"Of the language model's sentences {shares[0]:.1%} obey the grammar of the tales, "
-            f"of the policy's {shares[1]:.1%}."
+            f"The grammar of the tales allows {shares[0]:.1%} of its sentences, {shares[1]:.1%} of the policy's."
         )
     target = policy_meta["args"]["rewards"]["adaptive_kl"]["target"]
-    lines.append(
-        f"The policy is {policy_meta['results']['last_kl']:.1f} nats per response from the language model (mean of the "
-        f"last ten updates{f'; the target is {target:g}' if target else ''})."
-    )
-    lines.append(
-        f"It took {(reward_meta['wall_time'] + policy_meta['wall_time']) / 60:.1f} minutes: reward model "
-        f"{reward_meta['wall_time'] / 60:.1f}, policy {policy_meta['wall_time'] / 60:.1f}."
-    )
     lines += [
+        f"The policy is {policy_meta['results']['last_kl']:.1f} nats per response from the language model, in the "
+        f"mean of the last ten updates{f'; the target is {target:g}' if target else ''}.",
+        f"It took {sum(minutes.values()):.1f} minutes: the reward model {minutes['reward']:.1f}, "
+        f"the policy {minutes['policy']:.1f}.",
         "",
-        f"learning curves   {policy_run / 'learning_curves.png'}  {reward_run / 'learning_curves.png'}",
-        f"samples           {policy_run / 'comparison.jsonl'}  {policy_run / 'samples.jsonl'}",
-        f"models            {policy_folder}  {reward_folder}",
-        f"read more samples python ppo_rlhf/sample.py --policy {policy_folder}",
+        f"learning curves  {policy_run / 'learning_curves.png'}",
+        f"                 {reward_run / 'learning_curves.png'}",
+        f"samples          {policy_run / 'comparison.jsonl'}",
+        f"models           {policy_folder}",
+        f"                 {reward_folder}",
+        f"read more        python ppo_rlhf/sample.py --policy {policy_folder}",
     ]
-    print("", *lines, sep="\n")
+    print(*lines, sep="\n")
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from ppo_rlhf.data import (
     TaskArgs,
     TaskIds,
     add_affixes,
-    check_length,
+    check_model,
     load_pretrained,
     load_tokenizer,
     sample_rows,
@@ -647,7 +647,7 @@ def respond(
 def reference_logprobs(
     reference: PreTrainedModel, ids: TaskIds, temperature: float, query_responses: torch.Tensor
 ) -> tuple[torch.Tensor]:
-    """Log-probs of the responses under the reference, at the same temperature: a tuple of one (batch, response_length)."""
+    """Log-probs of the responses under the reference: a tuple of one (batch, response_length)."""
     # [D45] openai/lm-human-preferences lm_human_preferences/train_policy.py#L441-L452 @cbfd210
     return response_logprobs(
         reference, query_responses, ids.pad, ids.context_length, temperature, vocab_size=ids.pad
@@ -670,6 +670,22 @@ def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_
     return torch.stack(orders).unflatten(0, (epochs, len(groups)))
 
 
+def group_advantages(rewards: torch.Tensor, values: torch.Tensor, ppo: PpoArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step 6 for one minibatch: whitened advantages and returns. Every group whitens with its own statistics.
+
+    rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
+    """
+    # [D55] [D77] Rewards are whitened here, minibatch by minibatch, and keep their mean.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L323-L325 @cbfd210
+    if ppo.whiten_rewards:
+        rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
+    advantages, returns = compute_gae(rewards.flatten(0, 1), values.flatten(0, 1), ppo.gamma, ppo.lam)
+    # [D58] Advantages are always whitened. The returns were built from the advantages before that.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L338-L339 @cbfd210
+    advantages = torch.stack([whiten(group, keep_mean=False) for group in advantages.view_as(values)])
+    return advantages, returns.view_as(values)
+
+
 def ppo_update(
     policy: PolicyWithValueHead,
     optimizer: torch.optim.Optimizer,
@@ -686,72 +702,62 @@ def ppo_update(
     [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
     Returns the metrics of section `ppo/`: 0-d means over all minibatches of this process.
     """
-    epochs, groups, group_batch = permutations.shape
+    groups, group_batch = permutations.shape[1:]
     context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
     group_starts = torch.arange(groups).unsqueeze(1) * group_batch  # (groups, 1)
-    minibatches = [
+    inds_of_minibatches = [
         (order + group_starts).to(rollout.rewards.device)  # (groups, group_minibatch)
         for permutation in permutations
         for order in permutation.split(group_batch // ppo.nminibatches, dim=1)
     ]
     stats: list[dict[str, torch.Tensor]] = []
-    for mb_inds in minibatches:
-        # 6. Advantages and returns, with the statistics of each group's minibatch.
-        # [D55] [D77] Rewards are whitened inside the loss, per minibatch and group, and keep their mean.
-        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L323-L325 @cbfd210
+    for mb_inds in inds_of_minibatches:
+        # 6. Advantages and returns.
         mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
-        mb_rewards = rollout.rewards[mb_inds]  # (groups, group_minibatch, response_length)
-        if ppo.whiten_rewards:
-            mb_rewards = torch.stack([whiten(rewards, keep_mean=True) for rewards in mb_rewards])
-        advantages, returns = compute_gae(mb_rewards.flatten(0, 1), mb_values.flatten(0, 1), ppo.gamma, ppo.lam)
-        # [D58] Advantages are always whitened. The returns were built from the advantages before that.
-        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L338-L339 @cbfd210
-        advantages = torch.stack([whiten(a, keep_mean=False) for a in advantages.unflatten(0, mb_inds.shape)])
-        mb_inds, advantages = (
-            mb_inds.flatten(),
-            advantages.flatten(0, 1),
-        )  # (minibatch,), (minibatch, response_length)
-        mb_returns = returns.unflatten(0, (groups, -1))  # (groups, group_minibatch, response_length)
+        mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
 
-        # 7. One optimiser step. Micro-batches add up to the gradient of the whole minibatch.       [D61] [D67] [D88]
-        optimizer.zero_grad()
-        micro_batches = torch.arange(len(mb_inds), device=mb_inds.device).split(
-            ppo.local_micro_batch_size or len(mb_inds)
+        # 7. One optimiser step.
+        # [D67] [D88] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
+        minibatch = (
+            rollout.query_responses[mb_inds],
+            rollout.logprobs[mb_inds],
+            mb_values,
+            mb_advantages,
+            mb_returns,
         )
-        for inds in micro_batches:
-            new_logprobs, entropies, new_values = policy(
-                rollout.query_responses[mb_inds[inds]], pad_id, context_length, temperature
-            )  # (micro_batch, response_length) each
-            logprobs, values = rollout.logprobs[mb_inds[inds]], rollout.values[mb_inds[inds]]
-            pg_loss, pg_clipfrac, approxkl = policy_loss(new_logprobs, logprobs, advantages[inds], ppo.cliprange)
-            vf_loss, vf_clipfrac = value_loss(new_values, values, returns[inds], ppo.cliprange_value)
+        size = ppo.local_micro_batch_size or mb_inds.numel()
+        optimizer.zero_grad()
+        for micro_batch in zip(*(tensor.flatten(0, 1).split(size) for tensor in minibatch), strict=True):
+            query_responses, logprobs, values, advantages, returns = micro_batch  # (micro_batch, response_length)
+            new_logprobs, entropies, new_values = policy(query_responses, pad_id, context_length, temperature)
+            pg_loss, pg_clipfrac, approxkl = policy_loss(new_logprobs, logprobs, advantages, ppo.cliprange)
+            vf_loss, vf_clipfrac = value_loss(new_values, values, returns, ppo.cliprange_value)
             # [D61] No entropy bonus; every token has the same weight.
             #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L357 @cbfd210
             loss = pg_loss + ppo.vf_coef * vf_loss
-            (loss / len(micro_batches)).backward()
+            (loss * len(values) / mb_inds.numel()).backward()
             with torch.no_grad():
-                ratio = torch.exp(new_logprobs - logprobs)
-                stats.append(
-                    {
-                        "ppo/loss/policy": pg_loss.detach(),
-                        "ppo/loss/value": vf_loss.detach(),
-                        "ppo/loss/total": loss.detach(),
-                        "ppo/policy/entropy": entropies.mean(),
-                        "ppo/policy/approxkl": approxkl,
-                        "ppo/policy/clipfrac": pg_clipfrac,
-                        "ppo/returns/mean": mb_returns.mean(),
-                        "ppo/returns/var": mb_returns.var((1, 2), unbiased=False).mean(),
-                        "ppo/val/vpred": new_values.mean(),
-                        "ppo/val/error": ((new_values - returns[inds]) ** 2).mean(),
-                        "ppo/val/clipfrac": vf_clipfrac,
-                        "ppo/val/mean": mb_values.mean(),
-                        "ppo/val/var": mb_values.var((1, 2), unbiased=False).mean(),
-                        "ppo/val/ratio": ratio.mean(),
-                        "ppo/val/ratio_var": ((ratio - 1) ** 2).mean(),  # about 1; about the mean in update_metrics
-                        "ppo/val/advantage": advantages[inds].mean(),
-                        "ppo/val/advantage_var": (advantages[inds] ** 2).mean(),  # their mean is 0
-                    }
-                )
+                ratio = torch.exp(new_logprobs - logprobs)  # (micro_batch, response_length)
+                row = {
+                    "loss/policy": pg_loss,
+                    "loss/value": vf_loss,
+                    "loss/total": loss,
+                    "policy/entropy": entropies.mean(),
+                    "policy/approxkl": approxkl,
+                    "policy/clipfrac": pg_clipfrac,
+                    "returns/mean": mb_returns.mean(),
+                    "returns/var": mb_returns.var((1, 2), unbiased=False).mean(),
+                    "val/vpred": new_values.mean(),
+                    "val/error": ((new_values - returns) ** 2).mean(),
+                    "val/clipfrac": vf_clipfrac,
+                    "val/mean": mb_values.mean(),
+                    "val/var": mb_values.var((1, 2), unbiased=False).mean(),
+                    "val/ratio": ratio.mean(),
+                    "val/ratio_var": ((ratio - 1) ** 2).mean(),  # about 1; finish_metrics moves it to the mean
+                    "val/advantage": advantages.mean(),
+                    "val/advantage_var": (advantages**2).mean(),  # their mean is 0
+                }
+            stats.append({f"ppo/{name}": value.detach() for name, value in row.items()})
         if accelerator is not None:
             average_gradients(policy, accelerator)
         optimizer.step()
@@ -772,7 +778,7 @@ def load_policy_and_reference(
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     policy, reference = (load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2))
-    check_length(policy, args.base_model, task_ids(args.task, tokenizer).context_length + args.task.response_length)
+    check_model(policy, args.base_model, task_ids(args.task, tokenizer).context_length + args.task.response_length)
     return PolicyWithValueHead(policy, len(tokenizer)).to(device, dtype), reference.requires_grad_(False)
 
 

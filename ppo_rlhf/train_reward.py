@@ -43,7 +43,7 @@ from ppo_rlhf.data import (
     TaskArgs,
     TaskIds,
     add_affixes,
-    check_length,
+    check_model,
     load_pretrained,
     load_tokenizer,
     read_labels,
@@ -161,7 +161,8 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
         if getattr(args, name) % num_processes:
             fitting = math.ceil(getattr(args, name) / num_processes) * num_processes
             raise InputError(
-                f"{name} {getattr(args, name)} does not divide among {num_processes} processes; --{name} {fitting} does"
+                f"{name} {getattr(args, name)} does not divide among {num_processes} processes; "
+                f"--{name} {fitting} does"
             )
     if args.num_train % args.batch_size:
         fitting = args.num_train // args.batch_size * args.batch_size
@@ -430,7 +431,7 @@ def sample_to_normalize(
     stage: str,
     rank: int,
 ) -> torch.Tensor:
-    """Queries and responses of the pretrained language model: (local_normalize_samples, query_length + response_length)."""
+    """Queries and responses of the pretrained model: (local_normalize_samples, query_length + response_length)."""
     # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L191-L199 @cbfd210
     task = args.task
@@ -574,13 +575,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     labels = read_labels(args.label_dataset, args.task, tokenizer)
     if len(labels.best) < args.num_train:
         raise InputError(
-            f"--label_dataset {args.label_dataset} has {len(labels.best)} labels, fewer than --num_train {args.num_train}"
+            f"--num_train {args.num_train}: --label_dataset {args.label_dataset} has only {len(labels.best)} labels"
         )
     stream = QueryStream(args.task, tokenizer)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
-    check_length(language_model, args.base_model, ids.context_length + args.task.response_length)
+    check_model(language_model, args.base_model, ids.context_length + args.task.response_length)
     torch.manual_seed(args.seed)
     reward_model = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(
         device, dtype

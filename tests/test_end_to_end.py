@@ -170,12 +170,12 @@ def test_a_resumed_reward_run_gives_the_same_numbers(both_run: Path, tmp_path: P
 
 def test_sample_prints_and_writes_a_comparison(both_run: Path) -> None:
     policy = str(only(both_run, "models/train_policy__*/policy"))
-    sample = ("--policy", policy, "--query_dataset", "dummy", "--out", "rows.jsonl")
-    run_script("sample.py", *sample[:2], "--n", "3", "--out", "rows.jsonl", folder=both_run)
+    sample = ("--policy", policy)
+    run_script("sample.py", *sample, "--n", "3", "--out", "rows.jsonl", folder=both_run)
     rows = [json.loads(line) for line in (both_run / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     assert set(rows[0]) == {"query", "base", "base score", "base gold", "policy", "policy score", "policy gold", "kl"}
-    stdout = run_script("sample.py", *sample[:2], "--prompt", "Mara found a bell.", "--temperature", "0.5", folder=both_run)
+    stdout = run_script("sample.py", *sample, "--prompt", "Mara found a bell.", "--temperature", "0.5", folder=both_run)
     assert "Mara found" in stdout
 
 
@@ -185,7 +185,7 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_pa
     )
     arguments = [*world_arguments(tiny_world), "--rewards.function", "my_rewards:length", "--rewards.monitor", "my_rewards:length"]
     sizes = ["--ppo.total_episodes", "16", "--ppo.batch_size", "16", "--ppo.whiten_groups", "2", "--dtype", "bfloat16"]
-    run_script("train_policy.py", *arguments, *sizes, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    run_script("train_policy.py", *arguments, *sizes, folder=tmp_path)
     (row,) = metrics_of(only(tmp_path, "runs/*"))
     assert row["objective/length"] == row["objective/raw_score"] > 10
     assert row["objective/score"] == pytest.approx(row["objective/scores"])
