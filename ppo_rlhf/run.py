@@ -70,7 +70,7 @@ MAY_CHANGE = {
 }
 
 
-def parse_args(presets: dict[str, Args], argv: list[str] | None = None) -> Args:
+def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:
     """Read the command line: --preset chooses the defaults, every other flag overrides one.
 
     With --resume runs/<run>, the defaults are the arguments that the run was started with.
@@ -79,13 +79,15 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None) -> Args:
     resume, preset = flag_value(argv, "--resume"), flag_value(argv, "--preset")
     if resume:
         saved = from_dict(type(next(iter(presets.values()))), read_meta(Path(resume))["args"])
-        args = tyro.cli(type(saved), args=argv, default=dataclasses.replace(saved, resume=resume))
+        args = tyro.cli(
+            type(saved), args=argv, default=dataclasses.replace(saved, resume=resume), description=description
+        )
         check_same_arguments(saved, args)
         return args
     if preset is not None and preset not in presets:
         raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
     default = presets[preset] if preset else next(iter(presets.values()))
-    return tyro.cli(type(default), args=argv, default=default)
+    return tyro.cli(type(default), args=argv, default=default, description=description)
 
 
 def flag_value(argv: list[str], flag: str) -> str | None:

@@ -82,7 +82,7 @@ def parse(argv: list[str]) -> tuple[Args, int | None]:
                 f"--resume {resume}: that run was not started by train_both.py; resume it with its own script"
             )
         return from_dict(Args, saved["args"]), saved["timestamp"]
-    return parse_args(PRESETS, argv), None
+    return parse_args(PRESETS, argv, __doc__), None
 
 
 def train(args: Args, timestamp: int | None = None) -> tuple[Path, Path]:

@@ -1008,4 +1008,4 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse_args(PRESETS)))
+    run_script(lambda: train(parse_args(PRESETS, description=__doc__)))

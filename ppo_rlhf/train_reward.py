@@ -532,7 +532,8 @@ def save_reward_model(
     kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
     weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
     constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
-    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"num_labels": 1, "pad_token_id": pad_id})
+    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"pad_token_id": None})
+    config.num_labels = 1
     norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
     config.score_constant = 0.0 if norm_bias else constant
     classifier = AutoModelForSequenceClassification.from_config(config, dtype=weight.dtype).to(weight.device)
@@ -546,6 +547,7 @@ def save_reward_model(
         if rows <= pad_id:
             classifier.resize_token_embeddings(pad_id + 1, mean_resizing=False)
             classifier.get_input_embeddings().weight[rows:] = 0.0
+    classifier.config.pad_token_id = pad_id
     classifier.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(kept, folder / "reward_head.safetensors")
@@ -651,4 +653,4 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse_args(PRESETS)))
+    run_script(lambda: train(parse_args(PRESETS, description=__doc__)))

@@ -99,6 +99,7 @@ def test_clean_cnndm_applies_the_rules_in_order():
     ("text", "expected"),
     [
         ("  one\n\n\n\ntwo \n", "one\n\ntwo"),
+        ("one\n\n\ntwo", "one\n\ntwo"),
         ("one\n\ntwo\nthree", "one\n\ntwo\nthree"),
         ("itâ€™s “fine”", 'it\'s "fine"'),
         ("By me\nsecond\nthird @highlight", "By me\nsecond\nthird @highlight"),
@@ -277,6 +278,8 @@ LONG = [32, 13, 275, 269, 288, 304, 277, 308, 289, 1312, 474, 13]  # A. b c d e 
         pytest.param(A_B_C, 8, 13, 13, [347, 13], id="G1-letters"),
         pytest.param(LONG, 4, 13, 13, None, id="G1b-no-end-within-the-cut"),
         pytest.param(LONG, 10, 13, 13, LONG[2:], id="cut-keeps-ten-after-the-start"),
+        pytest.param([9, 13, 5, 13, 6, 13, 7], 8, 13, 13, [5, 13, 6, 13], id="to-the-last-end"),
+        pytest.param([9, 13, 5, 13, 6, 13, 7], 3, 13, 13, [5, 13], id="to-the-last-end-within-the-cut"),
         pytest.param(LONG, 4, None, None, LONG[:4], id="cut-only"),
         pytest.param(LONG, 4, None, 13, LONG[:2], id="end-only"),
         pytest.param(LONG, 4, 13, None, LONG[2:6], id="start-only"),
@@ -369,6 +372,13 @@ def test_unusable_texts_are_skipped_and_counted(texts_file):
     assert sorted(batch_texts(stream, 4)) == ["good one.", "good one.", "x.", "x."]
     assert stream.skipped in (2, 3, 4)
     assert stream.position == 4 + stream.skipped
+
+
+def test_a_text_without_tokens_is_skipped(texts_file, monkeypatch):
+    monkeypatch.setattr(data, "load_texts", lambda *_: ["", "ab", ""])
+    stream = make_stream(texts_file, [])
+    assert batch_texts(stream, 3) == ["ab"] * 3
+    assert stream.skipped >= 4
 
 
 @pytest.mark.parametrize("texts", [[], [" ", ""], ["no stop", "neither"], ["x.too long to end."]])

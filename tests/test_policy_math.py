@@ -564,9 +564,19 @@ def test_ids_beyond_the_tokenizer_are_never_sampled(tiny_models):
     model = tiny_models("gpt2", rows=40)
     prefer(model, slice(VOCAB, None))
     uniforms = torch.cat([uniform(199, 7), torch.full((1, 7), 1 - 2**-24)])
-    responses, logprobs, _ = generate(model, token_ids(0, 200, 3), uniforms, PAD, VOCAB, 1.0)
+    contexts = token_ids(0, 200, 3)
+    responses, logprobs, _ = generate(model, contexts, uniforms, PAD, VOCAB, 1.0)
     assert 0 <= responses.min() <= responses.max() < VOCAB
-    assert logprobs.isfinite().all()
+    assert responses.unique().numel() > 10
+    expected = model(contexts).logits[:, -1, :VOCAB].log_softmax(1).gather(1, responses[:, :1])
+    assert_close(logprobs[:, :1], expected, atol=1e-5, rtol=0)
+
+
+def test_a_token_without_probability_is_not_sampled(tiny_models):
+    model = tiny_models("gpt2")
+    prefer(model, 5)
+    responses, _, _ = generate(model, token_ids(0, 2, 3), torch.zeros(2, 4), PAD, VOCAB, 1.0)
+    assert responses.eq(5).all()
 
 
 @pytest.mark.parametrize("script", [train_policy, train_reward])
