@@ -165,11 +165,13 @@ def hub_is_reachable() -> bool:
     """Ask the hub once. If it does not answer, its clients use their caches at once and do not retry for a minute."""
     from huggingface_hub import constants
 
+    if constants.HF_HUB_OFFLINE:
+        return False
     try:
         with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10):
-            return not constants.HF_HUB_OFFLINE
+            return True
     except urllib.error.HTTPError:
-        return not constants.HF_HUB_OFFLINE  # an answer, if not a friendly one
+        return True  # an answer, if not a friendly one
     except OSError:
         constants.HF_HUB_OFFLINE = True
         return False
@@ -196,16 +198,20 @@ def hub_errors(what: str, remedy: str) -> Iterator[None]:
 
 def read_text_file(path: Path) -> list[str]:
     """Texts of a .txt file (one per line), a .jsonl file or a .json array (strings, or objects with "text")."""
+    items: Any = []
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
+        lines = content.split("\n")  # not splitlines, which also breaks at separators that JSON strings may hold
         if path.suffix == ".txt":
-            items: Any = content.splitlines()
+            items = lines
         elif path.suffix == ".jsonl":
-            items = [json.loads(line) for line in content.splitlines() if line.strip()]
+            for line in filter(str.strip, lines):
+                items.append(json.loads(line))
         else:
             items = json.loads(content)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"--task.query_dataset {path}: {error}") from error
+        where = f", item {len(items) + 1}" if path.suffix == ".jsonl" else ""
+        raise InputError(f"--task.query_dataset {path}{where}: {error}") from error
     if not isinstance(items, list):
         raise InputError(f"--task.query_dataset {path}: holds no JSON array")
     texts = [item.get("text") if isinstance(item, dict) else item for item in items]
@@ -446,6 +452,19 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
         return Path(hf_hub_download(LABELS_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """What the file beside a label file says; nothing if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        meta = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: {error}") from error
+    if not isinstance(meta, dict):
+        raise InputError(f"{path}: must be a JSON object")
+    return meta
+
+
 def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
     """Read a label file in OpenAI's format and check every row.
 
@@ -457,10 +476,9 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
     what, vocab_size = f"--label_dataset {path}", len(tokenizer)
     try:
         rows = json.loads(path.read_text())
-        sidecar = path.with_suffix(".meta.json")
-        meta = json.loads(sidecar.read_text()) if sidecar.exists() else {}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{what}: {error}") from error
+    meta = read_sidecar(path.with_suffix(".meta.json"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{what}: must be a JSON array of objects, and not empty")
     their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)

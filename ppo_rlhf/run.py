@@ -146,7 +146,10 @@ def run_script(main: Callable[[], Any]) -> None:
 
 def make_accelerator() -> Accelerator:
     """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    try:
+        accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    except ValueError as error:
+        raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
     started = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != started:
         raise InputError(
@@ -175,7 +178,7 @@ def import_function(name: str, field: str) -> Callable:
         sys.path.append("")
     try:
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InputError(f"--{field} {name}: {error}; write package.module:name") from error
     if not callable(function):
         raise InputError(f"--{field} {name}: that is no function")
@@ -189,9 +192,12 @@ def import_function(name: str, field: str) -> Callable:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "meta.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        meta = json.loads((folder / "meta.json").read_text())
+    except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error
+    if not isinstance(meta, dict) or "args" not in meta:
+        raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
+    return meta
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -277,11 +283,13 @@ class Run:
         metrics_file = self.folder / "metrics.csv"
         if first_step and metrics_file.exists():
             with metrics_file.open(newline="") as file:
-                rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-            self.rows = [row for row in rows if row["step"] < first_step]
+                rows = [row for row in csv.DictReader(file) if None not in row.values()]  # the last may be cut off
+            kept = [row for row in rows if int(row["step"]) < first_step]
+            self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
         samples_file = self.folder / "samples.jsonl"
         samples = samples_file.read_text().splitlines(keepends=True) if samples_file.exists() else []
-        samples_file.write_text("".join(line for line in samples if json.loads(line)["step"] < first_step))
+        whole = [line for line in samples if line.endswith("\n")]
+        samples_file.write_text("".join(line for line in whole if json.loads(line)["step"] < first_step))
         for event_file in self.folder.glob("events.out.tfevents.*"):
             event_file.unlink()
         self._open_csv(metrics_file)
@@ -445,7 +453,7 @@ class Run:
         folder = self.folder / "checkpoints" / str(steps[-1])
         try:
             return load_file(folder / "tensors.safetensors"), json.loads((folder / "state.json").read_text())
-        except (OSError, json.JSONDecodeError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
                 f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
                 f"remove that folder to go on from the one before"

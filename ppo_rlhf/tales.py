@@ -181,16 +181,16 @@ def grammatical_share(texts: list[str]) -> float:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def words_of(*lists: str) -> frozenset[str]:
-    return frozenset(word for words in lists for word in words.split())
+def words_of(*lists: str) -> tuple[str, ...]:
+    return tuple(word for words in lists for word in words.split())
 
 
 @dataclass(frozen=True)
 class Annotator:
     """A simulated person, whose taste is a formula: wanted words minus unwanted words."""
 
-    wanted: frozenset[str]
-    unwanted: frozenset[str]
+    wanted: tuple[str, ...]
+    unwanted: tuple[str, ...]
 
     def gold_scores(self, queries: list[str], responses: list[str]) -> list[float]:
         """Wanted minus unwanted words of each response; the queries do not count. What PPO should really raise."""
@@ -385,7 +385,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
     """
     args = args or TalesArgs()
     cache = Path(os.environ.get("PPO_RLHF_CACHE", Path.home() / ".cache" / "ppo_rlhf"))
-    key = json.dumps([dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES])
+    key = json.dumps([dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES, repr(ANNOTATORS)])
     folder = cache / f"tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if not folder.exists() and int(os.environ.get("RANK", 0)) == 0:
         build_world(folder, args)

@@ -235,11 +235,13 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     rollout_batch = ppo.local_rollout_batch_size or local_batch
     if micro_batch < 1 or local_minibatch % micro_batch:
         raise InputError(
-            f"ppo.local_micro_batch_size {micro_batch} does not divide the local minibatch {local_minibatch}"
+            f"ppo.local_micro_batch_size {micro_batch} does not divide the local minibatch {local_minibatch}; "
+            f"--ppo.local_micro_batch_size {math.gcd(micro_batch, local_minibatch)} does"
         )
     if rollout_batch < 1 or local_batch % rollout_batch:
         raise InputError(
-            f"ppo.local_rollout_batch_size {rollout_batch} does not divide the local batch {local_batch}"
+            f"ppo.local_rollout_batch_size {rollout_batch} does not divide the local batch {local_batch}; "
+            f"--ppo.local_rollout_batch_size {math.gcd(rollout_batch, local_batch)} does"
         )
     return PpoSizes(
         # [D63] The last, incomplete batch counts as an update.

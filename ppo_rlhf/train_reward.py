@@ -156,6 +156,9 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     for name in ("num_train", "batch_size", "rollout_batch_size"):
         if getattr(args, name) < 1:
             raise InputError(f"{name} is {getattr(args, name)}; it must be at least 1")
+    for name in ("normalize_samples", "local_rollout_batch_size"):
+        if getattr(args, name) < 0:
+            raise InputError(f"{name} is {getattr(args, name)}; it must be at least 0")
     # [D43] openai/lm-human-preferences lm_human_preferences/train_reward.py#L56-L58 @cbfd210
     for name in ("batch_size", "rollout_batch_size"):
         if getattr(args, name) % num_processes:
@@ -173,7 +176,10 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     local_batch = args.batch_size // num_processes
     micro_batch = args.local_micro_batch_size or local_batch
     if micro_batch < 1 or local_batch % micro_batch:
-        raise InputError(f"local_micro_batch_size {micro_batch} does not divide the local batch {local_batch}")
+        raise InputError(
+            f"local_micro_batch_size {micro_batch} does not divide the local batch {local_batch}; "
+            f"--local_micro_batch_size {math.gcd(micro_batch, local_batch)} does"
+        )
     # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L197-L199 @cbfd210
     normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size

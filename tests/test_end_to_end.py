@@ -34,19 +34,18 @@ def run_script(name: str, *arguments: str, folder: Path, processes: int = 1, **e
 
 
 def world_arguments(world: Path) -> list[str]:
-    return ["--preset", "tales", "--base_model", str(world / "model"), "--task.query_dataset", str(world / "stories.txt")]
+    return f"--preset tales --base_model {world}/model --task.query_dataset {world}/stories.txt".split()
 
 
 def both_arguments(world: Path) -> list[str]:
     """Five reward steps of 8 labels, four updates of 16 episodes in 2 groups."""
-    return [
-        *world_arguments(world),
-        *("--reward.label_dataset", str(world / "labels/sentiment/offline_5k.json")),
-        *("--reward.num_train", "40", "--reward.batch_size", "8", "--reward.rollout_batch_size", "32"),
-        *("--reward.normalize_samples", "32", "--reward.save_interval", "2"),
-        *("--policy.ppo.total_episodes", "64", "--policy.ppo.batch_size", "16", "--policy.ppo.whiten_groups", "2"),
-        *("--policy.save_interval", "2", "--policy.log_interval", "1"),
-    ]
+    reward = (
+        f"--reward.label_dataset {world}/labels/sentiment/offline_5k.json --reward.num_train 40 --reward.batch_size 8"
+    )
+    normalize = "--reward.rollout_batch_size 32 --reward.normalize_samples 32 --reward.save_interval 2"
+    policy = "--policy.ppo.total_episodes 64 --policy.ppo.batch_size 16 --policy.ppo.whiten_groups 2"
+    output = "--policy.save_interval 2 --policy.log_interval 1"
+    return [*world_arguments(world), *f"{reward} {normalize} {policy} {output}".split()]
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -79,7 +78,8 @@ def test_a_run_leaves_what_the_readme_says(both_run: Path) -> None:
         assert [row["step"] for row in metrics_of(run)] == list(range(steps))
         assert len(list(run.glob("events.out.tfevents.*"))) == 1
         assert (run / "learning_curves.png").stat().st_size > 10_000
-        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == (["4", "5"] if steps == 5 else ["2", "4"])
+        checkpoints = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert checkpoints == {"reward": ["4", "5"], "policy": ["2", "4"]}[kind]
     runs = [path.name for path in (both_run / "runs").iterdir()]
     assert len({name.rsplit("__", 1)[1] for name in runs}) == 1  # one time stamp
     assert {row["step"] for row in samples_of(run)} == {0, 1, 2, 3}
@@ -91,7 +91,7 @@ def test_the_policy_opens_as_an_ordinary_language_model(both_run: Path, tiny_wor
     before = AutoModelForCausalLM.from_pretrained(tiny_world / "model")
     after = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert after.get_input_embeddings().num_embeddings == len(tokenizer) == before.get_input_embeddings().num_embeddings
+    assert after.get_input_embeddings().num_embeddings == len(tokenizer)
     assert all(
         not torch.equal(old, new)
         for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
@@ -105,8 +105,9 @@ def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both_run: P
     folder = only(both_run, "models/train_reward__*/reward")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     pad_id = len(tokenizer)
-    texts = [tokenizer.encode(text) for text in ("Mara found a bell.", "All night there was joy and luck near the mill.")]
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in texts], True, pad_id)
+    texts = ("Mara found a bell.", "All night there was joy and luck near the mill.")
+    rows = [torch.tensor(tokenizer.encode(text)) for text in texts]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
     classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         theirs = classifier(input_ids=tokens, attention_mask=tokens != pad_id).logits[:, 0]
@@ -116,8 +117,10 @@ def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both_run: P
 
 def test_the_summary_names_what_was_learned_and_where_it_lies(both_run: Path) -> None:
     stdout = (both_run / "stdout").read_text()
-    for words in ("held-out comparisons", "gold score", "nats per response", "minutes", "learning_curves.png", "comparison.jsonl"):
+    for words in ("held-out comparisons", "perfect judge", "gold score", "nats per response", "minutes"):
         assert words in stdout
+    for name in ("learning_curves.png", "comparison.jsonl", "/policy", "/reward"):
+        assert name in stdout
 
 
 def test_two_processes_give_the_run_of_one(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:
@@ -141,6 +144,24 @@ def test_micro_batches_give_the_same_run(both_run: Path, tiny_world: Path, tmp_p
             assert row_of_parts == pytest.approx(row_of_whole, rel=1e-4, abs=1e-6)
 
 
+def test_in_float64_eight_updates_agree_to_the_ninth_digit(tiny_world: Path, tmp_path: Path) -> None:
+    """Two minibatches per epoch; one process with whole minibatches, two processes with micro-batches."""
+    float64 = (
+        "--reward.dtype float64 --policy.dtype float64 --policy.ppo.total_episodes 256 --policy.ppo.batch_size 32"
+    )
+    arguments = [*both_arguments(tiny_world), *float64.split(), "--policy.ppo.nminibatches", "2"]
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    run_script("train_both.py", *arguments, folder=folders[0])
+    knobs = ("--reward.local_micro_batch_size", "2", "--policy.ppo.local_micro_batch_size", "4")
+    run_script("train_both.py", *arguments, *knobs, folder=folders[1], processes=2)
+    one, two = (metrics_of(only(folder, "runs/train_policy__*")) for folder in folders)
+    assert len(one) == 8
+    for row_of_one, row_of_two in zip(one, two, strict=True):
+        assert row_of_two == pytest.approx(row_of_one, rel=1e-9, abs=1e-12)
+
+
 def test_a_resumed_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) -> None:
     """As if the policy's run had been cut off in its third update, after the checkpoint of the second."""
     shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
@@ -153,7 +174,8 @@ def test_a_resumed_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) ->
     run_script("train_both.py", "--resume", f"runs/{run.name}", folder=tmp_path)
     assert metrics_of(run) == expected
     assert samples_of(run) == samples_of(only(both_run, "runs/train_policy__*"))
-    weights = [load_file(only(f, "models/train_policy__*/policy/model.safetensors")) for f in (both_run, tmp_path)]
+    weight_file = "models/train_policy__*/policy/model.safetensors"
+    weights = [load_file(only(folder, weight_file)) for folder in (both_run, tmp_path)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -164,7 +186,8 @@ def test_a_resumed_reward_run_gives_the_same_numbers(both_run: Path, tmp_path: P
     shutil.rmtree(run / "checkpoints" / "5")
     run_script("train_reward.py", "--resume", f"runs/{run.name}", folder=tmp_path)
     assert metrics_of(run) == expected
-    heads = [load_file(only(f, "models/train_reward__*/reward/reward_head.safetensors")) for f in (both_run, tmp_path)]
+    head_file = "models/train_reward__*/reward/reward_head.safetensors"
+    heads = [load_file(only(folder, head_file)) for folder in (both_run, tmp_path)]
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 
@@ -174,21 +197,24 @@ def test_sample_prints_and_writes_a_comparison(both_run: Path) -> None:
     run_script("sample.py", *sample, "--n", "3", "--out", "rows.jsonl", folder=both_run)
     rows = [json.loads(line) for line in (both_run / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 3
-    assert set(rows[0]) == {"query", "base", "base score", "base gold", "policy", "policy score", "policy gold", "kl"}
-    stdout = run_script("sample.py", *sample, "--prompt", "Mara found a bell.", "--temperature", "0.5", folder=both_run)
-    assert "Mara found" in stdout
+    columns = ("query", "base", "base score", "base gold", "policy", "policy score", "policy gold", "kl")
+    assert all(set(row) == set(columns) for row in rows)
+    prompt = ("--prompt", "Mara found a bell.", "--temperature", "0.5")
+    assert "Mara found" in run_script("sample.py", *sample, *prompt, folder=both_run)
 
 
 def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "def length(queries, responses):\n    return [float(len(text)) for text in responses]\n"
     )
-    arguments = [*world_arguments(tiny_world), "--rewards.function", "my_rewards:length", "--rewards.monitor", "my_rewards:length"]
-    sizes = ["--ppo.total_episodes", "16", "--ppo.batch_size", "16", "--ppo.whiten_groups", "2", "--dtype", "bfloat16"]
-    run_script("train_policy.py", *arguments, *sizes, folder=tmp_path)
+    functions = "--rewards.function my_rewards:length --rewards.monitor my_rewards:length"
+    sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.whiten_groups 2 --dtype bfloat16 --track"
+    arguments = [*world_arguments(tiny_world), *f"{functions} {sizes}".split()]
+    run_script("train_policy.py", *arguments, folder=tmp_path)
     (row,) = metrics_of(only(tmp_path, "runs/*"))
     assert row["objective/length"] == row["objective/raw_score"] > 10
-    assert row["objective/score"] == pytest.approx(row["objective/scores"])
+    assert row["ppo/val/ratio"] == pytest.approx(1, abs=0.2)
+    assert list(tmp_path.glob("runs/*/wandb/offline-run-*"))
 
 
 BAD_INPUT = {
@@ -207,7 +233,8 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("arguments, words", BAD_INPUT.values(), ids=BAD_INPUT)
 def test_bad_input_ends_in_one_line_and_leaves_nothing(arguments, words, tiny_world, tmp_path) -> None:
-    result = run_command([sys.executable, str(SCRIPTS / "train_policy.py"), *world_arguments(tiny_world), *arguments], tmp_path)
+    script = [sys.executable, str(SCRIPTS / "train_policy.py")]
+    result = run_command([*script, *world_arguments(tiny_world), *arguments], tmp_path)
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ") and words in line

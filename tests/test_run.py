@@ -117,6 +117,7 @@ def test_a_row_is_on_disk_as_soon_as_it_is_logged(accelerator):
     run = start(accelerator)
     run.log(0, metrics_at(0))
     assert len(read_csv(run.folder)) == 1
+    run.finish({"loss": ["loss"]})
 
 
 def test_tensorboard_holds_the_same_numbers(accelerator):
@@ -206,7 +207,7 @@ def test_a_sample_that_was_cut_off_is_dropped(accelerator):
 
 @pytest.fixture
 def run(accelerator):
-    return start(accelerator)
+    return Run(FakeArgs(), accelerator, {"batch": 8})
 
 
 def load(accelerator, folder: Path):
@@ -440,8 +441,7 @@ def test_import_function():
 )
 def test_a_function_that_cannot_be_imported_is_named(name):
     message = error_line(import_function, name, "rewards.function")
-    assert f"--rewards.function {name}" in message
-    assert "package.module:name" in message
+    assert f"--rewards.function {name}: " in message
 
 
 # ----------------------------------------------------------------------------------------------------------------
