@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from ppo_rlhf import tales
-from ppo_rlhf.run import InputError
+from ppo_rlhf.run import InputError, import_function
 
 # dataset: (repository, configuration, revision, column). They load without loading scripts.
 HUB_TEXTS = {
@@ -85,7 +85,7 @@ class TaskArgs:
     """sampling temperature of the policy and of the reference"""
 
 
-SUMMARIES = {
+SUMMARIES_TASK = {
     "query_length": 500,
     "query_suffix": "\n\nTL;DR:",
     "start_text": None,
@@ -97,9 +97,9 @@ TASKS = {
     "sentiment": TaskArgs(),
     "descriptiveness": TaskArgs(),
     "cnndm": TaskArgs(
-        **SUMMARIES, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
+        **SUMMARIES_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
     ),
-    "tldr": TaskArgs(**SUMMARIES, query_dataset="tldr", end_text=None),
+    "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
 }
@@ -129,7 +129,7 @@ def clean_tldr(text: str) -> str:
 
 
 def join_book_rows(rows: Sequence[str]) -> str:
-    """A passage of ordinary text from rows of BookCorpus, which are sentences with spaces around punctuation."""
+    """A passage of ordinary text from rows of BookCorpus, sentences with spaces around punctuation [X08]."""
     text = " ".join(row.strip() for row in rows).replace("`` ", '"').replace(" ''", '"')
     text = re.sub(r" ([.,;:!?%)\]]|n't\b|'(?:s|m|d|re|ve|ll)\b)", r"\1", text)
     return re.sub(r"([(\[$]) ", r"\1", text)
@@ -180,13 +180,12 @@ def hub_is_reachable() -> bool:
 @contextlib.contextmanager
 def hub_errors(what: str, remedy: str) -> Iterator[None]:
     """For the time of a download: turn what the hub's clients raise into one line that says what to do."""
-    from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     reachable = hub_is_reachable()
     try:
         yield
-    except (OSError, HfHubHTTPError, HFValidationError, DatasetsError, ValueError) as error:
+    except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
         reason = " ".join(str(error).split())
         reason = (
             f"{reason[:200]}; if it is not on the hub"
@@ -230,11 +229,23 @@ def dummy_texts() -> list[str]:
     return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz.", k=40)) for _ in range(10_000)]
 
 
+class Subset(Sequence):
+    def __init__(self, texts: Sequence[str], indices: Sequence[int]):
+        self.texts, self.indices = texts, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> str:
+        return self.texts[self.indices[index]]
+
+
 def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
-    """The texts of a data set, in the order of its files. split: train, or test for texts that training never sees.
+    """The texts of a data set, in the order of its files. split: train, or test for texts that PPO never sees [X12].
 
     Local files and `dummy` have one split only.
     """
+    # [D01] openai/lm-human-preferences lm_human_preferences/datasets/books.py#L7-L17 @cbfd210
     if query_dataset in HUB_TEXTS:
         texts: Sequence[str] = HubTexts(query_dataset, split)
         if query_dataset == "cnndm":
@@ -254,17 +265,6 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     return Subset(
         texts, held_out if split == "test" else [i for i in range(len(texts)) if i % HELD_OUT != HELD_OUT - 1]
     )
-
-
-class Subset(Sequence):
-    def __init__(self, texts: Sequence[str], indices: Sequence[int]):
-        self.texts, self.indices = texts, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> str:
-        return self.texts[self.indices[index]]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -317,8 +317,10 @@ class QueryStream:
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.start_id = one_token(tokenizer, task.start_text, "start_text")
         self.end_id = one_token(tokenizer, task.end_text, "end_text")
-        # [D02] [D11] One order for all, and every stage begins with its first text.
+        # [D02] One order for all.
         #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L27-L46 @cbfd210
+        # [D11] Every stage begins with its first text.
+        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L454-L457 @cbfd210
         self.order = list(range(len(self.texts)))
         random.Random(0).shuffle(self.order)
         self.skipped = 0
@@ -343,7 +345,7 @@ class QueryStream:
 
     def next_batch(self, batch_size: int, pad_id: int) -> torch.Tensor:
         """The next queries, padded on the right: (batch_size, query_length)."""
-        # [D08] [D10] Process r of W takes its slice of a batch that is the same for every W.
+        # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
         #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L66-L85 @cbfd210
         queries = torch.full((batch_size, self.task.query_length), pad_id)
         for row in queries:
@@ -357,7 +359,7 @@ class TaskIds:
     """The task's texts as token ids of one tokenizer."""
 
     pad: int  # the tokenizer's length, which no token has
-    eos: int | None
+    eos: int  # -1 if the tokenizer has none
     stop: int | None
     prefix: list[int]
     suffix: list[int]
@@ -365,12 +367,18 @@ class TaskIds:
 
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
+    """Check the task's numbers and encode its texts."""
+    for name in ("query_length", "response_length", "temperature"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"task.{name} is {getattr(task, name)}; it must be above 0")
+    if not 0 <= task.truncate_after <= task.response_length:
+        raise InputError(f"task.truncate_after is {task.truncate_after}; it must be in 0..{task.response_length}")
     prefix, suffix = (
         tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
     )
     return TaskIds(
         pad=len(tokenizer),
-        eos=tokenizer.eos_token_id,
+        eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         stop=one_token(tokenizer, task.truncate_text, "truncate_text"),
         prefix=prefix,
         suffix=suffix,
@@ -408,18 +416,31 @@ def sample_rows(
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def text_scorer(
-    function: Callable, field: str, tokenizer: PreTrainedTokenizerBase, pad_id: int
-) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor]]:
-    """Score with a function of texts: (queries, truncated responses) -> list of floats."""
+Scorer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # queries and truncated responses -> scores (batch,)
 
-    def score(queries: torch.Tensor, responses: torch.Tensor) -> tuple[torch.Tensor]:
+
+def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> Scorer:
+    """Score with the function `package.module:name` of texts: (queries, truncated responses) -> list of floats."""
+    function = import_function(name, field)
+
+    def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
         scores = function(to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, responses, pad_id))
         if len(scores) != len(queries):
-            raise InputError(f"--{field} returned {len(scores)} scores for {len(queries)} responses")
-        return (torch.tensor([float(score) for score in scores], device=queries.device),)
+            raise InputError(f"--{field} {name} returned {len(scores)} scores for {len(queries)} responses")
+        return torch.tensor([float(score) for score in scores], device=queries.device)
 
     return score
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """What ppo_rlhf.json beside the weights of one of our models says of it."""
+    try:
+        info = json.loads((folder / "ppo_rlhf.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not the folder of a model that was trained here: {error}") from error
+    if not isinstance(info, dict) or "vocab_size" not in info:
+        raise InputError(f"{folder / 'ppo_rlhf.json'} does not describe a model that was trained here")
+    return info
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -468,10 +489,12 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
     """Read a label file in OpenAI's format and check every row.
 
-    A file beside it, `<name>.meta.json`, may give the vocabulary size of the ids and the ceiling of accuracy.
-    A file without one is taken for OpenAI's, which holds GPT-2 ids.
+    One row: {"query": ids, "sample0": ids, "sample1": ids, ..., "best": 1}. Queries hold task.query_length token ids
+    and samples task.response_length; 50259 is padding, on the right. A file beside it, `<name>.meta.json`, may give
+    the `vocab_size` of the ids' tokenizer and the `ceiling` of accuracy. Without one, the ids are taken for GPT-2's
+    if the tokenizer is larger than GPT-2's, and must all lie in its vocabulary if it is not.
     """
-    # [D19] [D20] openai/lm-human-preferences lm_human_preferences/label_types.py#L33-L55 @cbfd210
+    # [D19] [X10] openai/lm-human-preferences lm_human_preferences/label_types.py#L33-L55 @cbfd210
     path = find_label_file(label_dataset, task.query_dataset)
     what, vocab_size = f"--label_dataset {path}", len(tokenizer)
     try:

@@ -120,7 +120,11 @@ def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
 
 def check_same_arguments(saved: Any, args: Any) -> None:
     old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
-    changed = [name for name in old if old[name] != new[name] and name not in MAY_CHANGE]
+    changed = [
+        name
+        for name in old
+        if old[name] != new[name] and name.removeprefix("reward.").removeprefix("policy.") not in MAY_CHANGE
+    ]
     if changed:
         differences = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in changed)
         raise InputError(
@@ -228,29 +232,26 @@ class Run:
     def __init__(
         self, args: Any, accelerator: Accelerator, sizes: dict[str, int], joint: dict[str, Any] | None = None
     ):
-        """args: the script's Args; sizes: derived sizes; joint: arguments and time stamp of train_both.py."""
+        """args: the script's Args; sizes: derived sizes; joint: arguments and time stamp of train_both.py.
+
+        Nothing is written before start_logging.
+        """
         self.args = args
         self.is_main = accelerator.is_main_process
         self.started = time.time()
-        name = (
-            run_name(args, joint["timestamp"] if joint else shared_timestamp())
-            if not args.resume
-            else Path(args.resume).resolve().name
-        )
-        self.folder = Path(args.resume) if args.resume else Path("runs") / name
-        self.model_folder = Path("models") / name
+        if args.resume:
+            self.folder = Path(args.resume)
+        else:
+            self.folder = Path("runs") / run_name(args, joint["timestamp"] if joint else shared_timestamp())
+        self.model_folder = self.folder.parent.parent / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self._writers: list[Callable[[int, dict[str, float]], None]] = []
         self._closers: list[Callable[[], None]] = []
         self._progress: Any = None
-        self.meta: dict[str, Any] = {}
-        if not self.is_main:
-            return
         previous = read_meta(self.folder) if args.resume else {}
-        self.folder.mkdir(parents=True, exist_ok=True)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
-        self.meta = {
-            "name": name,
+        self.meta: dict[str, Any] = {
+            "name": self.folder.name,
             "args": dataclasses.asdict(args),
             "joint": joint or previous.get("joint"),
             "sizes": sizes,
@@ -269,7 +270,10 @@ class Run:
             "wandb_id": previous.get("wandb_id"),
             "results": {},
         }
-        self.save_meta()
+
+    def seconds(self) -> float:
+        """Wall time of the run so far, with that of the sessions that it resumes."""
+        return self.meta["wall_time"] + time.time() - self.started
 
     def save_meta(self, **changes: Any) -> None:
         if self.is_main:
@@ -277,9 +281,16 @@ class Run:
             write_json(self.folder / "meta.json", self.meta)
 
     def start_logging(self, first_step: int, config: dict[str, Any] | None = None) -> None:
-        """Open the logs; drop what a run that was cut off had logged at first_step and later."""
+        """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
+
+        config: what Weights & Biases gets besides the arguments.
+        """
         if not self.is_main:
             return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.save_meta()
+        sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
+        print_table(self.meta["name"], sizes, show_lines=False)
         metrics_file = self.folder / "metrics.csv"
         if first_step and metrics_file.exists():
             with metrics_file.open(newline="") as file:
@@ -356,12 +367,6 @@ class Run:
             for write in self._writers:
                 write(step, metrics)
 
-    def print_sizes(self, sizes: Any) -> None:
-        """Print derived sizes as a table."""
-        if self.is_main:
-            rows = [{"size": name, "value": value} for name, value in dataclasses.asdict(sizes).items()]
-            print_table(self.meta["name"], rows, show_lines=False)
-
     def last_mean(self, name: str, steps: int = 10) -> float | None:
         """Mean of a metric over the last steps; None on other processes than the main one."""
         values = [row[name] for row in self.rows[-steps:]]
@@ -420,13 +425,12 @@ class Run:
         for close in self._closers:
             close()
         draw_learning_curves(self.folder, self.rows, panels)
-        wall_time = self.meta["wall_time"] + time.time() - self.started
-        self.save_meta(finished=True, wall_time=round(wall_time, 1), results=results)
+        self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
 
     # ------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Write checkpoints/<step> completely, then give it its name; keep the newest few."""
+        """Write checkpoints/<step> completely, then give it its name; keep the newest few [X05]."""
         if not self.is_main:
             return
         folder = self.folder / "checkpoints"
@@ -442,12 +446,11 @@ class Run:
         temporary.rename(folder / str(step))
         for old in checkpoint_steps(self.folder)[:-KEEP_CHECKPOINTS]:
             shutil.rmtree(folder / str(old))
-        self.save_meta(wall_time=round(self.meta["wall_time"] + time.time() - self.started, 1))
-        self.started = time.time()
+        write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
 
     def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest checkpoint, on every process; None if there is none."""
-        steps = checkpoint_steps(self.folder)
+        steps = broadcast_object_list([checkpoint_steps(self.folder)])[0]
         if not self.args.resume or not steps:
             return None
         folder = self.folder / "checkpoints" / str(steps[-1])
@@ -470,9 +473,9 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 @torch.no_grad()
 def restore_training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], steps: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """The inverse of training_state. steps: how many optimiser steps were made."""
+    """The inverse of training_state, for an AdamTensorFlowStyle."""
     shapes = {f"model.{name}": parameter.shape for name, parameter in model.named_parameters()}
     if shapes != {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}:
         raise InputError("the checkpoint holds other parameters than the model that its arguments name")
@@ -484,7 +487,7 @@ def restore_training_state(
             _, index, moment = name.split(".")
             state["state"].setdefault(int(index), {})[moment] = tensor
     for group in state["param_groups"]:
-        group["steps"] = steps
+        group["steps"] = max(int(moments["step"]) for moments in state["state"].values())
     optimizer.load_state_dict(state)
 
 

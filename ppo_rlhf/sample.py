@@ -17,15 +17,17 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.data import (
     QueryStream,
+    Scorer,
     TaskArgs,
     add_affixes,
     load_pretrained,
     load_tokenizer,
+    read_info,
     task_ids,
     text_scorer,
     to_texts,
 )
-from ppo_rlhf.run import InputError, from_dict, import_function, one_line, print_table, run_script
+from ppo_rlhf.run import InputError, from_dict, one_line, print_table, run_script
 from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
 
 
@@ -51,17 +53,18 @@ class Args:
     """folder of a reward model; empty: the one that the policy was trained with"""
     query_dataset: str = ""
     """where queries come from; empty: the task's data set"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
 
 
 class Comparison:
-    """A policy, the model that it started from, and what scores them."""
+    """A policy, the model that it started from, and what scores them [D84] [X11]."""
 
     def __init__(self, args: Args):
         folder = Path(args.policy)
-        try:
-            info = json.loads((folder / "ppo_rlhf.json").read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise InputError(f"--policy {folder} is not the folder of a trained policy: {error}") from error
+        info = read_info(folder)
+        if info["kind"] != "policy":
+            raise InputError(f"--policy {folder} is a {info['kind']}, not a policy")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.task = from_dict(
             TaskArgs, info["task"] | ({"query_dataset": args.query_dataset} if args.query_dataset else {})
@@ -70,27 +73,28 @@ class Comparison:
         if not self.temperature > 0:
             raise InputError(f"--temperature {self.temperature}: must be above 0")
         self.seed = args.seed
-        self.tokenizer = load_tokenizer(str(folder))
+        self.tokenizer = load_tokenizer(str(folder), args.trust_remote_code)
         self.ids = task_ids(self.task, self.tokenizer)
+        trust = args.trust_remote_code
         self.models: dict[str, PreTrainedModel] = {
-            "base": load_pretrained(args.base_model or info["base_model"], torch.float32).to(self.device),
-            "policy": load_pretrained(str(folder), torch.float32).to(self.device),
+            "base": load_pretrained(args.base_model or info["base_model"], torch.float32, trust).to(self.device),
+            "policy": load_pretrained(str(folder), torch.float32, trust).to(self.device),
         }
-        self.scorers = {}
+        self.scorers: dict[str, Scorer] = {}
         if reward_folder := args.reward_model or info["reward_model"]:
-            reward_model = load_reward_model(Path(reward_folder), torch.float32).to(self.device)
-            self.scorers["score"] = lambda queries, responses: (
-                reward_model(torch.cat([queries, responses], dim=1), self.ids.pad),
+            reward_model = load_reward_model(Path(reward_folder), torch.float32, trust).to(self.device)
+            self.scorers["score"] = lambda queries, responses: reward_model(
+                torch.cat([queries, responses], dim=1), self.ids.pad
             )
         for name, field in (("score", "function"), ("gold", "monitor")):
             if info[field]:
-                function = import_function(info[field], f"rewards.{field}")
-                self.scorers[name] = text_scorer(function, f"rewards.{field}", self.tokenizer, self.ids.pad)
+                self.scorers[name] = text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.ids.pad)
 
     @torch.no_grad()
     def rows(self, queries: torch.Tensor, key: int = 0) -> list[dict[str, Any]]:
         """Continue each query (n, query_length) with both models. One row per query: texts, scores and KL.
 
+        The scores are those of the truncated texts, without the penalty for a missing stop token.
         kl: log-prob of the policy's continuation under the policy minus that under the base model, in nats.
         """
         queries = queries.to(self.device)
@@ -104,7 +108,7 @@ class Comparison:
             truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
             columns[name] = to_texts(self.tokenizer, truncated, self.ids.pad)
             for score_name, scorer in self.scorers.items():
-                columns[f"{name} {score_name}"] = scorer(queries, truncated)[0].tolist()
+                columns[f"{name} {score_name}"] = scorer(queries, truncated).tolist()
         query_responses = torch.cat([contexts, responses], dim=1)
         logprobs = {
             name: response_logprobs(

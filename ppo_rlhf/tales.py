@@ -6,8 +6,8 @@ really learns from comparisons, and yet the thing that people want is known in c
 1. `write_story`: a seeded grammar writes short stories. Every sentence has slots, and a slot is filled with a
    pleasant, an unpleasant or a neutral word, independently of what came before.
 2. `build_world`: a byte-level BPE tokenizer and a small GPT-2 are trained on the stories from scratch.
-3. `gold_sentiment`, `gold_descriptiveness`: what the annotator wants, as a formula.
-4. `choose_best`: a simulated annotator reads four continuations sampled from the language model and picks the best,
+3. `Annotator.gold_scores`: what the simulated annotator wants, as a formula.
+4. `Annotator.choose_best`: the annotator reads four continuations sampled from the language model and picks the best,
    with noise: P(i) is proportional to exp(gold_i / annotator_temperature). So nobody, not even a judge that
    knows the formula, can predict more than the mean of the largest of the four probabilities: the ceiling.
 

@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tyro
+from accelerate.utils import broadcast_object_list
+
 from ppo_rlhf import sample, tales, train_policy, train_reward
-from ppo_rlhf.data import TASKS, TaskArgs
+from ppo_rlhf.data import TASKS, TaskArgs, load_tokenizer
 from ppo_rlhf.run import (
     InputError,
+    check_same_arguments,
     flag_value,
     from_dict,
-    import_function,
     make_accelerator,
     parse_args,
     read_meta,
@@ -43,8 +46,10 @@ class Args:
     """seed of both parts"""
     base_model: str = "gpt2"
     """causal language model that both parts start from: a folder, a name on the hub, or `tales`"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
     resume: str = ""
-    """folder of either of the two runs to go on with; all arguments are taken from there"""
+    """folder of either of the two runs to go on with: runs/<run>; the arguments are taken from there"""
     task: TaskArgs = field(default_factory=TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)
@@ -63,52 +68,50 @@ PRESETS = {
     )
     for name in TASKS
 }
-EVALUATION_QUERIES = 512
+EVALUATION_QUERIES = 400
 
 
-def parse(argv: list[str]) -> tuple[Args, int | None]:
-    """The arguments, and the time stamp of the runs to go on with."""
+def parse(argv: list[str]) -> Args:
+    """Read the command line. With --resume runs/<run>, the defaults are the arguments of that run."""
     for flag in argv:
-        if match := re.match(r"--(?:reward|policy)\.((?:preset|seed|base.model|resume|task)\b[^=]*)", flag):
+        if match := re.match(r"--(?:reward|policy)\.((?:preset|seed|base.model|trust|resume|task)\b[^=]*)", flag):
             raise InputError(f"{match[0]}: both parts share it; give --{match[1]}")
         if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
             raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use train_policy.py")
-    if resume := flag_value(argv, "--resume"):
-        if len([flag for flag in argv if flag.startswith("--")]) > 1:
-            raise InputError("--resume takes all arguments from the run; give no others")
-        saved = read_meta(Path(resume))["joint"]
-        if not saved:
-            raise InputError(
-                f"--resume {resume}: that run was not started by train_both.py; resume it with its own script"
-            )
-        return from_dict(Args, saved["args"]), saved["timestamp"]
-    return parse_args(PRESETS, argv, __doc__), None
+    resume = flag_value(argv, "--resume")
+    if not resume:
+        return parse_args(PRESETS, argv, __doc__)
+    joint = read_meta(Path(resume)).get("joint")
+    if not joint:
+        raise InputError(f"--resume {resume}: train_both.py did not start that run; resume it with its own script")
+    saved = dataclasses.replace(from_dict(Args, joint["args"]), resume=resume)
+    args = tyro.cli(Args, args=argv, default=saved, description=__doc__)
+    check_same_arguments(saved, args)
+    return args
 
 
-def train(args: Args, timestamp: int | None = None) -> tuple[Path, Path]:
-    """Train both parts; return the folders of the reward model and of the policy, on every process.
-
-    timestamp: that of two runs to go on with; None: begin.
-    """
+def train(args: Args) -> tuple[Path, Path]:
+    """Train both parts; return the folders of the reward model and of the policy, on every process."""
     accelerator = make_accelerator()
-    resuming, timestamp = timestamp is not None, shared_timestamp(timestamp)
-    shared = {"preset": args.preset, "seed": args.seed, "base_model": args.base_model, "task": args.task}
+    # [D83] openai/lm-human-preferences lm_human_preferences/train_policy.py#L408-L417 @cbfd210
+    shared = {name: getattr(args, name) for name in ("preset", "seed", "base_model", "trust_remote_code", "task")}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
     train_reward.reward_sizes(reward_args, accelerator.num_processes)
     train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
-    if policy_args.rewards.monitor:
-        import_function(policy_args.rewards.monitor, "policy.rewards.monitor")
+    train_policy.load_monitor(policy_args, load_tokenizer(args.base_model, args.trust_remote_code))
 
+    runs, timestamp = Path("runs"), shared_timestamp()
+    if args.resume:
+        runs, timestamp = Path(args.resume).parent, read_meta(Path(args.resume))["joint"]["timestamp"]
     joint = {"args": dataclasses.asdict(args), "timestamp": timestamp}
 
     def stage(part: Any, part_args: Any, kind: str) -> Path:
         """Train one part, go on with it, or skip it if it is finished."""
-        name = run_name(part_args, timestamp)
-        if resuming and (Path("runs") / name).exists():
-            if read_meta(Path("runs") / name)["finished"]:
-                return Path("models") / name / kind
-            part_args = dataclasses.replace(part_args, resume=str(Path("runs") / name))
-        return part.train(part_args, joint)
+        run = runs / run_name(part_args, timestamp)
+        begun, finished = broadcast_object_list([(run.exists(), run.exists() and read_meta(run)["finished"])])[0]
+        if finished:
+            return runs.parent / "models" / run.name / kind
+        return part.train(dataclasses.replace(part_args, resume=str(run) if begun else ""), joint)
 
     reward_folder = stage(train_reward, reward_args, "reward")
     rewards = dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder))
@@ -121,7 +124,9 @@ def train(args: Args, timestamp: int | None = None) -> tuple[Path, Path]:
 
 def report(reward_folder: Path, policy_folder: Path) -> None:
     """Let both models continue EVALUATION_QUERIES held-out queries, and say in plain words what happened."""
-    reward_run, policy_run = (Path("runs") / folder.parent.name for folder in (reward_folder, policy_folder))
+    reward_run, policy_run = (
+        folder.parent.parent.parent / "runs" / folder.parent.name for folder in (reward_folder, policy_folder)
+    )
     reward_meta, policy_meta = read_meta(reward_run), read_meta(policy_run)
     comparison = sample.Comparison(sample.Args(policy=str(policy_folder)))
     queries = comparison.task_queries(EVALUATION_QUERIES)
@@ -146,7 +151,7 @@ def report(reward_folder: Path, policy_folder: Path) -> None:
                 f"The annotator is noisy: a perfect judge would reach {learned['ceiling']:.1%}. "
                 f"So it has learned {share:.0%} of what can be learned."
             )
-    lines.append(f"PPO raised its score from {before['score']:+.2f} to {after['score']:+.2f}.")
+    lines.append(f"The score, which PPO raises, went from {before['score']:+.2f} to {after['score']:+.2f}.")
     if "gold" in base:
         deviations = (after["gold"] - before["gold"]) / statistics.stdev(base["gold"])
         lines.append(
@@ -175,10 +180,5 @@ def report(reward_folder: Path, policy_folder: Path) -> None:
     print(*lines, sep="\n")
 
 
-def main() -> None:
-    args, timestamp = parse(sys.argv[1:])
-    train(args, timestamp)
-
-
 if __name__ == "__main__":
-    run_script(main)
+    run_script(lambda: train(parse(sys.argv[1:])))

@@ -9,9 +9,11 @@ started from (the reference) keeps the text fluent. Each update does eight thing
     3. log-probs and values of the policy, log-probs of the reference
     4. truncate the responses at the stop token and score them
     5. per-token rewards: KL penalty on every token, score on the last
-    6. advantages and returns (GAE)           6 and 7 stand in `ppo_update`: rewards and advantages
-    7. PPO epochs over minibatches            are whitened with the statistics of each minibatch
+    6. advantages and returns (GAE)
+    7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
+
+Steps 6 and 7 stand in `ppo_update`, because each minibatch whitens its own rewards and advantages.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see README.md.
@@ -24,8 +26,8 @@ file and line stand beside the mark. [X01] and the like are places where we diff
 
 import dataclasses
 import hashlib
-import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,12 +45,14 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.data import (
     TASKS,
     QueryStream,
+    Scorer,
     TaskArgs,
     TaskIds,
     add_affixes,
     check_model,
     load_pretrained,
     load_tokenizer,
+    read_info,
     sample_rows,
     task_ids,
     text_scorer,
@@ -57,7 +61,6 @@ from ppo_rlhf.run import (
     InputError,
     NumericalError,
     Run,
-    import_function,
     make_accelerator,
     mean_over_processes,
     parse_args,
@@ -120,7 +123,7 @@ class PpoArgs:
     whiten_rewards: bool = True
     """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""
     whiten_groups: int = 8
-    """slices of the batch that whiten together: the 8 processes of the original, at any number of processes"""
+    """slices of the batch, each whitened with its own mean and variance; the original: one per process [X03]"""
     local_micro_batch_size: int = 0
     """episodes per forward and backward pass on one process; a memory knob; 0: the whole minibatch"""
     local_rollout_batch_size: int = 0
@@ -134,7 +137,7 @@ class Args:
     exp_name: str = "train_policy"
     """name of this experiment"""
     seed: int = 1
-    """seed of the heads, the sampling noise and the permutations"""
+    """seed of the sampling noise and the permutations"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
     trust_remote_code: bool = False
@@ -144,9 +147,9 @@ class Args:
     resume: str = ""
     """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     log_interval: int = 10
-    """updates between printed samples"""
+    """updates between printed samples; 0: none"""
     save_interval: int = 50
-    """updates between checkpoints; 0: none"""
+    """updates between checkpoints; 0: one at the end"""
     track: bool = False
     """log to Weights & Biases"""
     wandb_project_name: str = "ppo_rlhf"
@@ -165,33 +168,41 @@ class Args:
     """the optimisation"""
 
 
-SUMMARIES = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
-TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)
-
-
 def tales_rewards(annotator: str) -> RewardsArgs:
     gold = f"ppo_rlhf.tales:{annotator}.gold_scores"
     return RewardsArgs(adaptive_kl=AdaptiveKLArgs(horizon=1_000), monitor=gold)
 
 
+def fixed_kl(kl_coef: float) -> RewardsArgs:
+    return RewardsArgs(kl_coef=kl_coef, adaptive_kl=AdaptiveKLArgs(target=None))
+
+
+# [D87] Summaries do without reward whitening.    openai/lm-human-preferences launch.py#L166 @cbfd210
+SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
+TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)
 PRESETS = {
-    "sentiment": Args(),
-    "descriptiveness": Args(),
-    "cnndm": Args(rewards=RewardsArgs(kl_coef=0.01, adaptive_kl=AdaptiveKLArgs(target=None)), ppo=SUMMARIES),
-    "tldr": Args(rewards=RewardsArgs(kl_coef=0.03, adaptive_kl=AdaptiveKLArgs(target=None)), ppo=SUMMARIES),
-    "tales": Args(base_model="tales", rewards=tales_rewards("sentiment"), ppo=TALES_PPO),
-    "tales-descriptiveness": Args(base_model="tales", rewards=tales_rewards("descriptiveness"), ppo=TALES_PPO),
+    "sentiment": Args(preset="sentiment", task=TASKS["sentiment"]),
+    "descriptiveness": Args(preset="descriptiveness", task=TASKS["descriptiveness"]),  # another reward model
+    "cnndm": Args(preset="cnndm", task=TASKS["cnndm"], rewards=fixed_kl(0.01), ppo=SUMMARIES_PPO),
+    "tldr": Args(preset="tldr", task=TASKS["tldr"], rewards=fixed_kl(0.03), ppo=SUMMARIES_PPO),
+    **{
+        name: Args(preset=name, base_model="tales", task=TASKS[name], rewards=tales_rewards(annotator), ppo=TALES_PPO)
+        for name, annotator in (("tales", "sentiment"), ("tales-descriptiveness", "descriptiveness"))
+    },
 }
-PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 
 # ----------------------------------------------------------------------------------------------------------------
-# Batch sizes: batch (all processes) > local batch (one process) > group (whitens together) > minibatch > micro-batch
+# Batch sizes
 # ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise.
+
+    A batch is shared among processes: the local batch. It consists of groups, slices that whiten together. A
+    minibatch, one optimiser step, takes 1 / nminibatches of every group. A micro-batch is one forward pass.
+    """
 
     updates: int
     batch: int
@@ -266,7 +277,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
 def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int, columns: slice) -> torch.Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
-    tokens: (batch, sequence_length). Returns (batch, len(columns), width), after the last layer norm.
+    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
     # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
@@ -275,12 +286,15 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
     # [D14] The position of a token is the number of real tokens before it: [x, pad, pad, a, b] gives [0, 1, 1, 1, 2].
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L265-L269 @cbfd210
     position_ids = mask.cumsum(1) - mask.long()
+    # [D15] The library makes attention causal and hides the padding, also where a row has nothing else to attend to.
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L101-L159 @cbfd210
     hidden_states = lm_backbone.base_model(
         input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state  # (batch, sequence_length, width)
-    # [D16] A padding position shows what the nearest real token to its left shows.
+    # [D16] A padding position shows what the nearest real token to its left shows: [0, 0, 0, 3, 4] in the example.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L333-L341 @cbfd210
-    last_real = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0).cummax(1).values[:, columns]
+    real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
+    last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)
     return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
 
 
@@ -289,11 +303,42 @@ def scaled_logits(
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
     # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
-    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L31 @cbfd210
+    #       openai/lm-human-preferences lm_human_preferences/language/encodings.py#L56-L57 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
-    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
+    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L30 @cbfd210
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def response_logprobs(
+    lm_backbone: PreTrainedModel,
+    query_responses: torch.Tensor,
+    pad_id: int,
+    context_length: int,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a language model says of responses that it reads.
+
+    query_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
+    gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
+    """
+    # [D47] What the model says at position i is about token i + 1: hence the shift by one.
+    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
+    hidden_states = read_tokens(lm_backbone, query_responses, pad_id, slice(context_length - 1, -1))
+    responses = query_responses[:, context_length:]
+    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
+    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
+    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
+    with torch.no_grad():
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+    return logprobs, entropies, hidden_states
+
+
+def read_scalar(head: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The head's number for each hidden state: (..., width) gives (...). In full precision even in bfloat16 runs."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
 
 
 class PolicyWithValueHead(nn.Module):
@@ -321,28 +366,8 @@ class PolicyWithValueHead(nn.Module):
             self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
         )
         # [D26] A value belongs to the position before the response token, as its log-prob does.
-        #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
-        return logprobs, entropies, self.value_head(hidden_states).squeeze(2)  # (batch, response_length) each
-
-
-def response_logprobs(
-    lm_backbone: PreTrainedModel,
-    query_responses: torch.Tensor,
-    pad_id: int,
-    context_length: int,
-    temperature: float,
-    vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (batch, response_length), hidden states (batch, response_length, width)."""
-    # [D47] What the model says at position i is about token i + 1: hence the shift by one.
-    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
-    hidden_states = read_tokens(lm_backbone, query_responses, pad_id, slice(context_length - 1, -1))
-    responses = query_responses[:, context_length:]
-    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
-    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
-    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
-    entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
-    return logprobs, entropies, hidden_states
+        #       openai/lm-human-preferences lm_human_preferences/policy.py#L125 @cbfd210
+        return logprobs, entropies, read_scalar(self.value_head, hidden_states)
 
 
 class RewardModel(nn.Module):
@@ -352,7 +377,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.lm_backbone = lm_backbone
         width = lm_backbone.config.hidden_size
-        # [D29] The head starts small: the score of a hidden state of norm sqrt(width) has a deviation of about 1.
+        # [D29] A small random head: about 1 / sqrt(width) in every weight.
         #       openai/lm-human-preferences lm_human_preferences/language/model.py#L248-L258 @cbfd210
         self.reward_head = nn.Linear(width, 1)
         nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
@@ -365,11 +390,9 @@ class RewardModel(nn.Module):
     def forward(self, query_responses: torch.Tensor, pad_id: int) -> torch.Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.
-        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L105-L107 @cbfd210
-        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))[
-            :, 0
-        ]  # (batch, width)
-        return self.gain * self.reward_head(hidden_states).squeeze(1) + self.bias
+        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L47 @cbfd210
+        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+        return self.gain * read_scalar(self.reward_head, hidden_states[:, 0]) + self.bias
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -382,11 +405,12 @@ class AdamTensorFlowStyle(torch.optim.Adam):
 
         lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
 
-    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam gives the same step if its eps is
-    eps / sqrt(1 - beta2^t): 32 times larger in the first step. With small gradients the difference is large.
+    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam takes the same step if its eps is
+    eps / sqrt(1 - beta2^t), in the first step eps / sqrt(0.001) = 32 eps. With small gradients that matters.
     """
 
-    # [D64] openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
+    # [D64] [D65] No gradient clipping, no weight decay, no warm-up. `steps` counts over the whole run.
+    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         for group in self.param_groups:
@@ -407,8 +431,9 @@ def learning_rate(ppo: PpoArgs, update: int) -> float:
 
 
 def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    """Replace the gradients by their mean over all processes."""
-    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
+    """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
+    # [D66] [D73] All parameters that take part in the loss.
+    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
     if accelerator.num_processes > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
@@ -425,7 +450,7 @@ def left_pad(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
     tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
     """
-    # [D08] A stable sort by "is a real token" does it without a loop.
+    # [D08] A stable sort by "is a real token".
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
@@ -450,6 +475,7 @@ def generate(
     in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
     state before each token (batch, response_length, width).
     """
+    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
     tokens = left_pad(contexts, pad_id)
     mask = tokens != pad_id  # (batch, columns so far)
     position_ids = mask.cumsum(1) - mask.long()
@@ -464,7 +490,8 @@ def generate(
         )
         cache, hidden = output.past_key_values, output.last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
-        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number.
+        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
+        #       which rounding leaves a little off 1.
         cdf = all_logprobs.exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].to(cdf.dtype) * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
@@ -612,9 +639,11 @@ class Rollout:
     rewards: torch.Tensor  # (batch, response_length), KL penalty and score, not whitened
 
 
-def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
     chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
+    if isinstance(chunks[0], torch.Tensor):
+        return torch.cat(chunks)
     return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
@@ -641,19 +670,19 @@ def respond(
         # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
         logprobs, _, values = policy(query_responses, ids.pad, contexts.shape[1], temperature)
     else:
-        logprobs, values = sampled_logprobs, policy.value_head(hidden_states).squeeze(2)
+        logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
     return query_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
 
 
 @torch.no_grad()
 def reference_logprobs(
     reference: PreTrainedModel, ids: TaskIds, temperature: float, query_responses: torch.Tensor
-) -> tuple[torch.Tensor]:
-    """Log-probs of the responses under the reference: a tuple of one (batch, response_length)."""
-    # [D45] openai/lm-human-preferences lm_human_preferences/train_policy.py#L441-L452 @cbfd210
-    return response_logprobs(
+) -> torch.Tensor:
+    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature."""
+    logprobs, _, _ = response_logprobs(
         reference, query_responses, ids.pad, ids.context_length, temperature, vocab_size=ids.pad
-    )[:1]
+    )
+    return logprobs
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -686,6 +715,38 @@ def group_advantages(rewards: torch.Tensor, values: torch.Tensor, ppo: PpoArgs) 
     #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L338-L339 @cbfd210
     advantages = torch.stack([whiten(group, keep_mean=False) for group in advantages.view_as(values)])
     return advantages, returns.view_as(values)
+
+
+@torch.no_grad()
+def token_statistics(
+    new_logprobs: torch.Tensor,
+    entropies: torch.Tensor,
+    new_values: torch.Tensor,
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Means over all tokens of a micro-batch; every argument is (micro_batch, response_length)."""
+    ratio = torch.exp(new_logprobs - logprobs)  # (micro_batch, response_length)
+    return {
+        "ppo/policy/entropy": entropies.mean(),
+        "ppo/val/vpred": new_values.mean(),
+        "ppo/val/error": ((new_values - returns) ** 2).mean(),
+        "ppo/val/ratio": ratio.mean(),
+        "ppo/val/ratio_var": ((ratio - 1) ** 2).mean(),  # about 1, for now; finish_metrics moves it to the mean
+        "ppo/val/advantage": advantages.mean(),
+        "ppo/val/advantage_var": (advantages**2).mean(),  # the mean is 0
+    }
+
+
+def group_statistics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Mean and biased variance of each group's minibatch, averaged. Arguments: (groups, group_minibatch, length)."""
+    return {
+        "ppo/val/mean": values.mean(),
+        "ppo/val/var": values.var((1, 2), unbiased=False).mean(),
+        "ppo/returns/mean": returns.mean(),
+        "ppo/returns/var": returns.var((1, 2), unbiased=False).mean(),
+    }
 
 
 def ppo_update(
@@ -730,7 +791,8 @@ def ppo_update(
         size = ppo.local_micro_batch_size or mb_inds.numel()
         optimizer.zero_grad()
         for micro_batch in zip(*(tensor.flatten(0, 1).split(size) for tensor in minibatch), strict=True):
-            query_responses, logprobs, values, advantages, returns = micro_batch  # (micro_batch, response_length)
+            # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
+            query_responses, logprobs, values, advantages, returns = micro_batch
             new_logprobs, entropies, new_values = policy(query_responses, pad_id, context_length, temperature)
             pg_loss, pg_clipfrac, approxkl = policy_loss(new_logprobs, logprobs, advantages, ppo.cliprange)
             vf_loss, vf_clipfrac = value_loss(new_values, values, returns, ppo.cliprange_value)
@@ -738,28 +800,18 @@ def ppo_update(
             #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L357 @cbfd210
             loss = pg_loss + ppo.vf_coef * vf_loss
             (loss * len(values) / mb_inds.numel()).backward()
-            with torch.no_grad():
-                ratio = torch.exp(new_logprobs - logprobs)  # (micro_batch, response_length)
-                row = {
-                    "loss/policy": pg_loss,
-                    "loss/value": vf_loss,
-                    "loss/total": loss,
-                    "policy/entropy": entropies.mean(),
-                    "policy/approxkl": approxkl,
-                    "policy/clipfrac": pg_clipfrac,
-                    "returns/mean": mb_returns.mean(),
-                    "returns/var": mb_returns.var((1, 2), unbiased=False).mean(),
-                    "val/vpred": new_values.mean(),
-                    "val/error": ((new_values - returns) ** 2).mean(),
-                    "val/clipfrac": vf_clipfrac,
-                    "val/mean": mb_values.mean(),
-                    "val/var": mb_values.var((1, 2), unbiased=False).mean(),
-                    "val/ratio": ratio.mean(),
-                    "val/ratio_var": ((ratio - 1) ** 2).mean(),  # about 1; finish_metrics moves it to the mean
-                    "val/advantage": advantages.mean(),
-                    "val/advantage_var": (advantages**2).mean(),  # their mean is 0
+            stats.append(
+                {
+                    "ppo/loss/policy": pg_loss.detach(),
+                    "ppo/loss/value": vf_loss.detach(),
+                    "ppo/loss/total": loss.detach(),
+                    "ppo/policy/approxkl": approxkl,
+                    "ppo/policy/clipfrac": pg_clipfrac,
+                    "ppo/val/clipfrac": vf_clipfrac,
+                    **token_statistics(new_logprobs, entropies, new_values, logprobs, advantages, returns),
+                    **group_statistics(mb_values, mb_returns),
                 }
-            stats.append({f"ppo/{name}": value.detach() for name, value in row.items()})
+            )
         if accelerator is not None:
             average_gradients(policy, accelerator)
         optimizer.step()
@@ -767,46 +819,51 @@ def ppo_update(
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Scoring
+# Models to load
 # ----------------------------------------------------------------------------------------------------------------
-
-Scorer = Callable[
-    [torch.Tensor, torch.Tensor], tuple[torch.Tensor]
-]  # queries, truncated responses -> scores (batch,)
 
 
 def load_policy_and_reference(
     args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
-    policy, reference = (load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2))
-    check_model(policy, args.base_model, task_ids(args.task, tokenizer).context_length + args.task.response_length)
-    return PolicyWithValueHead(policy, len(tokenizer)).to(device, dtype), reference.requires_grad_(False)
+    # [D45] [D74] Every process loads the same files.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L441-L452 @cbfd210
+    lm_backbone, reference = (
+        load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
+    )
+    longest = task_ids(args.task, tokenizer).context_length + args.task.response_length
+    check_model(lm_backbone, args.base_model, longest)
+    return PolicyWithValueHead(lm_backbone, len(tokenizer)).to(device, dtype), reference.requires_grad_(False)
 
 
-def load_reward_model(folder: Path, dtype: torch.dtype) -> RewardModel:
+def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
     """The reward model that train_reward.py saved in models/<run>/reward, bit for bit."""
+    # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
     head_file = folder / "reward_head.safetensors"
     if not head_file.is_file():
         raise InputError(f"{folder} is not a reward model of train_reward.py: it has no {head_file.name}")
-    reward_model = RewardModel(load_pretrained(str(folder), dtype, auto_class=AutoModel))
-    reward_model.load_state_dict(load_file(head_file), strict=False)
+    reward_model = RewardModel(load_pretrained(str(folder), dtype, trust_remote_code, AutoModel))
+    head = load_file(head_file)
+    if missing := {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head):
+        raise InputError(f"{head_file} lacks {', '.join(sorted(missing))}")
+    if reward_model.load_state_dict(head, strict=False).unexpected_keys:
+        raise InputError(f"{head_file} does not fit the model beside it")
     return reward_model.to(dtype).requires_grad_(False)
 
 
 def load_scorer(
     args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
 ) -> tuple[Scorer, dict]:
-    """What scores (queries, truncated responses), and what its ppo_rlhf.json says of it."""
+    """What scores (queries, truncated responses), and what the reward model's ppo_rlhf.json says of it."""
     pad_id = len(tokenizer)
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
         raise InputError("give one of --rewards.trained_model and --rewards.function")
     if args.rewards.function:
-        function = import_function(args.rewards.function, "rewards.function")
-        return text_scorer(function, "rewards.function", tokenizer, pad_id), {}
+        return text_scorer(args.rewards.function, "rewards.function", tokenizer, pad_id), {}
     folder = Path(args.rewards.trained_model)
-    reward_model = load_reward_model(folder, dtype).to(device)
-    info = json.loads((folder / "ppo_rlhf.json").read_text())
+    reward_model = load_reward_model(folder, dtype, args.trust_remote_code).to(device)
+    info = read_info(folder)
     if info["vocab_size"] != pad_id:
         raise InputError(
             f"--rewards.trained_model {folder}: its tokenizer has {info['vocab_size']} tokens, that of "
@@ -814,10 +871,10 @@ def load_scorer(
         )
 
     @torch.no_grad()
-    def score(queries: torch.Tensor, responses: torch.Tensor) -> tuple[torch.Tensor]:
+    def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
         # [D28] [D49] The reward model sees the query without prefix and suffix, and the truncated response.
         #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L396-L402 @cbfd210
-        return (reward_model(torch.cat([queries, responses], dim=1), pad_id),)
+        return reward_model(torch.cat([queries, responses], dim=1), pad_id)
 
     return score, info
 
@@ -826,14 +883,29 @@ def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Sc
     """The function that is only logged, under its metric's name; an empty dictionary if there is none."""
     if not args.rewards.monitor:
         return {}
-    function = import_function(args.rewards.monitor, "rewards.monitor")
-    return {f"objective/{function.__name__}": text_scorer(function, "rewards.monitor", tokenizer, len(tokenizer))}
+    name = f"objective/{re.split('[:.]', args.rewards.monitor)[-1]}"
+    if name in OBJECTIVES:
+        raise InputError(f"--rewards.monitor {args.rewards.monitor}: {name} is a metric already; rename the function")
+    return {name: text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer))}
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # Logging, checkpoints, the saved policy
 # ----------------------------------------------------------------------------------------------------------------
 
+OBJECTIVES = {
+    "objective/kl",
+    "objective/kl_coef",
+    "objective/entropy",
+    "objective/score",
+    "objective/scores",
+    "objective/score_total",
+    "objective/non_score_reward",
+    "objective/raw_score",
+    "objective/stopped",
+    "objective/response_length",
+    "objective/sampler_gap",
+}
 PANELS = {
     "score": ["objective/scores", "objective/gold_scores"],
     "KL from the reference (nats)": ["objective/kl"],
@@ -847,11 +919,12 @@ PANELS = {
 
 
 def finish_metrics(
-    means: dict[str, float], update: int, args: Args, kl_coef: float, seconds: float
+    means: dict[str, float], update: int, args: Args, kl_coef: float, update_seconds: float, run_seconds: float
 ) -> dict[str, float]:
     """All metrics of an update: the means over all processes, and what follows from them.
 
-    The plain names are the original's; names that lm-human-preference-details added hold the same numbers.
+    The plain names are the original's. Those that lm-human-preference-details added (`objective/scores`, `_avg`) hold
+    the same numbers, for its plotting commands.
     """
     ppo, metrics = args.ppo, dict(means)
     metrics["objective/kl_coef"] = kl_coef
@@ -861,13 +934,14 @@ def finish_metrics(
     metrics["ppo/val/var_explained"] = 1 - means["ppo/val/error"] / max(means["ppo/returns/var"], 1e-12)
     for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/clipfrac", "val/clipfrac"):
         metrics[f"ppo/{name}_avg"] = means[f"ppo/{name}"]
-    episodes, tokens = (update + 1) * ppo.batch_size, (update + 1) * args.task.response_length
+    serial_steps = (update + 1) * args.task.response_length
     metrics["ppo/lr"] = learning_rate(ppo, update)
-    metrics["ppo/episode"] = metrics["elapsed/episodes"] = episodes
+    metrics["ppo/episode"] = metrics["elapsed/episodes"] = (update + 1) * ppo.batch_size
     metrics["elapsed/updates"] = update + 1
-    metrics["elapsed/steps/serial"] = tokens
-    metrics["elapsed/steps/total"] = tokens * ppo.batch_size
-    metrics["elapsed/fps"] = int(ppo.batch_size * args.task.response_length / seconds)
+    metrics["elapsed/steps/serial"] = serial_steps
+    metrics["elapsed/steps/total"] = serial_steps * ppo.batch_size
+    metrics["elapsed/fps"] = int(ppo.batch_size * args.task.response_length / update_seconds)
+    metrics["elapsed/time"] = run_seconds
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise NumericalError(
@@ -877,11 +951,20 @@ def finish_metrics(
     return metrics
 
 
-def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, info: dict) -> None:
+def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, args: Args) -> None:
     """An ordinary Hugging Face folder, with the value head and ppo_rlhf.json beside the weights."""
     policy.lm_backbone.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+    info = {
+        "kind": "policy",
+        "base_model": args.base_model,
+        "reward_model": args.rewards.trained_model,
+        "function": args.rewards.function,
+        "monitor": args.rewards.monitor,
+        "vocab_size": len(tokenizer),
+        "task": dataclasses.asdict(args.task),
+    }
     write_json(folder / "ppo_rlhf.json", info)
 
 
@@ -898,13 +981,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, ppo_sizes(args.ppo, accelerator.num_processes)
     tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
     stream = QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
-    policy.forward = autocast(policy.forward)
+    policy.forward = autocast()(policy.forward)
     score, score_info = load_scorer(args, tokenizer, dtype, device)
     monitor = load_monitor(args, tokenizer)
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
@@ -916,39 +999,41 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint
         first_update, controller.value, stream.position = state["step"], state["kl_coef"], state["query_position"]
-        restore_training_state(policy, optimizer, tensors, first_update * ppo.noptepochs * ppo.nminibatches)
-    # The learning curves of a task are found by the label file that its reward model was trained on.
-    run.start_logging(first_update, {"rewards": {**dataclasses.asdict(args.rewards), **score_info}})
-    run.print_sizes(sizes)
-    rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
-    groups = range(
-        accelerator.process_index * sizes.local_groups, (accelerator.process_index + 1) * sizes.local_groups
-    )
+        restore_training_state(policy, optimizer, tensors)
+    # lm-human-preference-details' plotting command selects runs by the label file of their reward model.
+    rewards_config = dataclasses.asdict(args.rewards) | {"label_dataset": score_info.get("label_dataset")}
+    run.start_logging(first_update, {"rewards": rewards_config})
+    # [X04] A process takes a contiguous slice of the batch, and the groups in it.
+    rank = accelerator.process_index
+    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
+    groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
+    respond_to = partial(respond, policy, ids, task.temperature)
+    reference_of = partial(reference_logprobs, reference, ids, task.temperature)
 
     with run.progress("PPO", sizes.updates, first_update) as advance:
         for update in range(first_update, sizes.updates):
             started = time.time()
             optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            with torch.no_grad(), autocast:
+            with torch.no_grad(), autocast():
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
                 queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
                 noise = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
-                # 2. Generate responses, and 3. log-probs and values of the policy, log-probs of the reference.
+                # 2. Generate responses. The sampler knows their log-probs and values.
                 contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
                 query_responses, logprobs, values, sampler_gap = in_chunks(
-                    partial(respond, policy, ids, task.temperature), sizes.local_rollout_batch, contexts, noise
+                    respond_to, sizes.local_rollout_batch, contexts, noise
                 )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
-                (ref_logprobs,) = in_chunks(
-                    partial(reference_logprobs, reference, ids, task.temperature),
-                    sizes.local_rollout_batch,
-                    query_responses,
-                )  # (local_batch, response_length)
+
+                # 3. Log-probs of the reference.
+                ref_logprobs = in_chunks(reference_of, sizes.local_rollout_batch, query_responses)
 
                 # 4. Truncate and score.
                 responses = query_responses[:, ids.context_length :]  # (local_batch, response_length)
                 truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-                (raw_scores,) = in_chunks(score, sizes.local_rollout_batch, queries, truncated_responses)
+                raw_scores = in_chunks(
+                    score, sizes.local_rollout_batch, queries, truncated_responses
+                )  # (local_batch,)
                 # [D50] A response without a stop token gets the penalty instead of its score.
                 #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L384-L390 @cbfd210
                 stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
@@ -972,39 +1057,36 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 "objective/stopped": stopped.double().mean(),
                 "objective/response_length": (truncated_responses != ids.pad).double().sum(1).mean(),
                 "objective/sampler_gap": sampler_gap.mean(),
+                # a sum over processes, and means are taken below
                 "ppo/val/num_eos_tokens": (responses == ids.eos).double().sum() * accelerator.num_processes,
+                **{name: function(queries, truncated_responses).mean() for name, function in monitor.items()},
             }
-            stats |= {name: function(queries, truncated_responses)[0].mean() for name, function in monitor.items()}
             means = mean_over_processes(stats, accelerator)
-            metrics = finish_metrics(means, update, args, controller.value, time.time() - started)
+            metrics = finish_metrics(means, update, args, controller.value, time.time() - started, run.seconds())
             run.log(update, metrics)
+            if args.log_interval and update % args.log_interval == 0:
+                total = scores + non_score_rewards.sum(1)  # [X06]
+                numbers = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
+                run.log_samples(update, sample_rows(tokenizer, ids, queries, truncated_responses, **numbers))
             # [D70] [D71] The controller sees the mean over all processes, once the update is logged.
             #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L299-L305 @cbfd210
             controller.update(metrics["objective/kl"], sizes.batch)
-            if update % args.log_interval == 0:
-                numbers = {
-                    "score": scores,
-                    "kl": kl.sum(1),
-                    "score - kl_coef * kl": scores + non_score_rewards.sum(1),
-                }
-                run.log_samples(update, sample_rows(tokenizer, ids, queries, truncated_responses, **numbers))
+            # [D81] openai/lm-human-preferences lm_human_preferences/train_policy.py#L474-L508 @cbfd210
             if (update + 1) % (args.save_interval or sizes.updates) == 0 or update + 1 == sizes.updates:
                 state = {"kl_coef": controller.value, "query_position": stream.position}
                 run.save_checkpoint(update + 1, training_state(policy, optimizer), state)
+            speed = sizes.batch / (time.time() - started)
             advance(
-                f"{sizes.batch / (time.time() - started):.0f} episodes/s, "
-                f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"
+                f"{speed:.0f} episodes/s, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"
             )
 
     folder = run.model_folder / "policy"
     if accelerator.is_main_process:
-        info = {"kind": "policy", "base_model": args.base_model, "reward_model": args.rewards.trained_model}
-        info |= {"function": args.rewards.function, "monitor": args.rewards.monitor}
-        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(task)}
-        save_policy(folder, policy, tokenizer, info)
-        if args.upload_model:
-            upload_model(folder, args.hf_entity, run.model_folder.name)
-    run.finish(PANELS, **{f"last_{name}": run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")})
+        save_policy(folder, policy, tokenizer, args)
+    last = {f"last_{name}": run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
+    run.finish(PANELS, **last, skipped_queries=stream.skipped)
+    if args.upload_model and accelerator.is_main_process:
+        upload_model(folder, args.hf_entity, run.model_folder.name)
     accelerator.wait_for_everyone()
     return folder
 

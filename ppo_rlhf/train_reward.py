@@ -21,6 +21,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -120,15 +121,15 @@ class Args:
     """queries and responses"""
 
 
-SUMMARIES = {"num_train": 46_000, "batch_size": 16, "lr": 2.5e-5, "rollout_batch_size": 128}
-TALES = {"base_model": "tales", "lr": 1e-3}
+SUMMARIES_REWARD = {"num_train": 46_000, "batch_size": 16, "lr": 2.5e-5, "rollout_batch_size": 128}
+TALES_REWARD = {"base_model": "tales", "lr": 1e-3}
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json"),
-    "cnndm": Args(label_dataset="cnndm/online_45k.json", **SUMMARIES),
-    "tldr": Args(label_dataset="tldr/online_45k.json", **SUMMARIES),
-    "tales": Args(**TALES),
-    "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES),
+    "cnndm": Args(label_dataset="cnndm/online_45k.json", **SUMMARIES_REWARD),
+    "tldr": Args(label_dataset="tldr/online_45k.json", **SUMMARIES_REWARD),
+    "tales": Args(**TALES_REWARD),
+    "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES_REWARD),
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 
@@ -202,7 +203,7 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
 def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int, columns: slice) -> torch.Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
-    tokens: (batch, sequence_length). Returns (batch, len(columns), width), after the last layer norm.
+    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
     # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
@@ -211,12 +212,15 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
     # [D14] The position of a token is the number of real tokens before it: [x, pad, pad, a, b] gives [0, 1, 1, 1, 2].
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L265-L269 @cbfd210
     position_ids = mask.cumsum(1) - mask.long()
+    # [D15] The library makes attention causal and hides the padding, also where a row has nothing else to attend to.
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L101-L159 @cbfd210
     hidden_states = lm_backbone.base_model(
         input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state  # (batch, sequence_length, width)
-    # [D16] A padding position shows what the nearest real token to its left shows.
+    # [D16] A padding position shows what the nearest real token to its left shows: [0, 0, 0, 3, 4] in the example.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L333-L341 @cbfd210
-    last_real = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0).cummax(1).values[:, columns]
+    real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
+    last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)
     return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
 
 
@@ -225,11 +229,17 @@ def scaled_logits(
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
     # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
-    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L31 @cbfd210
+    #       openai/lm-human-preferences lm_human_preferences/language/encodings.py#L56-L57 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
-    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
+    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L30 @cbfd210
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def read_scalar(head: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The head's number for each hidden state: (..., width) gives (...). In full precision even in bfloat16 runs."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
 
 
 class RewardModel(nn.Module):
@@ -239,7 +249,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.lm_backbone = lm_backbone
         width = lm_backbone.config.hidden_size
-        # [D29] The head starts small: the score of a hidden state of norm sqrt(width) has a deviation of about 1.
+        # [D29] A small random head: about 1 / sqrt(width) in every weight.
         #       openai/lm-human-preferences lm_human_preferences/language/model.py#L248-L258 @cbfd210
         self.reward_head = nn.Linear(width, 1)
         nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
@@ -252,11 +262,9 @@ class RewardModel(nn.Module):
     def forward(self, query_responses: torch.Tensor, pad_id: int) -> torch.Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.
-        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L105-L107 @cbfd210
-        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))[
-            :, 0
-        ]  # (batch, width)
-        return self.gain * self.reward_head(hidden_states).squeeze(1) + self.bias
+        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L47 @cbfd210
+        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+        return self.gain * read_scalar(self.reward_head, hidden_states[:, 0]) + self.bias
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -269,11 +277,12 @@ class AdamTensorFlowStyle(torch.optim.Adam):
 
         lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
 
-    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam gives the same step if its eps is
-    eps / sqrt(1 - beta2^t): 32 times larger in the first step. With small gradients the difference is large.
+    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam takes the same step if its eps is
+    eps / sqrt(1 - beta2^t), in the first step eps / sqrt(0.001) = 32 eps. With small gradients that matters.
     """
 
-    # [D64] openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
+    # [D64] [D65] No gradient clipping, no weight decay, no warm-up. `steps` counts over the whole run.
+    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
     def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         for group in self.param_groups:
@@ -294,8 +303,9 @@ def learning_rate_at(args: Args, step: int) -> float:
 
 
 def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    """Replace the gradients by their mean over all processes."""
-    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
+    """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
+    # [D66] [D73] All parameters that take part in the loss.
+    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
     if accelerator.num_processes > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
@@ -312,7 +322,7 @@ def left_pad(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
 
     tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
     """
-    # [D08] A stable sort by "is a real token" does it without a loop.
+    # [D08] A stable sort by "is a real token".
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
@@ -337,6 +347,7 @@ def generate(
     in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
     state before each token (batch, response_length, width).
     """
+    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
     tokens = left_pad(contexts, pad_id)
     mask = tokens != pad_id  # (batch, columns so far)
     position_ids = mask.cumsum(1) - mask.long()
@@ -351,7 +362,8 @@ def generate(
         )
         cache, hidden = output.past_key_values, output.last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
-        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number.
+        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
+        #       which rounding leaves a little off 1.
         cdf = all_logprobs.exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].to(cdf.dtype) * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
@@ -365,9 +377,11 @@ def generate(
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
 
 
-def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
     chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
+    if isinstance(chunks[0], torch.Tensor):
+        return torch.cat(chunks)
     return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
@@ -391,7 +405,8 @@ def gain_and_bias(scores: torch.Tensor, target_mean: float, target_std: float) -
 
     Raises NumericalError, an ArithmeticError, if the deviation is 0 or a score is not finite.
     """
-    # [D34] [D35] openai/lm-human-preferences lm_human_preferences/rewards.py#L73-L89 @cbfd210
+    # [D34] openai/lm-human-preferences lm_human_preferences/rewards.py#L73-L89 @cbfd210
+    # [D35] openai/lm-human-preferences lm_human_preferences/train_reward.py#L162-L169 @cbfd210
     mean, std = scores.double().mean().item(), scores.double().std(unbiased=False).item()
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise NumericalError(f"scores with mean {mean} and deviation {std} cannot be normalised")
@@ -413,11 +428,11 @@ def normalize(
 
     query_responses: (samples of this process, sequence_length).
     """
-    # [D32] [D38] Whatever gain and bias had learned is discarded first.
+    # [D32] [D34] Whatever gain and bias had learned is discarded first.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L207-L215 @cbfd210
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    (scores,) = in_chunks(lambda tokens: (reward_model(tokens, pad_id),), chunk, query_responses)
+    scores = in_chunks(partial(reward_model, pad_id=pad_id), chunk, query_responses)
     gain, bias = gain_and_bias(accelerator.gather(scores) if accelerator else scores, target_mean, target_std)
     reward_model.gain.fill_(gain)
     reward_model.bias.fill_(bias)
@@ -447,11 +462,11 @@ def sample_to_normalize(
         sizes.normalize_samples, task.response_length, generator=keyed_generator(args.seed, "normalize", stage)
     )[rows]  # (local_normalize_samples, response_length)
 
-    def respond(contexts: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor]:
-        return generate(language_model, contexts, uniforms, ids.pad, ids.pad, task.temperature)[:1]
+    def respond(contexts: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        return generate(language_model, contexts, uniforms, ids.pad, ids.pad, task.temperature)[0]
 
     contexts = add_affixes(queries, ids.prefix, ids.suffix).to(language_model.device)
-    (responses,) = in_chunks(respond, sizes.local_rollout_batch, contexts, noise.to(language_model.device))
+    responses = in_chunks(respond, sizes.local_rollout_batch, contexts, noise.to(language_model.device))
     # [D28] The reward model sees the query without prefix and suffix.
     #       openai/lm-human-preferences lm_human_preferences/rewards.py#L105-L107 @cbfd210
     return torch.cat([queries.to(responses.device), responses], dim=1)
@@ -504,6 +519,8 @@ def evaluate(
     device = reward_model.gain.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, right choices
     for local_inds in inds[accelerator.process_index :: accelerator.num_processes].split(chunk):
+        if len(local_inds) == 0:  # fewer labels than processes
+            break
         queries, samples, best = (t[local_inds].to(device) for t in (labels.queries, labels.samples, labels.best))
         loss, accuracy = best_of_n_loss(score_samples(reward_model, queries, samples, pad_id), best)
         sums += torch.stack([loss, accuracy]).double() * len(local_inds)
@@ -524,6 +541,9 @@ PANELS = {
 }
 
 
+FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
+
+
 def save_reward_model(
     folder: Path, reward_model: RewardModel, tokenizer: PreTrainedTokenizerBase, info: dict
 ) -> None:
@@ -534,10 +554,12 @@ def save_reward_model(
     = w h + c. Where that norm has no bias, c stands in the configuration as `score_constant` and must be added.
     `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
     """
+    # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
     backbone, pad_id = reward_model.lm_backbone.base_model, len(tokenizer)
     kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
     weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
     constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
+    # Some models refuse a padding id beyond their embedding, so it is set once the embedding has a row for it.
     config = type(backbone.config).from_dict(backbone.config.to_dict() | {"pad_token_id": None})
     config.num_labels = 1
     norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
@@ -560,9 +582,6 @@ def save_reward_model(
     write_json(folder / "ppo_rlhf.json", info)
 
 
-FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")
-
-
 # ----------------------------------------------------------------------------------------------------------------
 # Train
 # ----------------------------------------------------------------------------------------------------------------
@@ -576,11 +595,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
     tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     labels = read_labels(args.label_dataset, args.task, tokenizer)
+    # [D20] openai/lm-human-preferences lm_human_preferences/train_reward.py#L94-L96 @cbfd210
     if len(labels.best) < args.num_train:
         raise InputError(
             f"--num_train {args.num_train}: --label_dataset {args.label_dataset} has only {len(labels.best)} labels"
@@ -590,35 +610,34 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
     check_model(language_model, args.base_model, ids.context_length + args.task.response_length)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # [D76] for the head; all other noise is keyed
     reward_model = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(
         device, dtype
     )
-    reward_model.forward = autocast(reward_model.forward)
+    reward_model.forward = autocast()(reward_model.forward)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
 
     run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
-    run.print_sizes(sizes)
     first_step = 0
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint
         first_step, stream.position = state["step"], state["query_position"]
-        restore_training_state(reward_model, optimizer, tensors, first_step)
+        restore_training_state(reward_model, optimizer, tensors)
     run.start_logging(first_step)
 
     def normalize_now(stage: str) -> None:
         # [D39] openai/lm-human-preferences lm_human_preferences/train_reward.py#L208-L209 @cbfd210
-        if args.normalize_samples and getattr(args, f"normalize_{stage}"):
-            with autocast:
+        if args.normalize_samples:
+            with autocast():
                 samples = sample_to_normalize(language_model, stream, ids, args, sizes, stage, rank)
             normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator)
 
     # 1. Normalise.
-    if first_step == 0:
+    if args.normalize_before and first_step == 0:
         normalize_now("before")
 
     # 2. One pass over the labels.
-    # [D20] [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
+    # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L236-L250 @cbfd210
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
     with run.progress("reward model", sizes.steps, first_step) as advance:
@@ -640,20 +659,24 @@ def train(args: Args, joint: dict | None = None) -> Path:
             advance(f"loss {means['train/loss']:.3f}, accuracy {means['train/accuracy']:.2f}")
 
     # 3. Normalise again.
-    normalize_now("after")
+    # [D38] On the next queries of the stream.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L252-L254 @cbfd210
+    if args.normalize_after:
+        normalize_now("after")
 
-    held_out = torch.arange(args.num_train, len(labels.best))
-    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1]}
-    if len(held_out):
-        results |= evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
     folder = run.model_folder / "reward"
     if accelerator.is_main_process:
         info = {"kind": "reward model", "base_model": args.base_model, "label_dataset": args.label_dataset}
         info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(args.task)}
         save_reward_model(folder, reward_model, tokenizer, info)
-        if args.upload_model:
-            upload_model(folder, args.hf_entity, run.model_folder.name)
+    # [X07] The labels beyond the first num_train show how good the model is.
+    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1], "skipped_queries": stream.skipped}
+    held_out = torch.arange(args.num_train, len(labels.best))
+    if len(held_out):
+        results |= evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
     run.finish(PANELS, **results)
+    if args.upload_model and accelerator.is_main_process:
+        upload_model(folder, args.hf_entity, run.model_folder.name)
     accelerator.wait_for_everyone()
     return folder
 

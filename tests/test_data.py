@@ -407,7 +407,7 @@ def test_one_token():
 def test_task_ids():
     task = TaskArgs(query_length=6, query_prefix="ab", query_suffix="c", truncate_text=".")
     ids = data.task_ids(task, Letters())
-    assert (ids.pad, ids.eos, ids.stop) == (95, None, 14)
+    assert (ids.pad, ids.eos, ids.stop) == (95, -1, 14)
     assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
 
 
@@ -428,15 +428,20 @@ def test_texts_are_decoded_without_padding():
     assert data.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
 
 
-def test_a_scoring_function_sees_texts():
-    def double_length(queries, responses):
-        return [2 * len(query + response) for query, response in zip(queries, responses, strict=True)]
-
-    score = data.text_scorer(double_length, "rewards.function", Letters(), PAD)
-    (scores,) = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
+def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
+    (tmp_path / "two_scores.py").write_text(
+        "def double_length(queries, responses):\n"
+        "    return [2 * len(query + response) for query, response in zip(queries, responses, strict=True)]\n"
+        "def too_few(queries, responses):\n"
+        "    return [1.0]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    score = data.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
+    scores = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
     assert scores.tolist() == [4.0, 8.0]
-    score = data.text_scorer(lambda queries, responses: [1.0], "rewards.function", Letters(), PAD)
-    assert "--rewards.function returned 1 scores for 2" in error_line(score, *[torch.zeros(2, 2).long()] * 2)
+    score = data.text_scorer("two_scores:too_few", "rewards.function", Letters(), PAD)
+    message = error_line(score, *[torch.zeros(2, 2).long()] * 2)
+    assert "--rewards.function two_scores:too_few returned 1 scores for 2" in message
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -402,7 +402,7 @@ def check_ppo_steps(name: str) -> None:
         query_responses = torch.cat([contexts, step["responses"]], dim=1)
         with torch.no_grad():
             logprobs, _, values = policy(query_responses, PAD, ids.context_length, temperature)
-            (ref_logprobs,) = train_policy.reference_logprobs(reference, ids, temperature, query_responses)
+            ref_logprobs = train_policy.reference_logprobs(reference, ids, temperature, query_responses)
             truncated = train_policy.truncate_at(step["responses"], ids.stop, task["truncate_after"], PAD)
             scores = reward_model(torch.cat([step["queries"], truncated], dim=1), PAD)
         close(logprobs, step["logprobs"], atol=LOGPROB)
@@ -432,7 +432,7 @@ def check_ppo_steps(name: str) -> None:
             "objective/score": step["scores"].mean().item(),
             "objective/non_score_reward": non_score_rewards.sum(1).mean().item(),
         }
-        metrics = train_policy.finish_metrics(means, update, args, expected["kl_coef_used"], seconds=1.0)
+        metrics = train_policy.finish_metrics(means, update, args, expected["kl_coef_used"], 1.0, 1.0)
         for key, number in expected["recorded_stats"].items():
             close(
                 torch.tensor(metrics[key], dtype=torch.float64),

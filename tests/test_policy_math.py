@@ -640,7 +640,7 @@ def test_metrics_that_follow_from_the_means():
     }
     means |= {"ppo/val/ratio": 1.1, "ppo/val/ratio_var": 0.05}  # the mean of (ratio - 1)^2
     args = train_policy.Args(task=TaskArgs(response_length=24), ppo=PpoArgs(batch_size=512, total_episodes=1024))
-    metrics = train_policy.finish_metrics(means, 1, args, kl_coef=0.15, seconds=2.0)
+    metrics = train_policy.finish_metrics(means, 1, args, kl_coef=0.15, update_seconds=2.0, run_seconds=9.0)
     expected = {
         "objective/score_total": 1.5,
         "objective/kl_coef": 0.15,

@@ -207,7 +207,7 @@ def test_a_sample_that_was_cut_off_is_dropped(accelerator):
 
 @pytest.fixture
 def run(accelerator):
-    return Run(FakeArgs(), accelerator, {"batch": 8})
+    return start(accelerator)
 
 
 def load(accelerator, folder: Path):
@@ -314,8 +314,8 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(run, accelerator):
     train_a_little(model, optimizer, 2)
 
     resumed, resumed_optimizer = fresh()
-    tensors, state = load(accelerator, run.folder)
-    run_module.restore_training_state(resumed, resumed_optimizer, tensors, state["step"])
+    tensors, _ = load(accelerator, run.folder)
+    run_module.restore_training_state(resumed, resumed_optimizer, tensors)
     train_a_little(resumed, resumed_optimizer, 2)
     for parameter, expected in zip(resumed.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
@@ -325,7 +325,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(run, accelerator):
 def test_a_checkpoint_of_another_model_is_refused(other):
     model = nn.Linear(3, 4)
     tensors = run_module.training_state(model, torch.optim.Adam(model.parameters()))
-    message = error_line(run_module.restore_training_state, other, torch.optim.Adam(other.parameters()), tensors, 1)
+    message = error_line(run_module.restore_training_state, other, torch.optim.Adam(other.parameters()), tensors)
     assert "checkpoint" in message
 
 
