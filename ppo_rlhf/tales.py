@@ -25,6 +25,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ import torch
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from ppo_rlhf.run import run_script
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -246,7 +249,7 @@ def train_language_model(
     """A small GPT-2, trained from scratch on windows of the stories. Returns it and its last loss, nats per token."""
     full_stop = tokenizer.encode(".")[0]
     rows = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(ids) for ids in tokenizer(stories)["input_ids"]], batch_first=True, padding_value=-1
+        [torch.tensor(tokenizer.encode(story)) for story in stories], batch_first=True, padding_value=-1
     )  # (stories, tokens)
     # A window begins where a sentence begins, as queries do, and lies within one story.
     sentence_starts = torch.cat([torch.ones_like(rows[:, :1]), rows[:, :-1] == full_stop], dim=1).bool()
@@ -283,8 +286,8 @@ def train_language_model(
         loss.backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.detach())
-    return model.eval(), torch.stack(losses[-20:]).mean().item()
+        losses.append(loss.item())
+    return model.eval(), statistics.fmean(losses[-20:])
 
 
 def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str, dict[str, float]]:
@@ -394,7 +397,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
     return folder
 
 
-if __name__ == "__main__":
+def main() -> None:
     world = find_world(tyro.cli(TalesArgs, description=__doc__))
     facts = json.loads((world / "world.json").read_text())
     print(
@@ -402,3 +405,7 @@ if __name__ == "__main__":
     )
     print(f"(loss {facts['lm_loss']:.2f} nats per token). The first story:\n")
     print((world / "stories.txt").read_text().splitlines()[0])
+
+
+if __name__ == "__main__":
+    run_script(main)
