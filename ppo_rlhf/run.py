@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -170,7 +171,7 @@ def make_accelerator() -> Accelerator:
 
 def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
     """Reduce 0-d tensors over all processes, in one flat vector."""
-    # [D75] openai/lm-human-preferences lm_human_preferences/utils/core.py#L491-L524 @cbfd210
+    # [D75] [X13] openai/lm-human-preferences lm_human_preferences/utils/core.py#L491-L524 @cbfd210
     flat = torch.stack([value.detach().double() for value in values.values()])
     return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
 
@@ -187,6 +188,35 @@ def import_function(name: str, field: str) -> Callable:
     if not callable(function):
         raise InputError(f"--{field} {name}: that is no function")
     return function
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sizes
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
+    """Check that these fields of a dataclass are not too small. prefix: of their names on the command line."""
+    for field in fields:
+        if getattr(group, field) < least:
+            raise InputError(f"{prefix}{field} is {getattr(group, field)}; it must be at least {least}")
+
+
+def split_evenly(field: str, value: int, parts: int, what: str) -> int:
+    """value / parts, if that is exact. what: what the parts are, for the message."""
+    if value % parts:
+        offer = math.ceil(value / parts) * parts
+        raise InputError(f"{field} {value} does not divide by {parts} ({what}); --{field} {offer} does")
+    return value // parts
+
+
+def rows_at_a_time(field: str, value: int, whole: int) -> int:
+    """A memory knob: how many of the rows to take at a time; 0: all."""
+    size = value or whole
+    if whole % size:
+        offer = math.gcd(size, whole)
+        raise InputError(f"{field} {value} does not divide the {whole} of one process; --{field} {offer} does")
+    return size
 
 
 # ----------------------------------------------------------------------------------------------------------------

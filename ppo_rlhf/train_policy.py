@@ -61,11 +61,14 @@ from ppo_rlhf.run import (
     InputError,
     NumericalError,
     Run,
+    at_least,
     make_accelerator,
     mean_over_processes,
     parse_args,
     restore_training_state,
+    rows_at_a_time,
     run_script,
+    split_evenly,
     training_state,
     upload_model,
     write_json,
@@ -177,7 +180,7 @@ def fixed_kl(kl_coef: float) -> RewardsArgs:
     return RewardsArgs(kl_coef=kl_coef, adaptive_kl=AdaptiveKLArgs(target=None))
 
 
-# [D87] Summaries do without reward whitening.    openai/lm-human-preferences launch.py#L166 @cbfd210
+# [D87] [X09] Summaries do without reward whitening.    openai/lm-human-preferences launch.py#L166 @cbfd210
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)
 PRESETS = {
@@ -217,55 +220,32 @@ class PpoSizes:
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    for name in ("total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups"):
-        if getattr(ppo, name) < 1:
-            raise InputError(f"ppo.{name} is {getattr(ppo, name)}; it must be at least 1")
-    if ppo.whiten_groups % num_processes:
-        fitting = math.ceil(ppo.whiten_groups / num_processes) * num_processes
-        raise InputError(
-            f"ppo.whiten_groups {ppo.whiten_groups} does not divide among {num_processes} processes; "
-            f"--ppo.whiten_groups {fitting} does"
-        )
+    at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
+    at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
+    local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
-    if ppo.batch_size % slices:
-        raise InputError(
-            f"ppo.batch_size {ppo.batch_size} does not divide into ppo.whiten_groups x ppo.nminibatches = "
-            f"{ppo.whiten_groups} x {ppo.nminibatches} parts; "
-            f"--ppo.batch_size {math.ceil(ppo.batch_size / slices) * slices} does"
-        )
+    group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, "ppo.whiten_groups x ppo.nminibatches")
     # [D68] Fewer than eight episodes give no usable variance of the rewards.
     #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L69-L75 @cbfd210
-    if ppo.whiten_rewards and ppo.batch_size < 8 * slices:
+    if ppo.whiten_rewards and group_minibatch < 8:
         raise InputError(
             f"ppo.whiten_rewards needs at least 8 episodes per group and minibatch, and ppo.batch_size "
-            f"{ppo.batch_size} gives {ppo.batch_size // slices}; --ppo.batch_size {8 * slices} is enough"
+            f"{ppo.batch_size} gives {group_minibatch}; --ppo.batch_size {8 * slices} is enough"
         )
     local_batch = ppo.batch_size // num_processes
-    local_minibatch = local_batch // ppo.nminibatches
-    micro_batch = ppo.local_micro_batch_size or local_minibatch
-    rollout_batch = ppo.local_rollout_batch_size or local_batch
-    if micro_batch < 1 or local_minibatch % micro_batch:
-        raise InputError(
-            f"ppo.local_micro_batch_size {micro_batch} does not divide the local minibatch {local_minibatch}; "
-            f"--ppo.local_micro_batch_size {math.gcd(micro_batch, local_minibatch)} does"
-        )
-    if rollout_batch < 1 or local_batch % rollout_batch:
-        raise InputError(
-            f"ppo.local_rollout_batch_size {rollout_batch} does not divide the local batch {local_batch}; "
-            f"--ppo.local_rollout_batch_size {math.gcd(rollout_batch, local_batch)} does"
-        )
+    local_minibatch = local_groups * group_minibatch
     return PpoSizes(
         # [D63] The last, incomplete batch counts as an update.
         #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L78-L84 @cbfd210
         updates=math.ceil(ppo.total_episodes / ppo.batch_size),
         batch=ppo.batch_size,
         local_batch=local_batch,
-        local_rollout_batch=rollout_batch,
-        local_groups=ppo.whiten_groups // num_processes,
+        local_rollout_batch=rows_at_a_time("ppo.local_rollout_batch_size", ppo.local_rollout_batch_size, local_batch),
+        local_groups=local_groups,
         group_batch=ppo.batch_size // ppo.whiten_groups,
-        group_minibatch=ppo.batch_size // slices,
+        group_minibatch=group_minibatch,
         local_minibatch=local_minibatch,
-        local_micro_batch=micro_batch,
+        local_micro_batch=rows_at_a_time("ppo.local_micro_batch_size", ppo.local_micro_batch_size, local_minibatch),
     )
 
 
@@ -883,29 +863,16 @@ def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Sc
     """The function that is only logged, under its metric's name; an empty dictionary if there is none."""
     if not args.rewards.monitor:
         return {}
-    name = f"objective/{re.split('[:.]', args.rewards.monitor)[-1]}"
-    if name in OBJECTIVES:
-        raise InputError(f"--rewards.monitor {args.rewards.monitor}: {name} is a metric already; rename the function")
-    return {name: text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer))}
+    name = re.split("[:.]", args.rewards.monitor)[-1]
+    if re.match("kl|entropy|score|non_score|raw_score|stopped|response_length|sampler", name):
+        raise InputError(f"--rewards.monitor {args.rewards.monitor}: objective/{name} is taken; rename the function")
+    return {f"objective/{name}": text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer))}
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # Logging, checkpoints, the saved policy
 # ----------------------------------------------------------------------------------------------------------------
 
-OBJECTIVES = {
-    "objective/kl",
-    "objective/kl_coef",
-    "objective/entropy",
-    "objective/score",
-    "objective/scores",
-    "objective/score_total",
-    "objective/non_score_reward",
-    "objective/raw_score",
-    "objective/stopped",
-    "objective/response_length",
-    "objective/sampler_gap",
-}
 PANELS = {
     "score": ["objective/scores", "objective/gold_scores"],
     "KL from the reference (nats)": ["objective/kl"],
@@ -995,6 +962,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
     run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    at_least(0, "", args, "log_interval", "save_interval")
     first_update = 0
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint

@@ -54,11 +54,14 @@ from ppo_rlhf.run import (
     InputError,
     NumericalError,
     Run,
+    at_least,
     make_accelerator,
     mean_over_processes,
     parse_args,
     restore_training_state,
+    rows_at_a_time,
     run_script,
+    split_evenly,
     training_state,
     upload_model,
     write_json,
@@ -154,32 +157,15 @@ class RewardSizes:
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    for name in ("num_train", "batch_size", "rollout_batch_size"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{name} is {getattr(args, name)}; it must be at least 1")
-    for name in ("normalize_samples", "local_rollout_batch_size"):
-        if getattr(args, name) < 0:
-            raise InputError(f"{name} is {getattr(args, name)}; it must be at least 0")
+    at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
+    at_least(0, "", args, "normalize_samples", "local_micro_batch_size", "local_rollout_batch_size", "save_interval")
     # [D43] openai/lm-human-preferences lm_human_preferences/train_reward.py#L56-L58 @cbfd210
-    for name in ("batch_size", "rollout_batch_size"):
-        if getattr(args, name) % num_processes:
-            fitting = math.ceil(getattr(args, name) / num_processes) * num_processes
-            raise InputError(
-                f"{name} {getattr(args, name)} does not divide among {num_processes} processes; "
-                f"--{name} {fitting} does"
-            )
+    local_batch = split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    local_rollout_batch = split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
     if args.num_train % args.batch_size:
-        fitting = args.num_train // args.batch_size * args.batch_size
+        fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
         raise InputError(
-            f"num_train {args.num_train} does not divide into batches of batch_size {args.batch_size}; "
-            f"--num_train {fitting or args.batch_size} does"
-        )
-    local_batch = args.batch_size // num_processes
-    micro_batch = args.local_micro_batch_size or local_batch
-    if micro_batch < 1 or local_batch % micro_batch:
-        raise InputError(
-            f"local_micro_batch_size {micro_batch} does not divide the local batch {local_batch}; "
-            f"--local_micro_batch_size {math.gcd(micro_batch, local_batch)} does"
+            f"num_train {args.num_train} is not whole batches of {args.batch_size}; --num_train {fitting} is"
         )
     # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L197-L199 @cbfd210
@@ -188,10 +174,10 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
         steps=args.num_train // args.batch_size,
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=micro_batch,
+        local_micro_batch=rows_at_a_time("local_micro_batch_size", args.local_micro_batch_size, local_batch),
         normalize_samples=normalize_samples,
         local_normalize_samples=normalize_samples // num_processes,
-        local_rollout_batch=args.local_rollout_batch_size or args.rollout_batch_size // num_processes,
+        local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
     )
 
 
