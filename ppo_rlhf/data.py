@@ -208,7 +208,7 @@ def read_text_file(path: Path) -> list[str]:
                 items.append(json.loads(line))
         else:
             items = json.loads(content)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         where = f", item {len(items) + 1}" if path.suffix == ".jsonl" else ""
         raise InputError(f"--task.query_dataset {path}{where}: {error}") from error
     if not isinstance(items, list):
@@ -424,11 +424,22 @@ def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, pad_i
     function = import_function(name, field)
 
     def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        scores = function(to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, responses, pad_id))
+        return score_texts(to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, responses, pad_id)).to(
+            queries.device
+        )
+
+    def score_texts(queries: list[str], responses: list[str]) -> torch.Tensor:
+        scores = function(queries, responses)
         if len(scores) != len(queries):
             raise InputError(f"--{field} {name} returned {len(scores)} scores for {len(queries)} responses")
-        return torch.tensor([float(score) for score in scores], device=queries.device)
+        return torch.tensor([float(score) for score in scores])
 
+    try:
+        score_texts(["A query."] * 2, ["A response.", "Another one."])
+    except InputError:
+        raise
+    except Exception as error:  # the function is the user's and may raise anything
+        raise InputError(f"--{field} {name} failed on two texts: {type(error).__name__}: {error}") from error
     return score
 
 
@@ -438,7 +449,8 @@ def read_info(folder: Path) -> dict[str, Any]:
         info = json.loads((folder / "ppo_rlhf.json").read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a model that was trained here: {error}") from error
-    if not isinstance(info, dict) or "vocab_size" not in info:
+    keys = {"kind", "base_model", "vocab_size", "task"}
+    if not isinstance(info, dict) or not keys <= set(info) or not isinstance(info["task"], dict):
         raise InputError(f"{folder / 'ppo_rlhf.json'} does not describe a model that was trained here")
     return info
 
@@ -483,6 +495,8 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(meta, dict):
         raise InputError(f"{path}: must be a JSON object")
+    if not isinstance(meta.get("ceiling", 1.0), float) or not 0 < meta.get("ceiling", 1.0) <= 1:
+        raise InputError(f"{path}: the ceiling is {meta['ceiling']!r}; it must be a number above 0 and at most 1.0")
     return meta
 
 
@@ -499,7 +513,7 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
     what, vocab_size = f"--label_dataset {path}", len(tokenizer)
     try:
         rows = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{what}: {error}") from error
     meta = read_sidecar(path.with_suffix(".meta.json"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -572,9 +586,18 @@ def load_pretrained(
         for name, value in vars(config).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
-        return auto_class.from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        model, loading = auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
+        if loading["missing_keys"]:
+            missing = ", ".join(sorted(loading["missing_keys"])[:3])
+            raise OSError(f"its weights lack {missing}")
+        return model
 
 
 @contextlib.contextmanager
@@ -587,14 +610,17 @@ def model_errors(base_model: str) -> Iterator[str]:
         return
     try:
         yield str(path)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
 
 
 @torch.no_grad()
-def check_model(model: PreTrainedModel, base_model: str, length: int) -> None:
-    """Raise if the model cannot read so many tokens, or if its logits are not just its output layer's."""
+def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int) -> None:
+    """Raise if the model cannot read so many tokens or ids, or if its logits are not just its output layer's."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < vocab_size:
+        raise InputError(f"--base_model {base_model} has an embedding of {rows} rows for a tokenizer of {vocab_size}")
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise InputError(

@@ -113,9 +113,9 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
     """The inverse of dataclasses.asdict for nested dataclasses."""
     hints = typing.get_type_hints(cls)
-    unknown = set(values) - set(hints)
-    if unknown:
-        raise InputError(f"the saved arguments of {cls.__name__} hold {', '.join(sorted(unknown))}, unknown here")
+    if not isinstance(values, dict) or set(values) != set(hints):
+        differing = ", ".join(sorted(set(hints) ^ set(values or ())))
+        raise InputError(f"the saved arguments are not those of this script; they differ in {differing}")
     return cls(**{k: from_dict(hints[k], v) if dataclasses.is_dataclass(hints[k]) else v for k, v in values.items()})
 
 
@@ -141,12 +141,21 @@ def run_script(main: Callable[[], Any]) -> None:
     try:
         main()
     except (InputError, NumericalError) as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with(str(error))
+    except OSError as error:  # a folder that cannot be written, a full disk
+        if error.filename is None:
+            raise
+        exit_with(f"{error.filename}: {error.strerror}")
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def exit_with(message: str) -> None:
+    """Print one line, on the main process, and exit with status 2."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def make_accelerator() -> Accelerator:
@@ -163,9 +172,11 @@ def make_accelerator() -> Accelerator:
         )
     if accelerator.device.type == "cpu":
         # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(int(os.environ.get("PPO_RLHF_THREADS", max(1, threads // local_processes))))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = os.environ.get("PPO_RLHF_THREADS", str(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))))
+        if not threads.isdigit() or int(threads) < 1:
+            raise InputError(f"PPO_RLHF_THREADS is {threads}; it must be a number of threads")
+        torch.set_num_threads(int(threads))
     return accelerator
 
 
@@ -183,8 +194,8 @@ def import_function(name: str, field: str) -> Callable:
         sys.path.append("")
     try:
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InputError(f"--{field} {name}: {error}; write package.module:name") from error
+    except Exception as error:  # the module is the user's and may raise anything
+        raise InputError(f"--{field} {name}: {type(error).__name__}: {error}; write package.module:name") from error
     if not callable(function):
         raise InputError(f"--{field} {name}: that is no function")
     return function
@@ -195,11 +206,25 @@ def import_function(name: str, field: str) -> Callable:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def above_zero(prefix: str, group: Any, *fields: str) -> None:
+    """Check that these fields of a dataclass are above 0. prefix: of their names on the command line."""
+    for field in fields:
+        if not getattr(group, field) > 0:
+            raise InputError(f"{prefix}{field} is {getattr(group, field)}; it must be above 0")
+
+
 def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
     """Check that these fields of a dataclass are not too small. prefix: of their names on the command line."""
     for field in fields:
         if getattr(group, field) < least:
             raise InputError(f"{prefix}{field} is {getattr(group, field)}; it must be at least {least}")
+
+
+def check_finite(args: Any) -> None:
+    """Check that no number among the arguments is infinite or not a number."""
+    for name, value in flatten(dataclasses.asdict(args)).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"--{name} is {value}; it must be a finite number")
 
 
 def split_evenly(field: str, value: int, parts: int, what: str) -> int:
@@ -229,16 +254,20 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads((folder / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error
-    if not isinstance(meta, dict) or "args" not in meta:
+    if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
     return meta
 
 
-def write_json(path: Path, value: Any) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write to a temporary name, then rename: a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.write_text(text)
     temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    replace_file(path, json.dumps(value, indent=2) + "\n")
 
 
 def commit() -> str:
@@ -269,8 +298,10 @@ class Run:
         self.args = args
         self.is_main = accelerator.is_main_process
         self.started = time.time()
+        if Path(args.exp_name).name != args.exp_name:
+            raise InputError(f"--exp_name {args.exp_name!r}: must be the name of a folder, not a path")
         if args.resume:
-            self.folder = Path(args.resume)
+            self.folder = Path(args.resume).resolve()
         else:
             self.folder = Path("runs") / run_name(args, joint["timestamp"] if joint else shared_timestamp())
         self.model_folder = self.folder.parent.parent / "models" / self.folder.name
@@ -317,33 +348,39 @@ class Run:
         """
         if not self.is_main:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
+        except FileExistsError as error:
+            raise InputError(f"{self.folder} exists already; did another run begin in the same second?") from error
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
         print_table(self.meta["name"], sizes, show_lines=False)
-        metrics_file = self.folder / "metrics.csv"
-        if first_step and metrics_file.exists():
-            with metrics_file.open(newline="") as file:
-                rows = [row for row in csv.DictReader(file) if None not in row.values()]  # the last may be cut off
-            kept = [row for row in rows if int(row["step"]) < first_step]
-            self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
-        samples_file = self.folder / "samples.jsonl"
-        samples = samples_file.read_text().splitlines(keepends=True) if samples_file.exists() else []
-        whole = [line for line in samples if line.endswith("\n")]
-        samples_file.write_text("".join(line for line in whole if json.loads(line)["step"] < first_step))
-        for event_file in self.folder.glob("events.out.tfevents.*"):
-            event_file.unlink()
-        self._open_csv(metrics_file)
+        self._cut_logs(first_step)
+        self._open_csv()
         self._open_tensorboard()
-        for row in self.rows:
-            for write in self._writers:
-                write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
         if self.args.track:
             self._open_wandb(config or {})
 
-    def _open_csv(self, path: Path) -> None:
-        file = path.open("w", newline="")
-        writer = csv.writer(file)
+    def _cut_logs(self, first_step: int) -> None:
+        """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
+        metrics_file, samples_file = self.folder / "metrics.csv", self.folder / "samples.jsonl"
+        lines = metrics_file.read_text().splitlines(keepends=True) if first_step else []
+        samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
+        try:
+            rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
+            kept = [row for row in rows if float(row["step"]) < first_step]
+            self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
+            samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
+        if len(self.rows) != first_step:
+            raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
+        replace_file(metrics_file, "".join(lines[: first_step + 1] if first_step else []))
+        replace_file(samples_file, "".join(samples))
+
+    def _open_csv(self) -> None:
+        file = (self.folder / "metrics.csv").open("a", newline="")
+        writer = csv.writer(file, lineterminator="\n")
 
         def write(step: int, metrics: dict[str, float]) -> None:
             if file.tell() == 0:
@@ -355,6 +392,8 @@ class Run:
         self._closers.append(file.close)
 
     def _open_tensorboard(self) -> None:
+        for event_file in self.folder.glob("events.out.tfevents.*"):
+            event_file.unlink()
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -367,6 +406,8 @@ class Run:
             for name, value in metrics.items():
                 board.add_scalar(name, value, step)
 
+        for row in self.rows:
+            write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
         self._writers.append(write)
         self._closers.append(board.close)
 
@@ -376,15 +417,18 @@ class Run:
         except ImportError:
             print("wandb is not installed; metrics go to metrics.csv and TensorBoard only")
             return
-        tracked = wandb.init(
-            project=self.args.wandb_project_name,
-            entity=self.args.wandb_entity,
-            name=self.meta["name"],
-            id=self.meta["wandb_id"],
-            resume="allow",
-            config=self.meta["args"] | config,
-            dir=str(self.folder),
-        )
+        try:
+            tracked = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                name=self.meta["name"],
+                id=self.meta["wandb_id"],
+                resume="allow",
+                config=self.meta["args"] | config,
+                dir=str(self.folder),
+            )
+        except wandb.errors.Error as error:
+            raise InputError(f"--track: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
         self.save_meta(wandb_id=tracked.id)
         self._writers.append(lambda step, metrics: tracked.log(metrics, step=step))
         self._closers.append(tracked.finish)
@@ -461,16 +505,20 @@ class Run:
 
     def save_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Write checkpoints/<step> completely, then give it its name; keep the newest few [X05]."""
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
         if not self.is_main:
             return
         folder = self.folder / "checkpoints"
         temporary = folder / f"{step}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
-            temporary / "tensors.safetensors",
-        )
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        try:
+            save_file(contiguous, temporary / "tensors.safetensors")
+        except SafetensorError as error:
+            raise InputError(f"{temporary} cannot be written ({error}); the checkpoint before it is kept") from error
         write_json(temporary / "state.json", {"step": step, **state})
         shutil.rmtree(folder / str(step), ignore_errors=True)
         temporary.rename(folder / str(step))
@@ -485,7 +533,13 @@ class Run:
             return None
         folder = self.folder / "checkpoints" / str(steps[-1])
         try:
-            return load_file(folder / "tensors.safetensors"), json.loads((folder / "state.json").read_text())
+            tensors, state = (
+                load_file(folder / "tensors.safetensors"),
+                json.loads((folder / "state.json").read_text()),
+            )
+            if not isinstance(state, dict) or state.get("step") != steps[-1]:
+                raise ValueError("state.json does not name its step")
+            return tensors, state
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
                 f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
@@ -507,8 +561,16 @@ def restore_training_state(
 ) -> None:
     """The inverse of training_state, for an AdamTensorFlowStyle."""
     shapes = {f"model.{name}": parameter.shape for name, parameter in model.named_parameters()}
-    if shapes != {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}:
-        raise InputError("the checkpoint holds other parameters than the model that its arguments name")
+    for moment in ("exp_avg", "exp_avg_sq"):
+        trained = (f"optimizer.{i}.{moment}" for i in optimizer.state_dict()["param_groups"][0]["params"])
+        shapes |= {
+            name: parameter.shape
+            for name, parameter in zip(trained, model.parameters(), strict=True)
+            if name in tensors
+        }
+    steps = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
+    if len(steps) != 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
+        raise InputError("the checkpoint holds other tensors than the model that its arguments name")
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[f"model.{name}"])
     state = optimizer.state_dict()
@@ -517,7 +579,7 @@ def restore_training_state(
             _, index, moment = name.split(".")
             state["state"].setdefault(int(index), {})[moment] = tensor
     for group in state["param_groups"]:
-        group["steps"] = max(int(moments["step"]) for moments in state["state"].values())
+        (group["steps"],) = steps
     optimizer.load_state_dict(state)
 
 
@@ -529,9 +591,12 @@ def run_name(args: Any, timestamp: int) -> str:
     return f"{args.exp_name}__{args.preset}__{args.seed}__{timestamp}"
 
 
-def shared_timestamp(timestamp: int | None = None) -> int:
-    """Seconds since 1970, the main process's on every process."""
-    return broadcast_object_list([timestamp or int(time.time())])[0]
+def shared_timestamp() -> int:
+    """Seconds since 1970 that name no run yet, the main process's on every process."""
+    timestamp = int(time.time())
+    while list(Path("runs").glob(f"*__{timestamp}")):
+        timestamp += 1
+    return broadcast_object_list([timestamp])[0]
 
 
 def one_line(value: Any) -> Any:
@@ -543,16 +608,17 @@ def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, sho
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         print(title, *(json.dumps(row) for row in rows), sep="\n")
         return
-    table = Table(title=title, show_lines=show_lines)
+    table = Table(title=Text(title), show_lines=show_lines)
     for name in rows[0]:
         numeric = all(isinstance(row[name], float | int) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)
     for row in rows:
         cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        table.add_row(*(cell.replace("[", "\\[") for cell in cells))
+        table.add_row(*(Text(cell) for cell in cells))
     (console or Console()).print(table)
 
 
@@ -584,6 +650,8 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], panels: dic
         for title, names in panels.items()
         if (drawn := [name for name in names if rows and name in rows[0]])
     }
+    if not panels:
+        return
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(3.4 * columns, 2.5 * lines), layout="constrained")

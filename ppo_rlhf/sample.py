@@ -63,8 +63,8 @@ class Comparison:
     def __init__(self, args: Args):
         folder = Path(args.policy)
         info = read_info(folder)
-        if info["kind"] != "policy":
-            raise InputError(f"--policy {folder} is a {info['kind']}, not a policy")
+        if info["kind"] != "policy" or not {"reward_model", "function", "monitor"} <= set(info):
+            raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.task = from_dict(
             TaskArgs, info["task"] | ({"query_dataset": args.query_dataset} if args.query_dataset else {})
@@ -165,6 +165,8 @@ def sample(args: Args) -> list[dict[str, Any]]:
     """Print the comparison as a table, write it to args.out, and return its rows."""
     if args.n < 1:
         raise InputError(f"--n {args.n}: must be at least 1")
+    if args.out:
+        Path(args.out).open("w").close()  # fail now, not after the sampling
     comparison = Comparison(args)
     if args.interactive:
         rows = []

@@ -98,17 +98,21 @@ def train(args: Args) -> tuple[Path, Path]:
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
     train_reward.reward_sizes(reward_args, accelerator.num_processes)
     train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
+    train_policy.check_arguments(policy_args)
+    if reward_args.exp_name == policy_args.exp_name:
+        raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
     train_policy.load_monitor(policy_args, load_tokenizer(args.base_model, args.trust_remote_code))
 
     runs, timestamp = Path("runs"), shared_timestamp()
     if args.resume:
-        runs, timestamp = Path(args.resume).parent, read_meta(Path(args.resume))["joint"]["timestamp"]
+        runs, timestamp = Path(args.resume).resolve().parent, read_meta(Path(args.resume))["joint"]["timestamp"]
     joint = {"args": dataclasses.asdict(args), "timestamp": timestamp}
 
     def stage(part: Any, part_args: Any, kind: str) -> Path:
         """Train one part, go on with it, or skip it if it is finished."""
         run = runs / run_name(part_args, timestamp)
-        begun, finished = broadcast_object_list([(run.exists(), run.exists() and read_meta(run)["finished"])])[0]
+        begun = bool(args.resume) and (run / "meta.json").exists()
+        begun, finished = broadcast_object_list([(begun, begun and read_meta(run)["finished"])])[0]
         if finished:
             return runs.parent / "models" / run.name / kind
         return part.train(dataclasses.replace(part_args, resume=str(run) if begun else ""), joint)
@@ -128,7 +132,7 @@ def report(reward_folder: Path, policy_folder: Path) -> None:
         folder.parent.parent.parent / "runs" / folder.parent.name for folder in (reward_folder, policy_folder)
     )
     reward_meta, policy_meta = read_meta(reward_run), read_meta(policy_run)
-    comparison = sample.Comparison(sample.Args(policy=str(policy_folder)))
+    comparison = sample.Comparison(sample.Args(policy=str(policy_folder), reward_model=str(reward_folder)))
     queries = comparison.task_queries(EVALUATION_QUERIES)
     rows = [row for key, chunk in enumerate(queries.split(64)) for row in comparison.rows(chunk, key)]
     (policy_run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -145,7 +149,7 @@ def report(reward_folder: Path, policy_folder: Path) -> None:
             f"The reward model finds the annotator's choice in {learned['test_accuracy']:.1%} of "
             f"{learned['test_labels']:,} held-out comparisons. Chance is {learned['chance']:.0%}."
         )
-        if learned["ceiling"]:
+        if learned["ceiling"] and learned["ceiling"] > learned["chance"]:
             share = (learned["test_accuracy"] - learned["chance"]) / (learned["ceiling"] - learned["chance"])
             lines.append(
                 f"The annotator is noisy: a perfect judge would reach {learned['ceiling']:.1%}. "
@@ -153,10 +157,11 @@ def report(reward_folder: Path, policy_folder: Path) -> None:
             )
     lines.append(f"The score, which PPO raises, went from {before['score']:+.2f} to {after['score']:+.2f}.")
     if "gold" in base:
-        deviations = (after["gold"] - before["gold"]) / statistics.stdev(base["gold"])
+        deviation = statistics.stdev(base["gold"])
         lines.append(
-            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}: "
-            f"{deviations:.1f} standard deviations of the language model's own."
+            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}. "
+            f"One standard deviation of the language model's own is {deviation:.2f}"
+            + (f": a gain of {(after['gold'] - before['gold']) / deviation:.1f}." if deviation else ".")
         )
     if comparison.task.query_dataset == "tales":
         shares = [tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]

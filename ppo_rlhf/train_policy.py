@@ -39,6 +39,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -61,7 +62,9 @@ from ppo_rlhf.run import (
     InputError,
     NumericalError,
     Run,
+    above_zero,
     at_least,
+    check_finite,
     make_accelerator,
     mean_over_processes,
     parse_args,
@@ -216,6 +219,17 @@ class PpoSizes:
     group_minibatch: int
     local_minibatch: int
     local_micro_batch: int
+
+
+def check_arguments(args: Args) -> None:
+    """Refuse numbers that cannot be meant."""
+    check_finite(args)
+    at_least(0, "", args, "log_interval", "save_interval")
+    at_least(0, "rewards.", args.rewards, "kl_coef")
+    at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
+    above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
+    if args.rewards.adaptive_kl.target is not None:
+        above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
 
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
@@ -813,7 +827,7 @@ def load_policy_and_reference(
         load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
     )
     longest = task_ids(args.task, tokenizer).context_length + args.task.response_length
-    check_model(lm_backbone, args.base_model, longest)
+    check_model(lm_backbone, args.base_model, longest, len(tokenizer))
     return PolicyWithValueHead(lm_backbone, len(tokenizer)).to(device, dtype), reference.requires_grad_(False)
 
 
@@ -821,14 +835,19 @@ def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool 
     """The reward model that train_reward.py saved in models/<run>/reward, bit for bit."""
     # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
     head_file = folder / "reward_head.safetensors"
+    if not folder.is_dir():
+        raise InputError(f"reward model {folder}: no such folder")
     if not head_file.is_file():
         raise InputError(f"{folder} is not a reward model of train_reward.py: it has no {head_file.name}")
     reward_model = RewardModel(load_pretrained(str(folder), dtype, trust_remote_code, AutoModel))
-    head = load_file(head_file)
-    if missing := {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head):
-        raise InputError(f"{head_file} lacks {', '.join(sorted(missing))}")
-    if reward_model.load_state_dict(head, strict=False).unexpected_keys:
-        raise InputError(f"{head_file} does not fit the model beside it")
+    try:
+        head = load_file(head_file)
+        missing = {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head)
+        unexpected = reward_model.load_state_dict(head, strict=False).unexpected_keys
+    except (SafetensorError, RuntimeError) as error:
+        raise InputError(f"{head_file} does not fit the model beside it: {error}") from error
+    if missing or unexpected:
+        raise InputError(f"{head_file} does not fit the model beside it: {', '.join([*missing, *unexpected])}")
     return reward_model.to(dtype).requires_grad_(False)
 
 
@@ -912,8 +931,8 @@ def finish_metrics(
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise NumericalError(
-                f"{name} is {value} in update {update}; the run stops and saves nothing. "
-                f"A lower --ppo.lr may help; --resume goes on from the last checkpoint"
+                f"{name} is {value} in update {update}; the run stops and saves nothing more. "
+                f"If it happens again after --resume, begin anew with a lower --ppo.lr"
             )
     return metrics
 
@@ -947,6 +966,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     before anything is written.
     """
     accelerator = make_accelerator()
+    check_arguments(args)
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, ppo_sizes(args.ppo, accelerator.num_processes)
@@ -962,7 +982,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
     run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
-    at_least(0, "", args, "log_interval", "save_interval")
     first_update = 0
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint

@@ -54,7 +54,9 @@ from ppo_rlhf.run import (
     InputError,
     NumericalError,
     Run,
+    above_zero,
     at_least,
+    check_finite,
     make_accelerator,
     mean_over_processes,
     parse_args,
@@ -157,6 +159,8 @@ class RewardSizes:
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
+    check_finite(args)
+    above_zero("", args, "lr")
     at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
     at_least(0, "", args, "normalize_samples", "local_micro_batch_size", "local_rollout_batch_size", "save_interval")
     # [D43] openai/lm-human-preferences lm_human_preferences/train_reward.py#L56-L58 @cbfd210
@@ -595,7 +599,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
-    check_model(language_model, args.base_model, ids.context_length + args.task.response_length)
+    check_model(language_model, args.base_model, ids.context_length + args.task.response_length, ids.pad)
     torch.manual_seed(args.seed)  # [D76] for the head; all other noise is keyed
     reward_model = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(
         device, dtype

@@ -439,9 +439,16 @@ def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
     score = data.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
     scores = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
     assert scores.tolist() == [4.0, 8.0]
-    score = data.text_scorer("two_scores:too_few", "rewards.function", Letters(), PAD)
-    message = error_line(score, *[torch.zeros(2, 2).long()] * 2)
+    message = error_line(data.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
     assert "--rewards.function two_scores:too_few returned 1 scores for 2" in message
+
+
+@pytest.mark.parametrize("body", ["1 / 0", "return None", "return ['a', 'b']", "import nothing_of_that_name"])
+def test_a_scoring_function_that_fails_is_named_before_training(tmp_path, monkeypatch, body):
+    name = f"bad_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def scores(queries, responses):\n    {body}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert name in error_line(data.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
 
 
 # ----------------------------------------------------------------------------------------------------------------

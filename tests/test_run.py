@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -166,7 +167,7 @@ def test_logs_are_cut_back_to_the_checkpoint(accelerator, first_step):
     before = start(accelerator)
     log(before, range(4))
     after = start(accelerator, before.folder, first_step)
-    assert after.folder == before.folder
+    assert after.folder == before.folder.resolve()
     log(after, range(first_step, 6), sign=-1)
     signs = [1 if step < first_step else -1 for step in range(6)]
     expected = [signs[step] * metrics_at(step)["loss"] for step in range(6)]
@@ -341,8 +342,10 @@ def test_from_dict_inverts_asdict(script, name):
 
 
 def test_from_dict_refuses_what_it_does_not_know():
-    assert "momentum" in error_line(from_dict, FakeArgs, {"part": {"lr": 0.2, "momentum": 0.9}})
-    assert from_dict(FakeArgs, {"part": {"lr": 0.2}}) == FakeArgs(part=PartArgs(lr=0.2))
+    assert "momentum" in error_line(
+        from_dict, FakeArgs, dataclasses.asdict(FakeArgs()) | {"part": {"lr": 0.2, "momentum": 0.9}}
+    )
+    assert "seed" in error_line(from_dict, FakeArgs, {"part": {"lr": 0.2}})
 
 
 @pytest.mark.parametrize(
@@ -511,3 +514,36 @@ def test_the_script_ends_in_one_line(tmp_path, argv, environment, named):
     assert result.stderr.startswith("error: ")
     assert named in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_never_saved(run):
+    with pytest.raises(NumericalError, match="second is not finite at step 3"):
+        run.save_checkpoint(3, {"first": torch.ones(2), "second": torch.tensor([1.0, math.inf])}, {})
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(accelerator, monkeypatch):
+    monkeypatch.setattr(run_module.time, "time", lambda: 1_000_000.5)
+    assert [start(accelerator).folder.name[-7:] for _ in range(3)] == ["1000000", "1000001", "1000002"]
+
+
+def test_a_resume_that_finds_too_few_logged_steps_stops(accelerator, run):
+    log(run, range(2))
+    assert "2 of the 3 steps" in error_line(start, accelerator, run.folder, 3)
+
+
+def test_a_table_takes_any_text(capsys):
+    run_module.print_table("[/b] title", [{"query": "[/i] \\[ text", "score": 1.0}])
+    assert "[/i]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_named(value):
+    args = train_policy.Args(ppo=train_policy.PpoArgs(gamma=value))
+    assert "--ppo.gamma" in error_line(train_policy.check_arguments, args)
+
+
+@pytest.mark.parametrize("field", ["lr", "cliprange", "cliprange_value"])
+def test_numbers_that_must_be_above_zero_are_named(field):
+    args = train_policy.Args(ppo=train_policy.PpoArgs(**{field: 0.0}))
+    assert f"ppo.{field} is 0.0" in error_line(train_policy.check_arguments, args)
