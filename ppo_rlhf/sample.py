@@ -140,10 +140,12 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     def cell(row: dict[str, Any], name: str) -> str:
         numbers = {key.split(" ")[1]: value for key, value in row.items() if key.startswith(f"{name} ")}
         numbers |= {"KL": row["kl"]} if name == "policy" else {}
-        return one_line(row[name]) + "\n\n" + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
+        return (
+            one_line(row[name].strip()) + "\n\n" + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
+        )
 
     cells = [
-        {"query": one_line(row["query"]), "base model": cell(row, "base"), "policy": cell(row, "policy")}
+        {"query": one_line(row["query"].strip()), "base model": cell(row, "base"), "policy": cell(row, "policy")}
         for row in rows
     ]
     print_table(title, cells)

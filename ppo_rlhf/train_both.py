@@ -158,15 +158,16 @@ def report(reward_folder: Path, policy_folder: Path) -> None:
     lines.append(f"The score, which PPO raises, went from {before['score']:+.2f} to {after['score']:+.2f}.")
     if "gold" in base:
         deviation = statistics.stdev(base["gold"])
+        gain = (after["gold"] - before["gold"]) / deviation if deviation else 0.0
         lines.append(
-            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}. "
-            f"One standard deviation of the language model's own is {deviation:.2f}"
-            + (f": a gain of {(after['gold'] - before['gold']) / deviation:.1f}." if deviation else ".")
+            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}: "
+            f"{gain:.1f} standard deviations of the language model's own."
         )
     if comparison.task.query_dataset == "tales":
         shares = [tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
         lines.append(
-            f"The grammar of the tales allows {shares[0]:.1%} of its sentences, {shares[1]:.1%} of the policy's."
+            f"The grammar could have written {shares[0]:.1%} of the language model's sentences, "
+            f"and {shares[1]:.1%} of the policy's."
         )
     target = policy_meta["args"]["rewards"]["adaptive_kl"]["target"]
     lines += [

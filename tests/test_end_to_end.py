@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -215,6 +216,19 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_pa
     assert row["objective/length"] == row["objective/raw_score"] > 10
     assert row["ppo/val/ratio"] == pytest.approx(1, abs=0.2)
     assert list(tmp_path.glob("runs/*/wandb/offline-run-*"))
+
+
+def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path) -> None:
+    sizes = "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.whiten_groups 2 --ppo.noptepochs 1 --save_interval 1"
+    function = "--rewards.function ppo_rlhf.tales:sentiment.gold_scores --ppo.lr 1000"
+    script = [sys.executable, str(SCRIPTS / "train_policy.py"), *world_arguments(tiny_world)]
+    result = run_command([*script, *f"{sizes} {function}".split()], tmp_path)
+    assert result.returncode == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert re.match(r"error: \S+ is (nan|inf|not finite)", line)
+    assert not (tmp_path / "models").exists()
+    for file in tmp_path.glob("runs/*/checkpoints/*/tensors.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
 BAD_INPUT = {
