@@ -44,7 +44,7 @@ class InputError(ValueError):
     """Something that the user gave does not fit. The message is one line: what, what is wrong, what would do."""
 
 
-class NumericalError(ArithmeticError):
+class NumericalError(ValueError):
     """A number that the run depends on is not finite. The message is one line: which, where, what is kept."""
 
 
@@ -333,7 +333,7 @@ class Run:
         }
 
     def seconds(self) -> float:
-        """Wall time of the run so far, with that of the sessions that it resumes."""
+        """Wall time of the run so far, with the time before it was resumed."""
         return self.meta["wall_time"] + time.time() - self.started
 
     def save_meta(self, **changes: Any) -> None:

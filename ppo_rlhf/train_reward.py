@@ -393,7 +393,7 @@ def best_of_n_loss(scores: torch.Tensor, best: torch.Tensor) -> tuple[torch.Tens
 def gain_and_bias(scores: torch.Tensor, target_mean: float, target_std: float) -> tuple[float, float]:
     """Gain and bias that give scores (n,) of gain 1 and bias 0 the wanted mean and biased standard deviation.
 
-    Raises NumericalError, an ArithmeticError, if the deviation is 0 or a score is not finite.
+    Raises NumericalError, a ValueError, if the deviation is 0 or a score is not finite.
     """
     # [D34] openai/lm-human-preferences lm_human_preferences/rewards.py#L73-L89 @cbfd210
     # [D35] openai/lm-human-preferences lm_human_preferences/train_reward.py#L162-L169 @cbfd210
