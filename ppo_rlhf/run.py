@@ -307,6 +307,7 @@ class Run:
         self.model_folder = self.folder.parent.parent / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self._writers: list[Callable[[int, dict[str, float]], None]] = []
+        self._sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
         self._closers: list[Callable[[], None]] = []
         self._progress: Any = None
         previous = read_meta(self.folder) if args.resume else {}
@@ -430,8 +431,19 @@ class Run:
         except wandb.errors.Error as error:
             raise InputError(f"--track: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
         self.save_meta(wandb_id=tracked.id)
+
+        def write_samples(step: int, samples: list[dict[str, Any]]) -> None:
+            rows = [list(sample.values()) for sample in samples]
+            tracked.log({"samples": wandb.Table(columns=list(samples[0]), data=rows)}, step=step)
+
+        def close() -> None:
+            if (picture := self.folder / "learning_curves.png").exists():
+                tracked.summary["learning_curves"] = wandb.Image(str(picture))
+            tracked.finish()
+
         self._writers.append(lambda step, metrics: tracked.log(metrics, step=step))
-        self._closers.append(tracked.finish)
+        self._sample_writers.append(write_samples)
+        self._closers.append(close)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row of metrics, on the main process. step: 0-based."""
@@ -451,6 +463,8 @@ class Run:
         if self.is_main:
             with (self.folder / "samples.jsonl").open("a") as file:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
+            for write in self._sample_writers:
+                write(step, samples)
             rows = [{name: one_line(value) for name, value in sample.items()} for sample in samples]
             print_table(f"step {step}", rows, console=self._progress and self._progress.console)
 
@@ -496,9 +510,9 @@ class Run:
         """Close the logs, draw the learning curves, record the results."""
         if not self.is_main:
             return
+        draw_learning_curves(self.folder, self.rows, panels)
         for close in self._closers:
             close()
-        draw_learning_curves(self.folder, self.rows, panels)
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
 
     # ------------------------------------------------------------------------------------------------------------
