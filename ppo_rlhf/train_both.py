@@ -155,7 +155,7 @@ def report(reward_folder: Path, policy_folder: Path) -> None:
                 f"The annotator is noisy: a perfect judge would reach {learned['ceiling']:.1%}. "
                 f"So it has learned {share:.0%} of what can be learned."
             )
-    lines.append(f"The score, which PPO raises, went from {before['score']:+.2f} to {after['score']:+.2f}.")
+    lines.append(f"PPO took its score from {before['score']:+.2f} to {after['score']:+.2f}.")
     if "gold" in base:
         deviation = statistics.stdev(base["gold"])
         gain = (after["gold"] - before["gold"]) / deviation if deviation else 0.0
