@@ -353,10 +353,10 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
         except FileExistsError as error:
             raise InputError(f"{self.folder} exists already; did another run begin in the same second?") from error
+        self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
         print_table(self.meta["name"], sizes, show_lines=False)
-        self._cut_logs(first_step)
         self._open_csv()
         self._open_tensorboard()
         if self.args.track:
@@ -400,7 +400,7 @@ class Run:
         except ImportError:
             print("tensorboard is not installed; metrics go to metrics.csv only")
             return
-        board = SummaryWriter(str(self.folder))
+        board = SummaryWriter(str(self.folder.resolve()))
         board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
 
         def write(step: int, metrics: dict[str, float]) -> None:

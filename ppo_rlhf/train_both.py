@@ -13,6 +13,7 @@ Preset, seed, base model and task are given once. Every other argument of the tw
 import dataclasses
 import json
 import re
+import shutil
 import statistics
 import sys
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ def train(args: Args) -> tuple[Path, Path]:
         begun, finished = broadcast_object_list([(begun, begun and read_meta(run)["finished"])])[0]
         if finished:
             return runs.parent / "models" / run.name / kind
+        if args.resume and not begun and accelerator.is_main_process:
+            shutil.rmtree(run, ignore_errors=True)  # cut off before it had written anything to go on from
         return part.train(dataclasses.replace(part_args, resume=str(run) if begun else ""), joint)
 
     reward_folder = stage(train_reward, reward_args, "reward")

@@ -166,6 +166,7 @@ def test_only_the_main_process_writes(tmp_path):
 def test_logs_are_cut_back_to_the_checkpoint(accelerator, first_step):
     before = start(accelerator)
     log(before, range(4))
+    before.finish({})  # TensorBoard's writer must not outlive the files that are cut
     after = start(accelerator, before.folder, first_step)
     assert after.folder == before.folder.resolve()
     log(after, range(first_step, 6), sign=-1)
