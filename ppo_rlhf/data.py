@@ -195,6 +195,14 @@ def hub_errors(what: str, remedy: str) -> Iterator[None]:
         raise InputError(f"{what}: no such local path, and {reason}, {remedy}") from error
 
 
+def check_text(text: str, what: str) -> None:
+    """Refuse a text that holds half a character, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is not valid Unicode: {error}") from error
+
+
 def read_text_file(path: Path) -> list[str]:
     """Texts of a .txt file (one per line), a .jsonl file or a .json array (strings, or objects with "text")."""
     items: Any = []
@@ -219,6 +227,7 @@ def read_text_file(path: Path) -> list[str]:
             raise InputError(
                 f'--task.query_dataset {path}: item {number} is neither a string nor an object with "text"'
             )
+        check_text(text, f"--task.query_dataset {path}: item {number}")
     return [text for text in texts if text.strip()]
 
 
@@ -608,9 +617,12 @@ def model_errors(base_model: str) -> Iterator[str]:
         with hub_errors(f"--base_model {base_model}", "give the folder of a downloaded model, or use --preset tales"):
             yield base_model
         return
+    from huggingface_hub.errors import StrictDataclassError
+
+    library_errors = (SafetensorError, StrictDataclassError)
     try:
         yield str(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, *library_errors) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
 

@@ -220,11 +220,13 @@ def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
             raise InputError(f"{prefix}{field} is {getattr(group, field)}; it must be at least {least}")
 
 
-def check_finite(args: Any) -> None:
-    """Check that no number among the arguments is infinite or not a number."""
+def check_numbers(args: Any) -> None:
+    """Check that no number among the arguments is infinite or not a number, and that the seed is in range."""
     for name, value in flatten(dataclasses.asdict(args)).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name} is {value}; it must be a finite number")
+    if not 0 <= args.seed < 2**63:
+        raise InputError(f"--seed is {args.seed}; it must be in 0..{2**63 - 1}")
 
 
 def split_evenly(field: str, value: int, parts: int, what: str) -> int:
@@ -247,6 +249,11 @@ def rows_at_a_time(field: str, value: int, whole: int) -> int:
 # ----------------------------------------------------------------------------------------------------------------
 # Run folder
 # ----------------------------------------------------------------------------------------------------------------
+
+
+def find_folder(path: str, root: Path) -> Path:
+    """A folder as it is given or, if it is not there, relative to the folder that holds runs/ and models/."""
+    return Path(path) if Path(path).is_dir() else root / path
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -291,7 +298,7 @@ class Run:
     def __init__(
         self, args: Any, accelerator: Accelerator, sizes: dict[str, int], joint: dict[str, Any] | None = None
     ):
-        """args: the script's Args; sizes: derived sizes; joint: arguments and time stamp of train_both.py.
+        """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs.
 
         Nothing is written before start_logging.
         """
@@ -303,7 +310,8 @@ class Run:
         if args.resume:
             self.folder = Path(args.resume).resolve()
         else:
-            self.folder = Path("runs") / run_name(args, joint["timestamp"] if joint else shared_timestamp())
+            joint = joint or {"runs": "runs", "timestamp": shared_timestamp()}
+            self.folder = Path(joint["runs"]) / run_name(args, joint["timestamp"])
         self.model_folder = self.folder.parent.parent / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self._writers: list[Callable[[int, dict[str, float]], None]] = []
@@ -315,7 +323,7 @@ class Run:
         self.meta: dict[str, Any] = {
             "name": self.folder.name,
             "args": dataclasses.asdict(args),
-            "joint": joint or previous.get("joint"),
+            "joint": joint if joint and "args" in joint else previous.get("joint"),
             "sizes": sizes,
             "num_processes": accelerator.num_processes,
             "threads": torch.get_num_threads(),
@@ -365,9 +373,9 @@ class Run:
     def _cut_logs(self, first_step: int) -> None:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
         metrics_file, samples_file = self.folder / "metrics.csv", self.folder / "samples.jsonl"
-        lines = metrics_file.read_text().splitlines(keepends=True) if first_step else []
-        samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
         try:
+            lines = metrics_file.read_text().splitlines(keepends=True) if first_step else []
+            samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
             rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
             kept = [row for row in rows if float(row["step"]) < first_step]
             self.rows = [{name: float(value) for name, value in row.items()} for row in kept]

@@ -20,6 +20,7 @@ from ppo_rlhf.data import (
     Scorer,
     TaskArgs,
     add_affixes,
+    check_text,
     load_pretrained,
     load_tokenizer,
     read_info,
@@ -27,7 +28,7 @@ from ppo_rlhf.data import (
     text_scorer,
     to_texts,
 )
-from ppo_rlhf.run import InputError, from_dict, one_line, print_table, run_script
+from ppo_rlhf.run import InputError, find_folder, from_dict, one_line, print_table, run_script
 from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
 
 
@@ -82,7 +83,8 @@ class Comparison:
         }
         self.scorers: dict[str, Scorer] = {}
         if reward_folder := args.reward_model or info["reward_model"]:
-            reward_model = load_reward_model(Path(reward_folder), torch.float32, trust).to(self.device)
+            reward_folder = find_folder(reward_folder, folder.resolve().parent.parent.parent)
+            reward_model = load_reward_model(reward_folder, torch.float32, trust).to(self.device)
             self.scorers["score"] = lambda queries, responses: reward_model(
                 torch.cat([queries, responses], dim=1), self.ids.pad
             )
@@ -127,6 +129,7 @@ class Comparison:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""
         queries = torch.full((len(prompts), self.task.query_length), self.ids.pad)
         for row, prompt in zip(queries, prompts, strict=True):
+            check_text(prompt, "--prompt")
             tokens = self.tokenizer.encode(prompt, add_special_tokens=False)[: self.task.query_length]
             if not tokens:
                 raise InputError("--prompt: a query needs at least one token")

@@ -35,7 +35,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.run import InputError, above_zero, at_least, check_finite, run_script
+from ppo_rlhf.run import InputError, above_zero, at_least, check_numbers, run_script
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -387,7 +387,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
     processes the first one builds and the others wait.
     """
     args = args or TalesArgs()
-    check_finite(args)
+    check_numbers(args)
     at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
     above_zero("", args, "lm_lr", "temperature", "annotator_temperature")
     if args.width % args.heads:

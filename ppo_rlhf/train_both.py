@@ -107,7 +107,7 @@ def train(args: Args) -> tuple[Path, Path]:
     runs, timestamp = Path("runs"), shared_timestamp()
     if args.resume:
         runs, timestamp = Path(args.resume).resolve().parent, read_meta(Path(args.resume))["joint"]["timestamp"]
-    joint = {"args": dataclasses.asdict(args), "timestamp": timestamp}
+    joint = {"args": dataclasses.asdict(args), "timestamp": timestamp, "runs": str(runs)}
 
     def stage(part: Any, part_args: Any, kind: str) -> Path:
         """Train one part, go on with it, or skip it if it is finished."""

@@ -64,7 +64,8 @@ from ppo_rlhf.run import (
     Run,
     above_zero,
     at_least,
-    check_finite,
+    check_numbers,
+    find_folder,
     make_accelerator,
     mean_over_processes,
     parse_args,
@@ -223,7 +224,7 @@ class PpoSizes:
 
 def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
-    check_finite(args)
+    check_numbers(args)
     at_least(0, "", args, "log_interval", "save_interval")
     at_least(0, "rewards.", args.rewards, "kl_coef")
     at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
@@ -860,7 +861,8 @@ def load_scorer(
         raise InputError("give one of --rewards.trained_model and --rewards.function")
     if args.rewards.function:
         return text_scorer(args.rewards.function, "rewards.function", tokenizer, pad_id), {}
-    folder = Path(args.rewards.trained_model)
+    root = Path(args.resume).resolve().parent.parent if args.resume else Path()
+    folder = find_folder(args.rewards.trained_model, root)
     reward_model = load_reward_model(folder, dtype, args.trust_remote_code).to(device)
     info = read_info(folder)
     if info["vocab_size"] != pad_id:

@@ -56,7 +56,7 @@ from ppo_rlhf.run import (
     Run,
     above_zero,
     at_least,
-    check_finite,
+    check_numbers,
     make_accelerator,
     mean_over_processes,
     parse_args,
@@ -159,7 +159,7 @@ class RewardSizes:
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    check_finite(args)
+    check_numbers(args)
     above_zero("", args, "lr")
     at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
     at_least(0, "", args, "normalize_samples", "local_micro_batch_size", "local_rollout_batch_size", "save_interval")

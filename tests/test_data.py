@@ -598,3 +598,9 @@ def test_tales_says_which_labels_it_has(tmp_path, monkeypatch):
     there.parent.mkdir(parents=True)
     write(there, "[]")
     assert data.find_label_file("sentiment/offline_5k.json", "tales") == there
+
+
+def test_half_a_character_is_refused(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('"A whole text."\n"Half \\ud800 a character."\n')
+    assert "item 2 is not valid Unicode" in error_line(data.read_text_file, path)

@@ -180,6 +180,23 @@ def test_a_resumed_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) ->
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path) -> None:
+    """As if it had been cut off in the reward stage, before the policy's run began."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    shutil.copytree(both_run, there)
+    here.mkdir()
+    run, policy_run = only(there, "runs/train_reward__*"), only(there, "runs/train_policy__*")
+    expected = metrics_of(policy_run)
+    shutil.rmtree(policy_run)
+    shutil.rmtree(there / "models")
+    shutil.rmtree(run / "checkpoints" / "5")
+    meta = json.loads((run / "meta.json").read_text())
+    (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
+    run_script("train_both.py", "--resume", str(run), folder=here)
+    assert metrics_of(policy_run) == expected
+    assert only(there, "models/train_policy__*/policy") and not list(here.iterdir())
+
+
 def test_a_resumed_reward_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) -> None:
     shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
     run = only(tmp_path, "runs/train_reward__*")
