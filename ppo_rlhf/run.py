@@ -120,6 +120,7 @@ def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
 
 
 def check_same_arguments(saved: Any, args: Any) -> None:
+    """Refuse to go on with other arguments than the saved ones, but for those that may change."""
     old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
     changed = [
         name

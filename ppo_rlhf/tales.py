@@ -16,7 +16,6 @@ The comparisons are written as JSON in the format of OpenAI's label files, and r
     python ppo_rlhf/tales.py    # build the world, unless it is there, and read a little of it
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -373,8 +372,11 @@ def build_world(folder: Path, args: TalesArgs) -> None:
             **simulate_comparisons(building, args, device),
         }
         (building / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
-        with contextlib.suppress(OSError):  # another process may have built the same world in the meantime
+        try:
             building.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another run has built the same world in the meantime
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
     print(f"tales: {folder} is ready after {time.time() - started:.0f} s", flush=True)

@@ -964,8 +964,8 @@ def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrained
 def train(args: Args, joint: dict | None = None) -> Path:
     """Train a policy and return the folder models/<run>/policy, on every process.
 
-    joint: arguments and time stamp of train_both.py, if it runs this. Raises InputError, a ValueError, on bad input,
-    before anything is written.
+    joint: arguments, time stamp and runs/ folder of train_both.py, if it runs this. Raises InputError, a
+    ValueError, on bad input, before anything is written.
     """
     accelerator = make_accelerator()
     check_arguments(args)

@@ -580,8 +580,8 @@ def save_reward_model(
 def train(args: Args, joint: dict | None = None) -> Path:
     """Train a reward model and return the folder models/<run>/reward, on every process.
 
-    joint: arguments and time stamp of train_both.py, if it runs this. Raises InputError, a ValueError, on bad input,
-    before anything is written.
+    joint: arguments, time stamp and runs/ folder of train_both.py, if it runs this. Raises InputError, a
+    ValueError, on bad input, before anything is written.
     """
     accelerator = make_accelerator()
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32

@@ -357,3 +357,23 @@ def test_another_seed_gives_another_world(tmp_path, monkeypatch, tiny_world, tin
     for name, content in label_bytes(other).items():
         assert content != label_bytes(tiny_world)[name]
     assert (other / "stories.txt").read_text() != (tiny_world / "stories.txt").read_text()
+
+
+def test_a_world_that_cannot_get_its_name_is_an_error(tiny_world_args, tmp_path, monkeypatch):
+    def refuse(path, target):
+        raise PermissionError(13, "Permission denied", str(target))
+
+    monkeypatch.setattr(tales, "train_language_model", lambda *args: (FakeModel(), 1.0))
+    monkeypatch.setattr(tales, "simulate_comparisons", lambda *args: {})
+    monkeypatch.setattr(tales.Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        tales.build_world(tmp_path / "world", tiny_world_args)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeModel:
+    def save_pretrained(self, folder):
+        pass
+
+    def num_parameters(self):
+        return 0
