@@ -21,12 +21,13 @@ import functools
 import json
 import random
 import re
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import ftfy
 import torch
@@ -40,7 +41,7 @@ from transformers import (
 )
 
 from ppo_rlhf import tales
-from ppo_rlhf.run import InputError, import_function
+from ppo_rlhf.run import InputError, fail_together, fits, import_function
 
 # dataset: (repository, configuration, revision, column). They load without loading scripts.
 HUB_TEXTS = {
@@ -53,6 +54,7 @@ BOOK_ROWS = 16
 HELD_OUT = 50  # of a source without a test split, the last text of each 50 is held out for sample.py
 OPENAI_PAD_ID = 50259
 OPENAI_VOCAB_SIZE = 50257
+LARGEST_RATING = 1e6
 
 # ----------------------------------------------------------------------------------------------------------------
 # Tasks
@@ -379,9 +381,9 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
     for name in ("query_length", "response_length", "temperature"):
         if not getattr(task, name) > 0:
-            raise InputError(f"task.{name} is {getattr(task, name)}; it must be above 0")
+            raise InputError(f"--task.{name} is {getattr(task, name)}; it must be above 0")
     if not 0 <= task.truncate_after <= task.response_length:
-        raise InputError(f"task.truncate_after is {task.truncate_after}; it must be in 0..{task.response_length}")
+        raise InputError(f"--task.truncate_after is {task.truncate_after}; it must be in 0..{task.response_length}")
     prefix, suffix = (
         tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
     )
@@ -428,27 +430,38 @@ def sample_rows(
 Scorer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # queries and truncated responses -> scores (batch,)
 
 
-def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> Scorer:
-    """Score with the function `package.module:name` of texts: (queries, truncated responses) -> list of floats."""
+def text_scorer(
+    name: str, field: str, tokenizer: PreTrainedTokenizerBase, pad_id: int, *, on_all_processes: bool = False
+) -> Scorer:
+    """Score with the function `package.module:name` of texts: (queries, truncated responses) -> list of floats.
+
+    on_all_processes: they call the scorer together, each with its own texts, and if it fails on one, it fails on all.
+    """
     function = import_function(name, field)
 
     def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        return score_texts(to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, responses, pad_id)).to(
-            queries.device
-        )
+        texts = to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, responses, pad_id)
+        scores, problem = score_texts(*texts)
+        if on_all_processes:
+            fail_together(problem)
+        elif problem:
+            raise InputError(problem)
+        return torch.tensor(scores).to(queries.device)
 
-    def score_texts(queries: list[str], responses: list[str]) -> torch.Tensor:
-        scores = function(queries, responses)
+    def score_texts(queries: list[str], responses: list[str]) -> tuple[list[float], str]:
+        try:
+            scores = [float(score) for score in function(queries, responses)]
+        except Exception as error:  # the function is the user's and may raise anything
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            return [], f"--{field} {name} failed on {len(queries)} texts: {reason}"
         if len(scores) != len(queries):
-            raise InputError(f"--{field} {name} returned {len(scores)} scores for {len(queries)} responses")
-        return torch.tensor([float(score) for score in scores])
+            return [], f"--{field} {name} returned {len(scores)} scores for {len(queries)} responses"
+        return scores, ""
 
-    try:
-        score_texts(["A query."] * 2, ["A response.", "Another one."])
-    except InputError:
-        raise
-    except Exception as error:  # the function is the user's and may raise anything
-        raise InputError(f"--{field} {name} failed on two texts: {type(error).__name__}: {error}") from error
+    _, problem = score_texts(["A query."] * 2, ["A response.", "Another one."])
+    if problem:
+        raise InputError(problem)
     return score
 
 
@@ -458,8 +471,10 @@ def read_info(folder: Path) -> dict[str, Any]:
         info = json.loads((folder / "ppo_rlhf.json").read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a model that was trained here: {error}") from error
-    keys = {"kind", "base_model", "vocab_size", "task"}
-    if not isinstance(info, dict) or not keys <= set(info) or not isinstance(info["task"], dict):
+    kinds = {"kind": str, "base_model": str, "vocab_size": int, "task": dict}
+    if isinstance(info, dict) and info.get("kind") == "policy":
+        kinds |= {"reward_model": str, "function": str, "monitor": str}
+    if not isinstance(info, dict) or not all(fits(info.get(name), kind) for name, kind in kinds.items()):
         raise InputError(f"{folder / 'ppo_rlhf.json'} does not describe a model that was trained here")
     return info
 
@@ -469,14 +484,23 @@ def read_info(folder: Path) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+LabelKind = Literal["best", "score", "difference"]
+
+
 @dataclass(frozen=True)
 class Labels:
-    """Comparisons: which of n continuations of a query a person found best."""
+    """What people said of n continuations of each query. A target is, by the kind of label,
+
+    best         which of the n is best, in [0, n)
+    score        how good the only one is
+    difference   how much better the second of two is than the first
+    """
 
     queries: torch.Tensor  # (labels, query_length), padded with pad_id
     samples: torch.Tensor  # (labels, n, response_length), padded with pad_id
-    best: torch.Tensor  # (labels,), in [0, n)
+    targets: torch.Tensor  # (labels,), integers for best, else floats
     ceiling: float | None  # accuracy of a perfect judge on the held-out labels, where it is known
+    kind: LabelKind = "best"
 
 
 def find_label_file(label_dataset: str, query_dataset: str) -> Path:
@@ -509,15 +533,60 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     return meta
 
 
-def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
-    """Read a label file in OpenAI's format and check every row.
+def sample_keys_of(row: dict[str, Any], kind: LabelKind) -> list[str]:
+    """The keys of a row that hold continuations; an InputError if they are not those of this kind of label."""
+    found = sorted((key for key in row if re.fullmatch(r"sample\d*", key)), key=lambda key: int(key[6:] or 0))
+    if kind == "best":
+        expected, needed = [f"sample{i}" for i in range(max(2, len(found)))], "sample0, sample1, ... (two or more)"
+    else:
+        expected = ["sample"] if kind == "score" else ["sample0", "sample1"]
+        needed = " and ".join(expected)
+    if found != expected:
+        raise InputError(f"row 0 has {kind!r} and the samples {found}; it needs {needed}")
+    return expected
 
-    One row: {"query": ids, "sample0": ids, "sample1": ids, ..., "best": 1}. Queries hold task.query_length token ids
-    and samples task.response_length; 50259 is padding, on the right. A file beside it, `<name>.meta.json`, may give
-    the `vocab_size` of the ids' tokenizer and the `ceiling` of accuracy. Without one, the ids are taken for GPT-2's
-    if the tokenizer is larger than GPT-2's, and must all lie in its vocabulary if it is not.
+
+def check_label(row: dict[str, Any], kind: LabelKind, lengths: dict[str, tuple[str, int]], vocab_size: int) -> None:
+    """Raise an InputError if a row of a label file does not hold what its first row and the task promise.
+
+    lengths: what each key with token ids must hold, and the argument that says so.
     """
-    # [D19] [X10] openai/lm-human-preferences lm_human_preferences/label_types.py#L33-L55 @cbfd210
+    for key, (field, length) in lengths.items():
+        ids = row.get(key)
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise InputError(f"has no list of token ids under {key!r}")
+        if len(ids) != length:
+            raise InputError(f"has {len(ids)} ids in {key!r}, but --task.{field} is {length}")
+        if outside := [token for token in ids if not 0 <= token < vocab_size and token != OPENAI_PAD_ID]:
+            raise InputError(
+                f"has id {outside[0]} in {key!r}, outside the tokenizer's {vocab_size}; "
+                f"is it written with another tokenizer?"
+            )
+        if ids[0] == OPENAI_PAD_ID:
+            raise InputError(f"has padding at the beginning of {key!r}")
+    target = row.get(kind)
+    if kind == "best":
+        n = len(lengths) - 1
+        if type(target) is not int or not 0 <= target < n:
+            raise InputError(f"has best {target!r}; it must be in 0..{n - 1}")
+    elif type(target) not in (int, float) or not abs(target) <= LARGEST_RATING:
+        raise InputError(f"has {kind} {target!r}; it must be a number of at most {LARGEST_RATING:g} in size")
+
+
+def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
+    """Read a label file in OpenAI's format and check every row. One row is one of
+
+        {"query": ids, "sample0": ids, "sample1": ids, ..., "best": 1}             the best of n
+        {"query": ids, "sample": ids, "score": 0.7}                                a rating
+        {"query": ids, "sample0": ids, "sample1": ids, "difference": -1.5}         how much better sample1 is
+
+    Queries hold task.query_length token ids and samples task.response_length; 50259 is padding, on the right. A file
+    beside it, `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer and the `ceiling` of accuracy.
+    Without one, the ids are taken for GPT-2's if the tokenizer is larger than GPT-2's, and must all lie in its
+    vocabulary if it is not.
+    """
+    # [D19] openai/lm-human-preferences lm_human_preferences/label_types.py#L33-L55 @cbfd210
+    # [D21] openai/lm-human-preferences lm_human_preferences/label_types.py#L58-L120 @cbfd210
     path = find_label_file(label_dataset, task.query_dataset)
     what, vocab_size = f"--label_dataset {path}", len(tokenizer)
     try:
@@ -533,43 +602,31 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
             f"{what}: holds ids of a vocabulary of {their_vocab_size}, but the tokenizer of the base model has "
             f"{vocab_size}; use the model whose tokenizer wrote the file"
         )
-    sample_keys = sorted((key for key in rows[0] if re.fullmatch(r"sample\d+", key)), key=lambda key: int(key[6:]))
-    if len(sample_keys) < 2 or sample_keys != [f"sample{i}" for i in range(len(sample_keys))]:
-        raise InputError(f"{what}: row 0 has the samples {sample_keys}; it needs sample0, sample1, ... (two or more)")
-    lengths = {"query": task.query_length, **dict.fromkeys(sample_keys, task.response_length)}
+    kind = next((kind for kind in get_args(LabelKind) if kind in rows[0]), None)
+    if kind is None:
+        raise InputError(f"{what}: row 0 has none of the keys {', '.join(get_args(LabelKind))}")
+    try:
+        sample_keys = sample_keys_of(rows[0], kind)
+    except InputError as error:
+        raise InputError(f"{what}: {error}") from error
+    lengths = {"query": ("query_length", task.query_length)}
+    lengths |= dict.fromkeys(sample_keys, ("response_length", task.response_length))
     for number, row in enumerate(rows):
-        for key, length in lengths.items():
-            ids = row.get(key)
-            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-                raise InputError(f"{what}: row {number} has no list of token ids under {key!r}")
-            if len(ids) != length:
-                field = "query_length" if key == "query" else "response_length"
-                raise InputError(
-                    f"{what}: row {number} has {len(ids)} ids in {key!r}, but --task.{field} is {length}"
-                )
-            if not all(0 <= token < vocab_size or token == OPENAI_PAD_ID for token in ids):
-                worst = next(token for token in ids if not 0 <= token < vocab_size and token != OPENAI_PAD_ID)
-                raise InputError(
-                    f"{what}: row {number} has id {worst} in {key!r}, outside the tokenizer's {vocab_size}; "
-                    f"is it written with another tokenizer?"
-                )
-            if ids[0] == OPENAI_PAD_ID:
-                raise InputError(f"{what}: row {number} has padding at the beginning of {key!r}")
-        if type(row.get("best")) is not int or not 0 <= row["best"] < len(sample_keys):
-            raise InputError(
-                f"{what}: row {number} has best {row.get('best')!r}; it must be in 0..{len(sample_keys) - 1}"
-            )
-    pad_id = vocab_size
+        try:
+            check_label(row, kind, lengths, vocab_size)
+        except InputError as error:
+            raise InputError(f"{what}: row {number} {error}") from error
 
     def tokens(key: str) -> torch.Tensor:
         ids = torch.tensor([row[key] for row in rows])
-        return ids.masked_fill(ids == OPENAI_PAD_ID, pad_id)
+        return ids.masked_fill(ids == OPENAI_PAD_ID, vocab_size)  # our padding id is the tokenizer's length
 
     return Labels(
         queries=tokens("query"),
         samples=torch.stack([tokens(key) for key in sample_keys], dim=1),
-        best=torch.tensor([row["best"] for row in rows]),
+        targets=torch.tensor([row[kind] for row in rows], dtype=torch.long if kind == "best" else torch.float32),
         ceiling=meta.get("ceiling"),
+        kind=kind,
     )
 
 
@@ -595,6 +652,8 @@ def load_pretrained(
         for name, value in vars(config).items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
+        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
+        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L14-L73 @cbfd210
         model, loading = auto_class.from_pretrained(
             path,
             config=config,

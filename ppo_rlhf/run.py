@@ -7,12 +7,17 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
     samples.jsonl         the samples that were printed
     learning_curves.png   a picture of metrics.csv
     checkpoints/<step>/   everything needed to go on: tensors in safetensors, the rest in JSON
+
+A run survives what may happen to it: kill -9 at any moment, a full disk, a signal to stop. `--resume runs/<run>` goes
+on from its newest checkpoint and gives the numbers of a run that nothing happened to.
 """
 
 import contextlib
 import csv
 import dataclasses
+import errno
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -20,10 +25,14 @@ import math
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 import typing
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,7 +54,11 @@ class InputError(ValueError):
 
 
 class NumericalError(ValueError):
-    """A number that the run depends on is not finite. The message is one line: which, where, what is kept."""
+    """A number that the run depends on cannot be right. The message is one line: which, where, what is kept."""
+
+
+class Stopped(Exception):
+    """The run was told to stop and has saved a checkpoint. The message is one line: where, and how to go on."""
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -54,8 +67,9 @@ class NumericalError(ValueError):
 
 Args = TypeVar("Args")
 
-# What may differ when a run goes on: memory, tracking, output. Everything else would make it another run.
+# What may differ when a run goes on: its length, memory, tracking, output. All else would make it another run.
 MAY_CHANGE = {
+    "ppo.total_episodes",
     "resume",
     "track",
     "wandb_project_name",
@@ -110,29 +124,48 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value that was read from JSON has the type of a field."""
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(fits(value, choice) for choice in typing.get_args(hint))
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
 def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
     """The inverse of dataclasses.asdict for nested dataclasses."""
     hints = typing.get_type_hints(cls)
     if not isinstance(values, dict) or set(values) != set(hints):
-        differing = ", ".join(sorted(set(hints) ^ set(values or ())))
+        differing = ", ".join(sorted(set(hints) ^ set(values if isinstance(values, dict) else ())))
         raise InputError(f"the saved arguments are not those of this script; they differ in {differing}")
-    return cls(**{k: from_dict(hints[k], v) if dataclasses.is_dataclass(hints[k]) else v for k, v in values.items()})
+    arguments = {}
+    for name, hint in hints.items():
+        nested = dataclasses.is_dataclass(hint)
+        arguments[name] = from_dict(hint, values[name]) if nested else values[name]
+        if not nested and not fits(values[name], hint):
+            raise InputError(f"the saved argument {name} is {values[name]!r}, which it cannot be")
+    return cls(**arguments)
 
 
 def check_same_arguments(saved: Any, args: Any) -> None:
-    """Refuse to go on with other arguments than the saved ones, but for those that may change."""
+    """Refuse to go on with other arguments than the saved ones, but for those that may change; print those."""
     old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
-    changed = [
-        name
-        for name in old
-        if old[name] != new[name] and name.removeprefix("reward.").removeprefix("policy.") not in MAY_CHANGE
-    ]
-    if changed:
-        differences = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in changed)
+    allowed, refused = [], []
+    for name in old:
+        if old[name] != new[name]:
+            may_change = name.removeprefix("reward.").removeprefix("policy.") in MAY_CHANGE
+            (allowed if may_change else refused).append(f"{name} {old[name]} -> {new[name]}")
+    if refused:
         raise InputError(
-            f"--resume {args.resume}: {differences} would make it another run; "
+            f"--resume {args.resume}: {', '.join(refused)} would make it another run; "
             f"only these may change: {', '.join(sorted(MAY_CHANGE - {'resume'}))}"
         )
+    if allowed and is_first_process():
+        print(f"resumed with {', '.join(allowed)}")
+
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # of a write, which names no file
 
 
 def run_script(main: Callable[[], Any]) -> None:
@@ -143,20 +176,31 @@ def run_script(main: Callable[[], Any]) -> None:
         main()
     except (InputError, NumericalError) as error:
         exit_with(str(error))
-    except OSError as error:  # a folder that cannot be written, a full disk
-        if error.filename is None:
+    except OSError as error:
+        if error.filename is None and error.errno not in DISK_ERRORS:
             raise
-        exit_with(f"{error.filename}: {error.strerror}")
+        where = f"{error.filename}: " if error.filename else "writing failed: "
+        exit_with(f"{where}{error.strerror}")
+    except Stopped as stopped:
+        if is_first_process():
+            print(stopped)
+    except KeyboardInterrupt:
+        exit_with("interrupted; --resume goes on from the last checkpoint", status=130)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
-def exit_with(message: str) -> None:
-    """Print one line, on the main process, and exit with status 2."""
-    if int(os.environ.get("RANK", 0)) == 0:
+def is_first_process() -> bool:
+    """Whether this is the process that talks, also before accelerate has found the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_with(message: str, status: int = 2) -> None:
+    """Print one line, on the main process, and exit."""
+    if is_first_process():
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def make_accelerator() -> Accelerator:
@@ -186,6 +230,36 @@ def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerato
     # [D75] [X13] openai/lm-human-preferences lm_human_preferences/utils/core.py#L491-L524 @cbfd210
     flat = torch.stack([value.detach().double() for value in values.values()])
     return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
+
+
+def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
+    """Raise a NumericalError that names what is not finite, in the order given: causes first."""
+    if broken := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+        others = f" (and {len(broken) - 4} more)" if len(broken) > 4 else ""
+        raise NumericalError(
+            f"{', '.join(broken[:4])}{others} in step {step}; the run stops and saves nothing more; {remedy}"
+        )
+
+
+def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
+    """Raise a NumericalError on every process if a number is not the same on all of them, bit for bit."""
+    if accelerator.num_processes > 1:
+        values = accelerator.gather(torch.tensor([value], dtype=torch.float64, device=accelerator.device))
+        if (values != values[0]).any():
+            raise NumericalError(f"{name} differs between processes: {values.tolist()}; the run stops")
+
+
+def fail_together(problem: str) -> None:
+    """Raise an InputError on every process if one of them has a problem; an empty text is none.
+
+    For what may go wrong on one process alone, which the others would wait for.
+    """
+    problems: list[str] = [problem]
+    if torch.distributed.is_initialized():
+        problems = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem)
+    if problem := next(filter(None, problems), ""):
+        raise InputError(problem)
 
 
 def import_function(name: str, field: str) -> Callable:
@@ -264,6 +338,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
+    kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
+    if broken := [name for name, kind in kinds.items() if name in meta and not fits(meta[name], kind)]:
+        raise InputError(f"{folder / 'meta.json'} was damaged: {broken[0]} is {meta[broken[0]]!r}")
     return meta
 
 
@@ -272,6 +349,24 @@ def replace_file(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Keep other processes from writing to a folder, until this one ends; None where the file system has no locks."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InputError(f"{folder} is in use: another process is writing to it; stop that one first") from error
+    except OSError:
+        os.close(descriptor)
+        return None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -304,7 +399,7 @@ class Run:
         Nothing is written before start_logging.
         """
         self.args = args
-        self.is_main = accelerator.is_main_process
+        self.accelerator, self.is_main = accelerator, accelerator.is_main_process
         self.started = time.time()
         if Path(args.exp_name).name != args.exp_name:
             raise InputError(f"--exp_name {args.exp_name!r}: must be the name of a folder, not a path")
@@ -319,7 +414,9 @@ class Run:
         self._sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
         self._closers: list[Callable[[], None]] = []
         self._progress: Any = None
+        self._told_to_stop = False
         previous = read_meta(self.folder) if args.resume else {}
+        # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
         self.meta: dict[str, Any] = {
             "name": self.folder.name,
@@ -356,12 +453,16 @@ class Run:
 
         config: what Weights & Biases gets besides the arguments.
         """
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         if not self.is_main:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
         except FileExistsError as error:
             raise InputError(f"{self.folder} exists already; did another run begin in the same second?") from error
+        if (lock := lock_folder(self.folder)) is not None:
+            self._closers.append(weakref.finalize(self, os.close, lock))
         self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
@@ -370,6 +471,26 @@ class Run:
         self._open_tensorboard()
         if self.args.track:
             self._open_wandb(config or {})
+
+    def _on_sigterm(self, signal_number: int, frame: Any) -> None:
+        self._told_to_stop = True
+
+    def told_to_stop(self) -> bool:
+        """Whether any process has got SIGTERM, which clusters send before they take a machine away."""
+        flag = torch.tensor([float(self._told_to_stop)], device=self.accelerator.device)
+        return self.accelerator.reduce(flag, "sum").item() > 0
+
+    def stop(self, step: int) -> None:
+        """End a run that was told to stop, after the checkpoint of this step."""
+        self._close_logs()
+        self.save_meta(wall_time=round(self.seconds(), 1))
+        raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; --resume {self.folder} goes on")
+
+    def _close_logs(self) -> None:
+        for close in self._closers:
+            close()
+        if hasattr(self, "_previous_handler"):
+            signal.signal(signal.SIGTERM, self._previous_handler)
 
     def _cut_logs(self, first_step: int) -> None:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
@@ -383,7 +504,7 @@ class Run:
             samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
-        if len(self.rows) != first_step:
+        if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
             raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
         replace_file(metrics_file, "".join(lines[: first_step + 1] if first_step else []))
         replace_file(samples_file, "".join(samples))
@@ -409,6 +530,8 @@ class Run:
         except ImportError:
             print("tensorboard is not installed; metrics go to metrics.csv only")
             return
+        # [D78] Every step, 0-based, under the names of metrics.csv.
+        #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L596-L618 @cbfd210
         board = SummaryWriter(str(self.folder.resolve()))
         board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
 
@@ -434,10 +557,13 @@ class Run:
                 name=self.meta["name"],
                 id=self.meta["wandb_id"],
                 resume="allow",
-                config=self.meta["args"] | config,
+                config=self.meta["args"] | config | {"commit": self.meta["commit"]},
                 dir=str(self.folder),
+                settings=wandb.Settings(disable_code=True, disable_git=True),  # a remote's address may hold a token
             )
         except wandb.errors.Error as error:
+            if not self.args.resume:
+                shutil.rmtree(self.folder)
             raise InputError(f"--track: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
         self.save_meta(wandb_id=tracked.id)
 
@@ -482,6 +608,7 @@ class Run:
     @contextlib.contextmanager
     def progress(self, title: str, total: int, done: int = 0):
         """A bar with the time left. Yields advance(text), to be called once per step."""
+        # [D79] openai/lm-human-preferences lm_human_preferences/train_policy.py#L311-L316 @cbfd210
         if not self.is_main:
             yield lambda text: None
             return
@@ -520,8 +647,7 @@ class Run:
         if not self.is_main:
             return
         draw_learning_curves(self.folder, self.rows, panels)
-        for close in self._closers:
-            close()
+        self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
 
     # ------------------------------------------------------------------------------------------------------------
@@ -535,14 +661,17 @@ class Run:
             return
         folder = self.folder / "checkpoints"
         temporary = folder / f"{step}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
             save_file(contiguous, temporary / "tensors.safetensors")
-        except SafetensorError as error:
-            raise InputError(f"{temporary} cannot be written ({error}); the checkpoint before it is kept") from error
-        write_json(temporary / "state.json", {"step": step, **state})
+            write_json(temporary / "state.json", sealed({"step": step, **state}, temporary / "tensors.safetensors"))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise InputError(
+                f"the checkpoint of step {step} cannot be written ({error}); the one before it is kept"
+            ) from error
         shutil.rmtree(folder / str(step), ignore_errors=True)
         temporary.rename(folder / str(step))
         for old in checkpoint_steps(self.folder)[:-KEEP_CHECKPOINTS]:
@@ -555,19 +684,28 @@ class Run:
         if not self.args.resume or not steps:
             return None
         folder = self.folder / "checkpoints" / str(steps[-1])
+        file = folder / "tensors.safetensors"
         try:
-            tensors, state = (
-                load_file(folder / "tensors.safetensors"),
-                json.loads((folder / "state.json").read_text()),
-            )
+            state = json.loads((folder / "state.json").read_text())
             if not isinstance(state, dict) or state.get("step") != steps[-1]:
                 raise ValueError("state.json does not name its step")
-            return tensors, state
+            unsealed = {name: value for name, value in state.items() if name != "sha256"}
+            if sealed(unsealed, file) != state:
+                raise ValueError("its files are not what was written")
+            return load_file(file), unsealed
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
                 f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
                 f"remove that folder to go on from the one before"
             ) from error
+
+
+def sealed(state: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A checkpoint's state with a checksum of itself and of the file with its tensors."""
+    with file.open("rb") as tensors:
+        digest = hashlib.file_digest(tensors, "sha256")
+    digest.update(json.dumps(state).encode())
+    return state | {"sha256": digest.hexdigest()}
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

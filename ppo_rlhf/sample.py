@@ -64,7 +64,7 @@ class Comparison:
     def __init__(self, args: Args):
         folder = Path(args.policy)
         info = read_info(folder)
-        if info["kind"] != "policy" or not {"reward_model", "function", "monitor"} <= set(info):
+        if info["kind"] != "policy":
             raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.task = from_dict(

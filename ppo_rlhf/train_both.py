@@ -10,12 +10,14 @@ Preset, seed, base model and task are given once. Every other argument of the tw
     python ppo_rlhf/train_both.py --resume runs/<run>                                     # either of the two runs
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 import shutil
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from ppo_rlhf import sample, tales, train_policy, train_reward
 from ppo_rlhf.data import TASKS, TaskArgs, load_tokenizer
 from ppo_rlhf.run import (
     InputError,
+    NumericalError,
     check_same_arguments,
     flag_value,
+    flatten,
     from_dict,
     make_accelerator,
     parse_args,
@@ -70,6 +74,7 @@ PRESETS = {
     for name in TASKS
 }
 EVALUATION_QUERIES = 400
+SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # arguments that both parts get
 
 
 def parse(argv: list[str]) -> Args:
@@ -91,18 +96,31 @@ def parse(argv: list[str]) -> Args:
     return args
 
 
+@contextlib.contextmanager
+def flags_of(part: str, args: Any) -> Iterator[None]:
+    """Name a part's arguments in its error messages as they are typed here: --ppo.lr becomes --policy.ppo.lr."""
+    own = [name for name in flatten(dataclasses.asdict(args)) if name.split(".")[0] not in (*SHARED, "resume")]
+    pattern = rf"(^|--| (?=\w+\.))({'|'.join(map(re.escape, own))})\b"
+    try:
+        yield
+    except (InputError, NumericalError) as error:
+        raise type(error)(re.sub(pattern, rf"\1{part}.\2", str(error))) from error
+
+
 def train(args: Args) -> tuple[Path, Path]:
     """Train both parts; return the folders of the reward model and of the policy, on every process."""
     accelerator = make_accelerator()
     # [D83] openai/lm-human-preferences lm_human_preferences/train_policy.py#L408-L417 @cbfd210
-    shared = {name: getattr(args, name) for name in ("preset", "seed", "base_model", "trust_remote_code", "task")}
+    shared = {name: getattr(args, name) for name in SHARED}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
-    train_reward.reward_sizes(reward_args, accelerator.num_processes)
-    train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
-    train_policy.check_arguments(policy_args)
+    with flags_of("reward", reward_args):
+        train_reward.reward_sizes(reward_args, accelerator.num_processes)
+    with flags_of("policy", policy_args):
+        train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
+        train_policy.check_arguments(policy_args)
+        train_policy.load_monitor(policy_args, load_tokenizer(args.base_model, args.trust_remote_code))
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
-    train_policy.load_monitor(policy_args, load_tokenizer(args.base_model, args.trust_remote_code))
 
     runs, timestamp = Path("runs"), shared_timestamp()
     if args.resume:
@@ -113,12 +131,13 @@ def train(args: Args) -> tuple[Path, Path]:
         """Train one part, go on with it, or skip it if it is finished."""
         run = runs / run_name(part_args, timestamp)
         begun = bool(args.resume) and (run / "meta.json").exists()
-        begun, finished = broadcast_object_list([(begun, begun and read_meta(run)["finished"])])[0]
+        begun, finished = broadcast_object_list([(begun, begun and is_finished(run, part_args))])[0]
         if finished:
             return runs.parent / "models" / run.name / kind
         if args.resume and not begun and accelerator.is_main_process:
             shutil.rmtree(run, ignore_errors=True)  # cut off before it had written anything to go on from
-        return part.train(dataclasses.replace(part_args, resume=str(run) if begun else ""), joint)
+        with flags_of(kind, part_args):
+            return part.train(dataclasses.replace(part_args, resume=str(run) if begun else ""), joint)
 
     reward_folder = stage(train_reward, reward_args, "reward")
     rewards = dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder))
@@ -127,6 +146,15 @@ def train(args: Args) -> tuple[Path, Path]:
         report(reward_folder, policy_folder)
     accelerator.wait_for_everyone()
     return reward_folder, policy_folder
+
+
+def is_finished(run: Path, args: Any) -> bool:
+    """Whether a run has reached its end, and these arguments do not move that end."""
+    meta = read_meta(run)
+    lengths = [
+        getattr(part, "ppo", None) and part.ppo.total_episodes for part in (from_dict(type(args), meta["args"]), args)
+    ]
+    return meta.get("finished", False) and lengths[0] == lengths[1]
 
 
 def report(reward_folder: Path, policy_folder: Path) -> None:

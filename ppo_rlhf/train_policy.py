@@ -64,6 +64,8 @@ from ppo_rlhf.run import (
     Run,
     above_zero,
     at_least,
+    check_equal,
+    check_finite,
     check_numbers,
     find_folder,
     make_accelerator,
@@ -435,6 +437,11 @@ def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
         nn.utils.vector_to_parameters(mean, gradients)
 
 
+def gradient_norm(model: nn.Module) -> torch.Tensor:
+    """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
+    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Tokens: pad, generate, truncate
 # ----------------------------------------------------------------------------------------------------------------
@@ -758,7 +765,8 @@ def ppo_update(
 
     permutations: (epochs, groups, group_batch), each row an order of that group's episodes; group g owns the slice
     [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
-    Returns the metrics of section `ppo/`: 0-d means over all minibatches of this process.
+    Returns the metrics of section `ppo/`: 0-d means over all minibatches of this process; and `first_ratio_gap`, how
+    far the ratio is from 1 on the first pass.
     """
     groups, group_batch = permutations.shape[1:]
     context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
@@ -769,6 +777,7 @@ def ppo_update(
         for order in permutation.split(group_batch // ppo.nminibatches, dim=1)
     ]
     stats: list[dict[str, torch.Tensor]] = []
+    gradient_norms: list[torch.Tensor] = []
     for mb_inds in inds_of_minibatches:
         # 6. Advantages and returns.
         mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
@@ -809,8 +818,13 @@ def ppo_update(
             )
         if accelerator is not None:
             average_gradients(policy, accelerator)
+        gradient_norms.append(gradient_norm(policy))
         optimizer.step()
-    return {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
+    means = {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
+    means["ppo/gradient_norm"] = torch.stack(gradient_norms).mean()
+    before_any_step = stats[: len(stats) // len(inds_of_minibatches)]
+    means["first_ratio_gap"] = torch.stack([row["ppo/val/ratio_var"] for row in before_any_step]).mean().sqrt()
+    return means
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -860,7 +874,7 @@ def load_scorer(
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
         raise InputError("give one of --rewards.trained_model and --rewards.function")
     if args.rewards.function:
-        return text_scorer(args.rewards.function, "rewards.function", tokenizer, pad_id), {}
+        return text_scorer(args.rewards.function, "rewards.function", tokenizer, pad_id, on_all_processes=True), {}
     root = Path(args.resume).resolve().parent.parent if args.resume else Path()
     folder = find_folder(args.rewards.trained_model, root)
     reward_model = load_reward_model(folder, dtype, args.trust_remote_code).to(device)
@@ -887,7 +901,8 @@ def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Sc
     name = re.split("[:.]", args.rewards.monitor)[-1]
     if re.match("kl|entropy|score|non_score|raw_score|stopped|response_length|sampler", name):
         raise InputError(f"--rewards.monitor {args.rewards.monitor}: objective/{name} is taken; rename the function")
-    return {f"objective/{name}": text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer))}
+    scorer = text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer), on_all_processes=True)
+    return {f"objective/{name}": scorer}
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -904,6 +919,20 @@ PANELS = {
     "value error and variance of returns": ["ppo/val/error", "ppo/returns/var"],
     "clipped share of tokens": ["ppo/policy/clipfrac", "ppo/val/clipfrac"],
 }
+
+
+FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
+
+
+def check_update(means: dict[str, float], first_ratio_gap: float, update: int, dtype: str) -> None:
+    """Raise a NumericalError if the means of an update, over all processes, cannot be right."""
+    check_finite(means, update, "if it happens again after --resume, begin anew with a lower --ppo.lr")
+    # [D25] [D60] Before the first step, the policy that trains is the one that sampled.
+    if first_ratio_gap > FIRST_RATIO_TOLERANCE[dtype]:
+        raise NumericalError(
+            f"the ratio is off 1 by {first_ratio_gap:.2g} on the first pass of update {update}: the sampler and the "
+            f"training pass disagree about the policy; the run stops and saves nothing more"
+        )
 
 
 def finish_metrics(
@@ -930,12 +959,6 @@ def finish_metrics(
     metrics["elapsed/steps/total"] = serial_steps * ppo.batch_size
     metrics["elapsed/fps"] = int(ppo.batch_size * args.task.response_length / update_seconds)
     metrics["elapsed/time"] = run_seconds
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise NumericalError(
-                f"{name} is {value} in update {update}; the run stops and saves nothing more. "
-                f"If it happens again after --resume, begin anew with a lower --ppo.lr"
-            )
     return metrics
 
 
@@ -989,6 +1012,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
         tensors, state = checkpoint
         first_update, controller.value, stream.position = state["step"], state["kl_coef"], state["query_position"]
         restore_training_state(policy, optimizer, tensors)
+    if first_update > sizes.updates:
+        raise InputError(
+            f"--ppo.total_episodes {ppo.total_episodes} are {sizes.updates} updates, but {args.resume} has made "
+            f"{first_update}; --ppo.total_episodes {first_update * ppo.batch_size} is the least"
+        )
     # lm-human-preference-details' plotting command selects runs by the label file of their reward model.
     rewards_config = dataclasses.asdict(args.rewards) | {"label_dataset": score_info.get("label_dataset")}
     run.start_logging(first_update, {"rewards": rewards_config})
@@ -1037,7 +1065,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
 
             # 8. Adapt the KL coefficient and log.
-            stats |= {
+            stats = {
                 "objective/kl": kl.sum(1).mean(),
                 "objective/entropy": -logprobs.sum(1).mean(),
                 "objective/score": scores.mean(),
@@ -1046,11 +1074,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 "objective/stopped": stopped.double().mean(),
                 "objective/response_length": (truncated_responses != ids.pad).double().sum(1).mean(),
                 "objective/sampler_gap": sampler_gap.mean(),
+                **{name: function(queries, truncated_responses).mean() for name, function in monitor.items()},
+                **stats,
                 # a sum over processes, and means are taken below
                 "ppo/val/num_eos_tokens": (responses == ids.eos).double().sum() * accelerator.num_processes,
-                **{name: function(queries, truncated_responses).mean() for name, function in monitor.items()},
             }
             means = mean_over_processes(stats, accelerator)
+            check_update(means, means.pop("first_ratio_gap"), update, args.dtype)
+            check_equal("objective/kl_coef", controller.value, accelerator)
             metrics = finish_metrics(means, update, args, controller.value, time.time() - started, run.seconds())
             run.log(update, metrics)
             if args.log_interval and update % args.log_interval == 0:
@@ -1061,13 +1092,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
             #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L299-L305 @cbfd210
             controller.update(metrics["objective/kl"], sizes.batch)
             # [D81] openai/lm-human-preferences lm_human_preferences/train_policy.py#L474-L508 @cbfd210
-            if (update + 1) % (args.save_interval or sizes.updates) == 0 or update + 1 == sizes.updates:
+            stop = run.told_to_stop()
+            if stop or (update + 1) % (args.save_interval or sizes.updates) == 0 or update + 1 == sizes.updates:
                 state = {"kl_coef": controller.value, "query_position": stream.position}
                 run.save_checkpoint(update + 1, training_state(policy, optimizer), state)
             speed = sizes.batch / (time.time() - started)
             advance(
                 f"{speed:.0f} episodes/s, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"
             )
+            if stop:
+                run.stop(update + 1)
 
     folder = run.model_folder / "policy"
     if accelerator.is_main_process:

@@ -39,6 +39,7 @@ from transformers import (
 
 from ppo_rlhf.data import (
     TASKS,
+    LabelKind,
     Labels,
     QueryStream,
     TaskArgs,
@@ -56,6 +57,7 @@ from ppo_rlhf.run import (
     Run,
     above_zero,
     at_least,
+    check_finite,
     check_numbers,
     make_accelerator,
     mean_over_processes,
@@ -302,6 +304,11 @@ def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
         nn.utils.vector_to_parameters(mean, gradients)
 
 
+def gradient_norm(model: nn.Module) -> torch.Tensor:
+    """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
+    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Tokens: pad, generate
 # ----------------------------------------------------------------------------------------------------------------
@@ -388,6 +395,45 @@ def best_of_n_loss(scores: torch.Tensor, best: torch.Tensor) -> tuple[torch.Tens
     # [D40] openai/lm-human-preferences lm_human_preferences/label_types.py#L44-L49 @cbfd210
     accuracy = (scores.argmax(1) == best).to(scores.dtype).mean()
     return F.cross_entropy(scores, best.long()), accuracy
+
+
+def label_loss(kind: LabelKind, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of scores (batch, n) for labels (batch,) of one kind; 0-d, mean over the batch.
+
+    Ratings and differences are regressed: mean((score - r)^2), mean((difference - (r1 - r0))^2).
+    """
+    if kind == "best":
+        return best_of_n_loss(scores, targets)[0]
+    # [D21] openai/lm-human-preferences lm_human_preferences/label_types.py#L58-L120 @cbfd210
+    predictions = scores[:, 0] if kind == "score" else scores[:, 1] - scores[:, 0]  # (batch,)
+    return ((targets.to(scores.dtype) - predictions) ** 2).mean()
+
+
+@torch.no_grad()
+def label_statistics(kind: LabelKind, scores: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss and what else there is to say of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
+    loss = label_loss(kind, scores, targets)
+    if kind == "best":
+        return {"loss": loss, "accuracy": best_of_n_loss(scores, targets)[1]}
+    targets = targets.to(scores.dtype)
+    if kind == "difference":
+        same_sign = (scores[:, 1] - scores[:, 0]).sign() == targets.sign()  # (batch,)
+        return {"loss": loss, "accuracy": same_sign.to(scores.dtype).mean()}
+    covariance = ((targets - targets.mean()) * (scores[:, 0] - scores[:, 0].mean())).mean()
+    deviations = targets.std(unbiased=False) * scores[:, 0].std(unbiased=False)
+    corr = covariance / deviations.clamp(min=torch.finfo(scores.dtype).tiny)  # 0 where one of them is constant
+    return {"loss": loss, "label_mean": targets.mean(), "label_var": targets.var(unbiased=False), "corr": corr}
+
+
+def target_scale(kind: LabelKind, targets: torch.Tensor) -> tuple[float, float]:
+    """Mean and biased deviation that the scores shall have before training on these labels (labels,)."""
+    # [D34] openai/lm-human-preferences lm_human_preferences/train_reward.py#L149-L160 @cbfd210
+    if kind == "best":
+        return 0.0, 1.0
+    scales = targets.double() if kind == "score" else targets.double() / 2
+    if not scales.std(unbiased=False) > 0:
+        raise InputError(f"all labels have the {kind} {targets[0].item()}; there is nothing to learn")
+    return scales.mean().item(), scales.std(unbiased=False).item()
 
 
 def gain_and_bias(scores: torch.Tensor, target_mean: float, target_std: float) -> tuple[float, float]:
@@ -485,37 +531,50 @@ def reward_update(
     micro_batch: int,
     accelerator: Accelerator | None = None,
 ) -> dict[str, torch.Tensor]:
-    """One optimiser step on the labels with these indices (local_batch,). Returns loss and accuracy, 0-d."""
+    """One optimiser step on the labels with these indices (local_batch,).
+
+    Returns loss, gradient norm and what else label_statistics has to say of the whole batch, all 0-d.
+    """
     device = reward_model.gain.device
-    losses, accuracies = [], []
+    scores = []
     optimizer.zero_grad()
     for micro_inds in inds.split(micro_batch):
-        queries, samples, best = (t[micro_inds].to(device) for t in (labels.queries, labels.samples, labels.best))
-        loss, accuracy = best_of_n_loss(score_samples(reward_model, queries, samples, pad_id), best)
-        (loss * len(micro_inds) / len(inds)).backward()
-        losses.append(loss.detach())
-        accuracies.append(accuracy)
+        queries, samples, targets = (
+            t[micro_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+        )
+        scores.append(score_samples(reward_model, queries, samples, pad_id))  # (micro_batch, n)
+        (label_loss(labels.kind, scores[-1], targets) * len(micro_inds) / len(inds)).backward()
     if accelerator is not None:
         average_gradients(reward_model, accelerator)
+    gradient = gradient_norm(reward_model)
     optimizer.step()
-    return {"train/loss": torch.stack(losses).mean(), "train/accuracy": torch.stack(accuracies).mean()}
+    batch = torch.cat(scores).detach(), labels.targets[inds].to(device)  # (local_batch, n), (local_batch,)
+    if accelerator is not None:
+        batch = accelerator.gather(batch)
+    statistics = label_statistics(labels.kind, *batch)
+    return {**{f"train/{name}": value for name, value in statistics.items()}, "train/gradient_norm": gradient}
 
 
 @torch.no_grad()
 def evaluate(
     reward_model: RewardModel, labels: Labels, inds: torch.Tensor, pad_id: int, chunk: int, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Loss and accuracy over all labels with these indices, shared among the processes."""
+    """Loss and accuracy over all labels with these indices, shared among the processes; ratings have no accuracy."""
     device = reward_model.gain.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses, right choices
+    names = ["loss"] if labels.kind == "score" else ["loss", "accuracy"]
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     for local_inds in inds[accelerator.process_index :: accelerator.num_processes].split(chunk):
         if len(local_inds) == 0:  # fewer labels than processes
             break
-        queries, samples, best = (t[local_inds].to(device) for t in (labels.queries, labels.samples, labels.best))
-        loss, accuracy = best_of_n_loss(score_samples(reward_model, queries, samples, pad_id), best)
-        sums += torch.stack([loss, accuracy]).double() * len(local_inds)
-    loss, accuracy = (accelerator.reduce(sums, "sum") / len(inds)).tolist()
-    return {"test_loss": loss, "test_accuracy": accuracy, "test_labels": len(inds)}
+        queries, samples, targets = (
+            t[local_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+        )
+        statistics = label_statistics(labels.kind, score_samples(reward_model, queries, samples, pad_id), targets)
+        sums += torch.stack([statistics[name] for name in names]).double() * len(local_inds)
+    means = accelerator.reduce(sums, "sum") / len(inds)
+    return {f"test_{name}": mean for name, mean in zip(names, means.tolist(), strict=True)} | {
+        "test_labels": len(inds)
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -591,10 +650,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     ids = task_ids(args.task, tokenizer)
     labels = read_labels(args.label_dataset, args.task, tokenizer)
     # [D20] openai/lm-human-preferences lm_human_preferences/train_reward.py#L94-L96 @cbfd210
-    if len(labels.best) < args.num_train:
+    if len(labels.targets) < args.num_train:
         raise InputError(
-            f"--num_train {args.num_train}: --label_dataset {args.label_dataset} has only {len(labels.best)} labels"
+            f"--num_train {args.num_train}: --label_dataset {args.label_dataset} has {len(labels.targets)} labels"
         )
+    scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     stream = QueryStream(args.task, tokenizer)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
@@ -615,16 +675,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
         restore_training_state(reward_model, optimizer, tensors)
     run.start_logging(first_step)
 
-    def normalize_now(stage: str) -> None:
+    def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
         # [D39] openai/lm-human-preferences lm_human_preferences/train_reward.py#L208-L209 @cbfd210
         if args.normalize_samples:
             with autocast():
                 samples = sample_to_normalize(language_model, stream, ids, args, sizes, stage, rank)
-            normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator)
+            normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator, target_mean, target_std)
 
     # 1. Normalise.
     if args.normalize_before and first_step == 0:
-        normalize_now("before")
+        normalize_now("before", *scale_before)
 
     # 2. One pass over the labels.
     # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
@@ -637,22 +697,25 @@ def train(args: Args, joint: dict | None = None) -> Path:
             stats = reward_update(
                 reward_model, optimizer, labels, inds, ids.pad, sizes.local_micro_batch, accelerator
             )
+            stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
             means = mean_over_processes(stats, accelerator)
-            if not math.isfinite(means["train/loss"]):
-                raise NumericalError(f"train/loss is {means['train/loss']} in step {step}; a lower --lr may help")
+            check_finite(means, step, "if it happens again after --resume, begin anew with a lower --lr")
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
-            scale = {"train/gain": reward_model.gain.item(), "train/bias": reward_model.bias.item()}
-            run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)} | scale)
-            if (step + 1) % (args.save_interval or sizes.steps) == 0 or step + 1 == sizes.steps:
+            run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
+            stop = run.told_to_stop()
+            if stop or (step + 1) % (args.save_interval or sizes.steps) == 0 or step + 1 == sizes.steps:
                 state = {"query_position": stream.position}
                 run.save_checkpoint(step + 1, training_state(reward_model, optimizer), state)
-            advance(f"loss {means['train/loss']:.3f}, accuracy {means['train/accuracy']:.2f}")
+            accuracy = f", accuracy {means['train/accuracy']:.2f}" if "train/accuracy" in means else ""
+            advance(f"loss {means['train/loss']:.3f}{accuracy}")
+            if stop:
+                run.stop(step + 1)
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L252-L254 @cbfd210
     if args.normalize_after:
-        normalize_now("after")
+        normalize_now("after", 0.0, 1.0)
 
     folder = run.model_folder / "reward"
     if accelerator.is_main_process:
@@ -661,7 +724,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         save_reward_model(folder, reward_model, tokenizer, info)
     # [X07] The labels beyond the first num_train show how good the model is.
     results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1], "skipped_queries": stream.skipped}
-    held_out = torch.arange(args.num_train, len(labels.best))
+    held_out = torch.arange(args.num_train, len(labels.targets))
     if len(held_out):
         results |= evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
     run.finish(PANELS, **results)

@@ -481,7 +481,7 @@ def test_a_good_label_file(label_file):
     labels = read(label_file, label_rows())
     assert labels.queries.tolist() == [[1, 2, 10], [7, 8, 9]]
     assert labels.samples.tolist() == [[[3, 4], [5, 10], [0, 9]], [[1, 1], [2, 2], [3, 3]]]
-    assert labels.best.tolist() == [2, 0]
+    assert labels.targets.tolist() == [2, 0]
     assert labels.ceiling is None
 
 

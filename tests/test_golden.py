@@ -454,8 +454,8 @@ def test_ppo_steps(name):
 
 def labels_of(arrays: dict[str, torch.Tensor]) -> data.Labels:
     samples = [array for key, array in sorted(arrays.items()) if key.startswith("labels/sample")]
-    best = arrays.get("labels/best", torch.zeros(len(samples[0]), dtype=torch.long))
-    return data.Labels(arrays["labels/query"], torch.stack(samples, dim=1), best, ceiling=None)
+    (kind,) = {"best", "score", "difference"} & {key.removeprefix("labels/") for key in arrays}
+    return data.Labels(arrays["labels/query"], torch.stack(samples, dim=1), arrays[f"labels/{kind}"], None, kind)
 
 
 def check_reward_loss(name: str) -> None:
@@ -466,12 +466,13 @@ def check_reward_loss(name: str) -> None:
     labels = labels_of(arrays)
     scores = train_reward.score_samples(reward_model, labels.queries, labels.samples, PAD)
     close(scores.detach(), arrays["rewards_per_sample"], atol=VALUE)
-    if not name.startswith("best_of"):
-        return
     optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)  # the gradients stay where they are
     inds = torch.arange(case["batch"])
     stats = train_reward.reward_update(reward_model, optimizer, labels, inds, PAD, micro_batch=len(inds))
-    close(stats["train/loss"], arrays["stats/loss"], atol=STATISTIC)
+    statistics = under(arrays, "stats/")
+    close(statistics.pop("error"), statistics["loss"], atol=0)
+    for key, expected in statistics.items():
+        close(stats[f"train/{key}"], expected, atol=STATISTIC, name=key)
     for key, expected in by_parameter(reward_model, under(arrays, "grad/")).items():
         close(reward_model.get_parameter(key).grad, expected, atol=REWARD_GRADIENT, name=key)
 
@@ -490,25 +491,31 @@ def check_normalization(reward_model, samples: dict[str, torch.Tensor], event: d
     assert reward_model.bias.item() == pytest.approx(event["bias"], rel=0, abs=REWARD_WEIGHT)
 
 
-def check_reward_training() -> None:
+def check_reward_training(name: str = "best_of_4_norm_both") -> None:
     """Normalise, six steps, normalise: gain, bias, losses, weights, and the scores of the final model."""
-    name = "best_of_4_norm_both"
     meta, arrays = load_json("case4_reward_train_meta")[name], load_arrays(f"case4_reward_train_{name}")
     args = train_reward.Args(lr=meta["lr"], batch_size=meta["batch_size"], num_train=meta["num_train"])
     reward_model = golden_reward_model(meta["model"], under(arrays, "initial/"))
     optimizer = train_reward.AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
-    _, before, learned, after = meta["normalization_events_in_order"]
-
-    check_normalization(reward_model, under(arrays, "normalize_call_0/"), before)
+    events = meta["normalization_events_in_order"]
     labels = labels_of(arrays)
+
+    scale = train_reward.target_scale(labels.kind, labels.targets)
+    assert scale == pytest.approx((events[1]["new_mean"], events[1]["new_std"]), rel=1e-6)
+    check_normalization(reward_model, under(arrays, "normalize_call_0/"), events[1])
     for step, inds in enumerate(arrays["batch_indices"].long()):
         optimizer.param_groups[0]["lr"] = train_reward.learning_rate_at(args, step)
         close(torch.tensor(optimizer.param_groups[0]["lr"]), arrays["batch_lr"][step], atol=1e-9)
         stats = train_reward.reward_update(reward_model, optimizer, labels, inds, PAD, micro_batch=len(inds))
         close(stats["train/loss"], arrays["loss_per_step"][step], atol=STATISTIC)
-    assert reward_model.gain.item() == pytest.approx(learned["reset_from_gain"], rel=0, abs=REWARD_WEIGHT)
-    assert reward_model.bias.item() == pytest.approx(learned["reset_from_bias"], rel=0, abs=REWARD_WEIGHT)
-    check_normalization(reward_model, under(arrays, "normalize_call_2/"), after)
+        for key, number in meta["stats_per_step"][step].items():
+            if key != "error":  # another name of the loss
+                close(stats[f"train/{key}"], torch.tensor(number), atol=STATISTIC, name=key)
+    if meta["normalize_after"]:
+        learned, after = events[2:]
+        assert reward_model.gain.item() == pytest.approx(learned["reset_from_gain"], rel=0, abs=REWARD_WEIGHT)
+        assert reward_model.bias.item() == pytest.approx(learned["reset_from_bias"], rel=0, abs=REWARD_WEIGHT)
+        check_normalization(reward_model, under(arrays, "normalize_call_2/"), after)
 
     for key, weights in by_parameter(reward_model, under(arrays, "final/")).items():
         close(reward_model.get_parameter(key).detach(), weights, atol=REWARD_WEIGHT, name=key)
@@ -517,16 +524,9 @@ def check_reward_training() -> None:
         close(reward_model(tokens, PAD), arrays["probe/rewards_after_all"], atol=REWARD_WEIGHT)
 
 
-def test_reward_training():
-    check_reward_training()
-
-
-def test_normalization_to_other_targets():
-    name = "scalar_rating_norm_before"
-    meta, arrays = load_json("case4_reward_train_meta")[name], load_arrays(f"case4_reward_train_{name}")
-    reward_model = golden_reward_model(meta["model"], under(arrays, "initial/"))
-    _, before = meta["normalization_events_in_order"]
-    check_normalization(reward_model, under(arrays, "normalize_call_0/"), before)
+@pytest.mark.parametrize("name", cases("case4_reward_train_"))
+def test_reward_training(name):
+    check_reward_training(name)
 
 
 def test_initial_heads():

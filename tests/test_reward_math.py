@@ -75,7 +75,7 @@ def test_g5_best_of_n_loss():
 
 
 def test_best_of_n_loss_equals_a_loop():
-    scores, best = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double(), make_labels(20).best
+    scores, best = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double(), make_labels(20).targets
     losses, right = [], []
     for row, choice in zip(scores.tolist(), best.tolist(), strict=True):
         losses.append(math.log(sum(math.exp(score) for score in row)) - row[choice])
@@ -217,8 +217,8 @@ def test_update_uses_only_its_labels(tiny_models):
     reward_model = tiny_reward_model(tiny_models)
     optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)
     stats = reward_update(reward_model, optimizer, labels, inds, PAD, 3)
-    part = Labels(labels.queries[inds], labels.samples[inds], labels.best[inds], None)
-    expected, _ = best_of_n_loss(score_samples(reward_model, part.queries, part.samples, PAD), part.best)
+    part = Labels(labels.queries[inds], labels.samples[inds], labels.targets[inds], None)
+    expected, _ = best_of_n_loss(score_samples(reward_model, part.queries, part.samples, PAD), part.targets)
     assert_close(stats["train/loss"], expected.detach())
 
 
@@ -226,8 +226,8 @@ def test_training_learns_the_choices(tiny_models):
     """Labels prefer the sample that begins with the letter a."""
     labels = make_labels(64)
     samples = labels.samples % 28 + 1
-    samples[torch.arange(64), labels.best, 0] = 0
-    labels = Labels(labels.queries, samples, labels.best, None)
+    samples[torch.arange(64), labels.targets, 0] = 0
+    labels = Labels(labels.queries, samples, labels.targets, None)
     reward_model = RewardModel(tiny_models("gpt2"))
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-2)
     for _ in range(60):

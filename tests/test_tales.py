@@ -252,7 +252,7 @@ def test_labels_are_read_like_those_of_people(tiny_world, tiny_world_args, name)
     labels = read_labels(str(path), task, tokenizer)
     rows = json.loads(path.read_text())
     assert set(rows[0]) == {"query", "sample0", "sample1", "sample2", "sample3", "best"}
-    assert labels.best.tolist() == [row["best"] for row in rows]
+    assert labels.targets.tolist() == [row["best"] for row in rows]
     assert labels.queries.shape == (96, 24)
     assert labels.samples.shape == (96, 4, 24)
     torch.testing.assert_close(labels.queries, QueryStream(task, tokenizer).next_batch(96, pad_id))
