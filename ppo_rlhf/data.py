@@ -301,14 +301,16 @@ def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_i
     Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
     `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
     """
-    # [D05] [D06] [D07] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L49-L64 @cbfd210
+    # [D05] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L49-L55 @cbfd210
     if start_id is not None:
         if start_id not in tokens:
             return None
         first = tokens.index(start_id)
         if first < len(tokens) - 1:
             tokens = tokens[first + 1 :]
+    # [D06] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L57 @cbfd210
     tokens = tokens[:query_length]
+    # [D07] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L59-L64 @cbfd210
     if end_id is not None:
         if end_id not in tokens:
             return None
@@ -330,8 +332,6 @@ class QueryStream:
         self.end_id = one_token(tokenizer, task.end_text, "end_text")
         # [D02] One order for all.
         #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L27-L46 @cbfd210
-        # [D11] Every stage begins with its first text.
-        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L454-L457 @cbfd210
         self.order = list(range(len(self.texts)))
         random.Random(0).shuffle(self.order)
         self.skipped = 0
@@ -452,8 +452,9 @@ def text_scorer(
         try:
             scores = [float(score) for score in function(queries, responses)]
         except Exception as error:  # the function is the user's and may raise anything
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+            where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+            reason = f"{type(error).__name__}: {error}{where}"
             return [], f"--{field} {name} failed on {len(queries)} texts: {reason}"
         if len(scores) != len(queries):
             return [], f"--{field} {name} returned {len(scores)} scores for {len(queries)} responses"

@@ -416,8 +416,8 @@ class Run:
         self._progress: Any = None
         self._told_to_stop = False
         previous = read_meta(self.folder) if args.resume else {}
-        # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
+        # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
         self.meta: dict[str, Any] = {
             "name": self.folder.name,
             "args": dataclasses.asdict(args),
@@ -608,7 +608,7 @@ class Run:
     @contextlib.contextmanager
     def progress(self, title: str, total: int, done: int = 0):
         """A bar with the time left. Yields advance(text), to be called once per step."""
-        # [D79] openai/lm-human-preferences lm_human_preferences/train_policy.py#L311-L316 @cbfd210
+        # [D79] [X16] openai/lm-human-preferences lm_human_preferences/train_policy.py#L311-L316 @cbfd210
         if not self.is_main:
             yield lambda text: None
             return

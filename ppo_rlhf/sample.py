@@ -59,7 +59,9 @@ class Args:
 
 
 class Comparison:
-    """A policy, the model that it started from, and what scores them [D84] [X11]."""
+    """A policy, the model that it started from, and what scores them."""
+
+    # [D84] [X11] openai/lm-human-preferences sample.py#L16-L66 @cbfd210
 
     def __init__(self, args: Args):
         folder = Path(args.policy)

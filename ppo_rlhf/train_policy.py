@@ -300,7 +300,7 @@ def scaled_logits(
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
     # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
-    #       openai/lm-human-preferences lm_human_preferences/language/encodings.py#L56-L57 @cbfd210
+    #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
     #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L30 @cbfd210
@@ -429,8 +429,7 @@ def learning_rate(ppo: PpoArgs, update: int) -> float:
 
 def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
-    # [D66] [D73] All parameters that take part in the loss.
-    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
+    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
     if accelerator.num_processes > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
@@ -522,6 +521,7 @@ def truncate_at(responses: torch.Tensor, stop_id: int | None, after: int, pad_id
 
 def has_stop(responses: torch.Tensor, stop_id: int | None, after: int) -> torch.Tensor:
     """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
+    # [D50] openai/lm-human-preferences lm_human_preferences/lm_tasks.py#L58-L65 @cbfd210
     if stop_id is None:
         return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
     return (responses[:, after:] == stop_id).any(1)
@@ -547,7 +547,9 @@ class AdaptiveKLController:
     def update(self, kl: float, episodes: int) -> None:
         """kl: mean over the batch, nats per response; episodes: how many the update used, over all processes."""
         # [D69] openai/lm-human-preferences lm_human_preferences/train_policy.py#L115-L124 @cbfd210
-        if self.target is not None:  # [D72] fixed coefficient: the same file, L107-L112
+        # [D72] Without a target, fixed.
+        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L107-L112 @cbfd210
+        if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * episodes / self.horizon
 
@@ -570,7 +572,7 @@ def compute_rewards(
 
     scores: (batch,); log-probs: (batch, response_length). Returns rewards, non_score_rewards and kl, of that shape.
     """
-    # [D51] [D52] [D53] Every token pays, also those after the stop token; the score always counts on the last column.
+    # [D51] [D52] Every token pays, also those after the stop token; the score always counts on the last column.
     #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L149-L154 @cbfd210
     kl = logprobs - ref_logprobs
     non_score_rewards = -kl_coef * kl
@@ -671,7 +673,7 @@ def respond(
     if torch.is_autocast_enabled(contexts.device.type):
         # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
         logprobs, _, values = policy(query_responses, ids.pad, contexts.shape[1], temperature)
-    else:
+    else:  # [D25] [D26]
         logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
     return query_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
 
@@ -708,8 +710,10 @@ def group_advantages(rewards: torch.Tensor, values: torch.Tensor, ppo: PpoArgs) 
 
     rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
     """
-    # [D55] [D77] Rewards are whitened here, minibatch by minibatch, and keep their mean.
+    # [D55] Rewards are whitened here, minibatch by minibatch, and keep their mean.
     #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L323-L325 @cbfd210
+    # [D77] A group is what one process of the original has of a minibatch.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L158-L159 @cbfd210
     if ppo.whiten_rewards:
         rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
     advantages, returns = compute_gae(rewards.flatten(0, 1), values.flatten(0, 1), ppo.gamma, ppo.lam)
@@ -836,8 +840,9 @@ def load_policy_and_reference(
     args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
-    # [D45] [D74] Every process loads the same files.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L441-L452 @cbfd210
+    # [D45] openai/lm-human-preferences lm_human_preferences/train_policy.py#L441-L452 @cbfd210
+    # [D74] [X14] Every process reads the same files.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L482-L495 @cbfd210
     lm_backbone, reference = (
         load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
     )
@@ -997,11 +1002,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
     task, ppo, sizes = args.task, args.ppo, ppo_sizes(args.ppo, accelerator.num_processes)
     tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
+    # [D11] Every stage begins with the first text.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L454-L457 @cbfd210
     stream = QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
     policy.forward = autocast()(policy.forward)
     score, score_info = load_scorer(args, tokenizer, dtype, device)
     monitor = load_monitor(args, tokenizer)
+    # [D66] All parameters learn, embeddings and value head too.
+    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
@@ -1057,6 +1066,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
 
                 # 5. Per-token rewards.
+                # [D53] With the coefficient that the last update left.
+                #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L293 @cbfd210
                 rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
 
             # 6. Advantages and returns, and 7. PPO epochs.

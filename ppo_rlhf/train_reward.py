@@ -221,7 +221,7 @@ def scaled_logits(
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
     # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
-    #       openai/lm-human-preferences lm_human_preferences/language/encodings.py#L56-L57 @cbfd210
+    #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
     #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L30 @cbfd210
@@ -296,8 +296,7 @@ def learning_rate_at(args: Args, step: int) -> float:
 
 def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
-    # [D66] [D73] All parameters that take part in the loss.
-    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
+    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
     if accelerator.num_processes > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
@@ -494,6 +493,7 @@ def sample_to_normalize(
     task = args.task
     rows = slice(rank * sizes.local_normalize_samples, (rank + 1) * sizes.local_normalize_samples)
     queries = stream.next_batch(sizes.normalize_samples, ids.pad)[rows]  # (local_normalize_samples, query_length)
+    # [X01] The noise belongs to the sample.
     noise = torch.rand(
         sizes.normalize_samples, task.response_length, generator=keyed_generator(args.seed, "normalize", stage)
     )[rows]  # (local_normalize_samples, response_length)
@@ -537,6 +537,7 @@ def reward_update(
     """
     device = reward_model.gain.device
     scores = []
+    # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
     optimizer.zero_grad()
     for micro_inds in inds.split(micro_batch):
         queries, samples, targets = (
@@ -548,6 +549,7 @@ def reward_update(
         average_gradients(reward_model, accelerator)
     gradient = gradient_norm(reward_model)
     optimizer.step()
+    # [X15] Statistics of the whole batch, over all processes.
     batch = torch.cat(scores).detach(), labels.targets[inds].to(device)  # (local_batch, n), (local_batch,)
     if accelerator is not None:
         batch = accelerator.gather(batch)
@@ -655,12 +657,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
             f"--num_train {args.num_train}: --label_dataset {args.label_dataset} has {len(labels.targets)} labels"
         )
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
+    # [D11] Every stage begins with the first text.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L191-L200 @cbfd210
     stream = QueryStream(args.task, tokenizer)
-    # [D27] The reward model is a copy of the pretrained model, trained as a whole.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
     check_model(language_model, args.base_model, ids.context_length + args.task.response_length, ids.pad)
-    torch.manual_seed(args.seed)  # [D76] for the head; all other noise is keyed
+    # [D76] For the head; all other noise is keyed.
+    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L108-L113 @cbfd210
+    torch.manual_seed(args.seed)
+    # [D27] The reward model is a copy of the pretrained model, trained as a whole.
+    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
     reward_model = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(
         device, dtype
     )
@@ -689,6 +695,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # 2. One pass over the labels.
     # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L236-L250 @cbfd210
+    # [X02] Their order depends on the seed alone.
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
     with run.progress("reward model", sizes.steps, first_step) as advance:
         for step in range(first_step, sizes.steps):

@@ -9,6 +9,8 @@ os.environ["PPO_RLHF_THREADS"] = "1"
 
 import pytest
 import torch
+from processes import launch
+from runs import only, reward_arguments, world_arguments
 
 from ppo_rlhf import tales
 
@@ -19,7 +21,7 @@ TINY_WORLD = tales.TalesArgs(
     width=16,
     layers=1,
     heads=2,
-    lm_steps=5,
+    lm_steps=60,
     lm_batch_size=8,
     train_comparisons=64,
     test_comparisons=32,
@@ -81,3 +83,12 @@ def tiny_models():
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_reward(tiny_world, tmp_path_factory):
+    """The folder of a reward model that was trained for a few steps on the tiny world."""
+    folder = tmp_path_factory.mktemp("reward")
+    result = launch("train_reward.py", *world_arguments(tiny_world), *reward_arguments(tiny_world), folder=folder)
+    assert result.status == 0, result.stderr
+    return only(folder, "models/*/reward")

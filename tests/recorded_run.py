@@ -1,0 +1,47 @@
+"""train_policy.py, keeping what each process sampled and the KL coefficient that it used.
+
+`recorded/<rank>.safetensors` holds the query_responses of every update, (local_batch, sequence_length) each, and
+`recorded/<rank>.json` the coefficients before and after every update. With NOISE_BELONGS_TO_THE_PROCESS set, the sampling noise does: a mistake.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ppo_rlhf import run, train_policy
+
+rank = int(os.environ.get("RANK", 0))
+sampled: list[list[torch.Tensor]] = []  # of each update, of each rollout batch
+coefficients: list[list[float]] = []
+respond, episode_noise = train_policy.respond, train_policy.episode_noise
+right_update = train_policy.AdaptiveKLController.update
+
+
+def recorded_respond(*arguments):
+    result = respond(*arguments)
+    sampled[-1].append(result[0])
+    return result
+
+
+def recorded_noise(seed: int, update: int, batch: int, response_length: int) -> torch.Tensor:
+    sampled.append([])
+    mistake = rank if os.environ.get("NOISE_BELONGS_TO_THE_PROCESS") else 0
+    return episode_noise(seed + mistake, update, batch, response_length)
+
+
+def recorded_update(self, kl: float, episodes: int) -> None:
+    before = self.value
+    right_update(self, kl, episodes)
+    coefficients.append([before, self.value])
+
+
+train_policy.respond, train_policy.episode_noise = recorded_respond, recorded_noise
+train_policy.AdaptiveKLController.update = recorded_update
+run.run_script(lambda: train_policy.train(run.parse_args(train_policy.PRESETS)))
+folder = Path("recorded")
+folder.mkdir(exist_ok=True)
+save_file({f"{i:03}": torch.cat(chunks) for i, chunks in enumerate(sampled)}, folder / f"{rank}.safetensors")
+(folder / f"{rank}.json").write_text(json.dumps(coefficients))

@@ -1,0 +1,44 @@
+"""What tests of whole runs share: the arguments of small runs, and reading what a run left."""
+
+import csv
+import json
+from pathlib import Path
+
+TIMES = {"elapsed/fps", "elapsed/time"}
+
+
+def world_arguments(world: Path) -> list[str]:
+    return f"--preset tales --base_model {world}/model --task.query_dataset {world}/stories.txt".split()
+
+
+def reward_arguments(world: Path, prefix: str = "--") -> list[str]:
+    """Five steps of 8 labels, a checkpoint after every second."""
+    sizes = {"num_train": 40, "batch_size": 8, "rollout_batch_size": 32, "normalize_samples": 32, "save_interval": 2}
+    labels = {"label_dataset": world / "labels/sentiment/offline_5k.json"}
+    return [word for name, value in (labels | sizes).items() for word in (f"{prefix}{name}", str(value))]
+
+
+def policy_arguments(prefix: str = "--") -> list[str]:
+    """Four updates of 16 episodes in 2 groups, a checkpoint after every second."""
+    sizes = {"ppo.total_episodes": 64, "ppo.batch_size": 16, "ppo.whiten_groups": 2}
+    output = {"save_interval": 2, "log_interval": 1}
+    return [word for name, value in (sizes | output).items() for word in (f"{prefix}{name}", str(value))]
+
+
+def both_arguments(world: Path) -> list[str]:
+    return [*world_arguments(world), *reward_arguments(world, "--reward."), *policy_arguments("--policy.")]
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """The rows of a run's metrics.csv, times apart."""
+    with (folder / "metrics.csv").open() as file:
+        return [{k: float(v) for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+
+
+def samples_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found

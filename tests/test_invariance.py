@@ -1,0 +1,161 @@
+"""The same global batch, however it is divided: processes, micro-batches, rollout batches. The run stays the same.
+
+Sums of floating-point numbers in another order differ in their last digits. So four updates in float32 agree to 1e-4
+and eight in float64 to 1e-9, and every sampled token is the same. One flipped token would part two runs for good.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from processes import launch, launch_together
+from runs import metrics_of, only, world_arguments
+from safetensors.torch import load_file
+
+BATCH, GROUPS = 64, 2
+UPDATES = {"float32": 4, "float64": 8}
+KL_TARGET, HORIZON = {1: 0.03, 4: 0.06}, 1000  # a KL that these runs reach, so that the controller follows it
+TOLERANCE = {"float32": {"rel": 1e-4, "abs": 1e-6}, "float64": {"rel": 1e-9, "abs": 1e-12}}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run left: a row of metrics and all tokens of each update, and the KL coefficients of each process."""
+
+    metrics: list[dict[str, float]]
+    query_responses: list[torch.Tensor]  # (BATCH, sequence_length) for each update
+    kl_coefs: list[list[list[float]]]  # of each process, before and after each update
+    num_processes: int
+
+
+def policy_run(
+    folder: Path, world: Path, reward: Path, dtype: str, nminibatches: int, processes: int, parts: int, **env: str
+) -> Recorded:
+    """A run of the tales preset with small batches. parts: micro-batches of a minibatch, and rollouts of a batch."""
+    folder.mkdir()
+    local_minibatch = BATCH // nminibatches // processes
+    sizes = {
+        "total_episodes": BATCH * UPDATES[dtype],
+        "batch_size": BATCH,
+        "whiten_groups": GROUPS,
+        "nminibatches": nminibatches,
+        "local_micro_batch_size": local_minibatch // parts,
+        "local_rollout_batch_size": BATCH // processes // parts,
+    }
+    arguments = [*world_arguments(world), "--dtype", dtype, "--rewards.trained_model", str(reward)]
+    arguments += ["--rewards.adaptive_kl.target", str(KL_TARGET[nminibatches])]
+    arguments += [word for name, value in sizes.items() for word in (f"--ppo.{name}", str(value))]
+    script = Path(__file__).parent / "recorded_run.py"
+    if processes == 1:
+        results = [launch(script, *arguments, folder=folder, **env)]
+    else:
+        results = launch_together(processes, script, *arguments, folder=folder, **env)
+    for result in results:
+        assert result.status == 0, result.stderr
+    run = only(folder, "runs/*")
+    tokens = [load_file(folder / f"recorded/{rank}.safetensors") for rank in range(processes)]
+    return Recorded(
+        metrics_of(run),
+        [torch.cat([of_process[update] for of_process in tokens]) for update in sorted(tokens[0])],
+        [json.loads((folder / f"recorded/{rank}.json").read_text()) for rank in range(processes)],
+        json.loads((run / "meta.json").read_text())["num_processes"],
+    )
+
+
+def check_same(run: Recorded, reference: Recorded, dtype: str) -> None:
+    assert len(run.metrics) == len(run.query_responses) == UPDATES[dtype]
+    for tokens, expected in zip(run.query_responses, reference.query_responses, strict=True):
+        assert torch.equal(tokens, expected)
+    for row, expected_row in zip(run.metrics, reference.metrics, strict=True):
+        assert row == pytest.approx(expected_row, **TOLERANCE[dtype])
+    assert all(coefficients == run.kl_coefs[0] for coefficients in run.kl_coefs)  # bit for bit
+    changes = [after / before - 1 for before, after in run.kl_coefs[0]]
+    assert any(abs(change) < 0.19 * BATCH / HORIZON for change in changes)  # not clipped: it depends on the KL
+    assert all(row["objective/stopped"] > 0 for row in run.metrics)  # some scores count
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["1 minibatch", "4 minibatches"])
+def nminibatches(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=UPDATES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, tiny_world, tiny_reward, dtype, nminibatches) -> Recorded:
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    return policy_run(folder, tiny_world, tiny_reward, dtype, nminibatches, processes=1, parts=1)
+
+
+@pytest.mark.parametrize(
+    ("processes", "parts"),
+    [(1, 2), (1, 4), (1, 8), (2, 1), (2, 4)],
+    ids=["2 parts", "4 parts", "8 parts", "2 processes", "2 processes, 4 parts"],
+)
+def test_policy(processes, parts, reference, dtype, nminibatches, tiny_world, tiny_reward, tmp_path):
+    run = policy_run(tmp_path / "run", tiny_world, tiny_reward, dtype, nminibatches, processes, parts)
+    assert run.num_processes == processes
+    assert len(run.kl_coefs) == processes
+    check_same(run, reference, dtype)
+
+
+def test_noise_that_belongs_to_the_process_is_detected(tiny_world, tiny_reward, tmp_path):
+    arguments = (tiny_world, tiny_reward, "float32", 1)
+    one = policy_run(tmp_path / "one", *arguments, processes=1, parts=1, NOISE_BELONGS_TO_THE_PROCESS="1")
+    two = policy_run(tmp_path / "two", *arguments, processes=2, parts=1, NOISE_BELONGS_TO_THE_PROCESS="1")
+    with pytest.raises(AssertionError):
+        check_same(two, one, "float32")
+
+
+def test_minibatches_are_another_algorithm(tiny_world, tiny_reward, tmp_path):
+    """So that the comparisons above compare something."""
+    arguments = (tiny_world, tiny_reward, "float32")
+    one = policy_run(tmp_path / "one", *arguments, nminibatches=1, processes=1, parts=1)
+    four = policy_run(tmp_path / "four", *arguments, nminibatches=4, processes=1, parts=1)
+    with pytest.raises(AssertionError):
+        check_same(four, one, "float32")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The reward model
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def reward_run(folder: Path, world: Path, dtype: str, processes: int, parts: int) -> list[dict[str, float]]:
+    """Eight steps of 8 labels, normalised before and after; the last row is about the held-out labels."""
+    folder.mkdir()
+    sizes = {"num_train": 64, "batch_size": 8, "rollout_batch_size": 32, "normalize_samples": 32}
+    sizes |= {"local_micro_batch_size": 8 // processes // parts, "local_rollout_batch_size": 32 // processes // parts}
+    arguments = [*world_arguments(world), "--dtype", dtype]
+    arguments += ["--label_dataset", str(world / "labels/sentiment/offline_5k.json")]
+    arguments += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    if processes == 1:
+        results = [launch("train_reward.py", *arguments, folder=folder)]
+    else:
+        results = launch_together(processes, "train_reward.py", *arguments, folder=folder)
+    for result in results:
+        assert result.status == 0, result.stderr
+    meta = json.loads((only(folder, "runs/*") / "meta.json").read_text())
+    assert meta["num_processes"] == processes
+    return [
+        *metrics_of(only(folder, "runs/*")),
+        {name: meta["results"][name] for name in ("test_loss", "test_accuracy")},
+    ]
+
+
+@pytest.fixture(scope="module")
+def reward_reference(tmp_path_factory, tiny_world, dtype) -> list[dict[str, float]]:
+    return reward_run(tmp_path_factory.mktemp("reference") / "run", tiny_world, dtype, processes=1, parts=1)
+
+
+@pytest.mark.parametrize(("processes", "parts"), [(1, 2), (1, 4), (1, 8), (2, 1), (2, 4)])
+def test_reward_model(processes, parts, reward_reference, dtype, tiny_world, tmp_path):
+    rows = reward_run(tmp_path / "run", tiny_world, dtype, processes, parts)
+    assert len(rows) == 9
+    for row, expected in zip(rows, reward_reference, strict=True):
+        assert row == pytest.approx(expected, **TOLERANCE[dtype])
