@@ -153,7 +153,7 @@ def check_same_arguments(saved: Any, args: Any) -> None:
     old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
     allowed, refused = [], []
     for name in old:
-        if old[name] != new[name]:
+        if old[name] != new[name] and name != "resume":
             may_change = name.removeprefix("reward.").removeprefix("policy.") in MAY_CHANGE
             (allowed if may_change else refused).append(f"{name} {old[name]} -> {new[name]}")
     if refused:
@@ -172,6 +172,7 @@ def run_script(main: Callable[[], Any]) -> None:
     """Run main(); turn an error that is the user's to mend into one line and exit status 2."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    threading.excepthook = thread_failed
     try:
         main()
     except (InputError, NumericalError) as error:
@@ -189,6 +190,12 @@ def run_script(main: Callable[[], Any]) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """Say nothing of a full disk that TensorBoard's thread meets: the main thread meets it too, and tells."""
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in DISK_ERRORS):
+        threading.__excepthook__(failure)
 
 
 def is_first_process() -> bool:

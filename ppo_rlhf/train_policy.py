@@ -1067,7 +1067,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
                 # 5. Per-token rewards.
                 # [D53] With the coefficient that the last update left.
-                #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L293 @cbfd210
+                #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L293-L297 @cbfd210
                 rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
 
             # 6. Advantages and returns, and 7. PPO epochs.

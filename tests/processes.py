@@ -64,16 +64,22 @@ def launch(script: str | Path, *arguments: str, folder: Path, **environment: str
     return Launched(script, *arguments, folder=folder, **environment).wait()
 
 
-def launch_together(
+def start_together(
     count: int, script: str | Path, *arguments: str, folder: Path, **environment: str
-) -> list[Result]:
+) -> list[Launched]:
     """Run a script as so many processes that find each other, with the environment that torchrun gives them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), **environment}
-    together = [
+    return [
         Launched(script, *arguments, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(count)
     ]
-    return [launched.wait() for launched in together]
+
+
+def launch_together(
+    count: int, script: str | Path, *arguments: str, folder: Path, **environment: str
+) -> list[Result]:
+    """Run a script as so many processes to their end."""
+    return [launched.wait() for launched in start_together(count, script, *arguments, folder=folder, **environment)]

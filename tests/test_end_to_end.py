@@ -1,6 +1,5 @@
 """Each script through its command line, on a tiny world: what it leaves, two processes, resume, bad input."""
 
-import csv
 import json
 import os
 import re
@@ -11,56 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import OFFLINE, SCRIPTS, launch
+from runs import both_arguments, metrics_of, only, samples_of, world_arguments
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf.train_policy import load_reward_model
 
-SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
-TIMES = {"elapsed/fps", "elapsed/time"}
 
-
-def run_command(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PPO_RLHF_THREADS": "1", "WANDB_MODE": "offline"} | environment
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-
-
-def run_script(name: str, *arguments: str, folder: Path, processes: int = 1, **environment: str) -> str:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    result = run_command([*launcher, str(SCRIPTS / name), *arguments], folder, **environment)
-    assert result.returncode == 0, result.stdout + result.stderr
+def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> str:
+    result = launch(name, *arguments, folder=folder, **environment)
+    assert result.status == 0, result.stdout + result.stderr
     return result.stdout
-
-
-def world_arguments(world: Path) -> list[str]:
-    return f"--preset tales --base_model {world}/model --task.query_dataset {world}/stories.txt".split()
-
-
-def both_arguments(world: Path) -> list[str]:
-    """Five reward steps of 8 labels, four updates of 16 episodes in 2 groups."""
-    reward = (
-        f"--reward.label_dataset {world}/labels/sentiment/offline_5k.json --reward.num_train 40 --reward.batch_size 8"
-    )
-    normalize = "--reward.rollout_batch_size 32 --reward.normalize_samples 32 --reward.save_interval 2"
-    policy = "--policy.ppo.total_episodes 64 --policy.ppo.batch_size 16 --policy.ppo.whiten_groups 2"
-    output = "--policy.save_interval 2 --policy.log_interval 1"
-    return [*world_arguments(world), *f"{reward} {normalize} {policy} {output}".split()]
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    with (folder / "metrics.csv").open() as file:
-        return [{k: float(v) for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
-
-
-def samples_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
-def only(folder: Path, pattern: str) -> Path:
-    (found,) = folder.glob(pattern)
-    return found
 
 
 @pytest.fixture(scope="session")
@@ -124,8 +85,14 @@ def test_the_summary_names_what_was_learned_and_where_it_lies(both_run: Path) ->
         assert name in stdout
 
 
-def test_two_processes_give_the_run_of_one(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:
-    run_script("train_both.py", *both_arguments(tiny_world), folder=tmp_path, processes=2)
+def test_torchrun_with_two_processes_gives_the_run_of_one(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:
+    """The launcher itself; test_invariance.py has the ways to divide a batch."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launcher, str(SCRIPTS / "train_both.py"), *both_arguments(tiny_world)]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | OFFLINE, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
     for kind in ("reward", "policy"):
         one, two = only(both_run, f"runs/train_{kind}__*"), only(tmp_path, f"runs/train_{kind}__*")
         assert json.loads((two / "meta.json").read_text())["num_processes"] == 2
@@ -133,34 +100,6 @@ def test_two_processes_give_the_run_of_one(both_run: Path, tiny_world: Path, tmp
             assert row_of_two == pytest.approx(row_of_one, rel=1e-4, abs=1e-6)
     for sample_of_one, sample_of_two in zip(samples_of(one), samples_of(two), strict=True):
         assert sample_of_two["response"] == sample_of_one["response"]
-
-
-def test_micro_batches_give_the_same_run(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:
-    knobs = ("--reward.local_micro_batch_size", "2", "--policy.ppo.local_micro_batch_size", "4")
-    knobs += ("--reward.local_rollout_batch_size", "16", "--policy.ppo.local_rollout_batch_size", "8")
-    run_script("train_both.py", *both_arguments(tiny_world), *knobs, folder=tmp_path)
-    for kind in ("reward", "policy"):
-        whole, parts = only(both_run, f"runs/train_{kind}__*"), only(tmp_path, f"runs/train_{kind}__*")
-        for row_of_whole, row_of_parts in zip(metrics_of(whole), metrics_of(parts), strict=True):
-            assert row_of_parts == pytest.approx(row_of_whole, rel=1e-4, abs=1e-6)
-
-
-def test_in_float64_eight_updates_agree_to_the_ninth_digit(tiny_world: Path, tmp_path: Path) -> None:
-    """Two minibatches per epoch; one process with whole minibatches, two processes with micro-batches."""
-    float64 = (
-        "--reward.dtype float64 --policy.dtype float64 --policy.ppo.total_episodes 256 --policy.ppo.batch_size 32"
-    )
-    arguments = [*both_arguments(tiny_world), *float64.split(), "--policy.ppo.nminibatches", "2"]
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    run_script("train_both.py", *arguments, folder=folders[0])
-    knobs = ("--reward.local_micro_batch_size", "2", "--policy.ppo.local_micro_batch_size", "4")
-    run_script("train_both.py", *arguments, *knobs, folder=folders[1], processes=2)
-    one, two = (metrics_of(only(folder, "runs/train_policy__*")) for folder in folders)
-    assert len(one) == 8
-    for row_of_one, row_of_two in zip(one, two, strict=True):
-        assert row_of_two == pytest.approx(row_of_one, rel=1e-9, abs=1e-12)
 
 
 def test_a_resumed_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) -> None:
@@ -238,9 +177,9 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_pa
 def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path) -> None:
     sizes = "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.whiten_groups 2 --ppo.noptepochs 1 --save_interval 1"
     function = "--rewards.function ppo_rlhf.tales:sentiment.gold_scores --ppo.lr 1000"
-    script = [sys.executable, str(SCRIPTS / "train_policy.py"), *world_arguments(tiny_world)]
-    result = run_command([*script, *f"{sizes} {function}".split()], tmp_path)
-    assert result.returncode == 2
+    arguments = [*world_arguments(tiny_world), *f"{sizes} {function}".split()]
+    result = launch("train_policy.py", *arguments, folder=tmp_path)
+    assert result.status == 2
     (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert re.match(r"error: \S+ is (nan|inf|not finite)", line)
     assert not (tmp_path / "models").exists()
@@ -248,25 +187,16 @@ def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_
         assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
-BAD_INPUT = {
-    "sizes": (["--ppo.batch_size", "63"], "--ppo.batch_size 64"),
-    "groups": (["--ppo.whiten_groups", "16"], "--ppo.batch_size 128"),
-    "no scorer": ([], "--rewards.trained_model"),
-    "no such reward model": (["--rewards.trained_model", "nowhere"], "nowhere"),
-    "stop text": (["--task.truncate_text", "two words", "--rewards.function", "math:sqrt"], "truncate_text"),
-    "no such base model": (["--base_model", "nowhere/model", "--rewards.function", "math:sqrt"], "nowhere/model"),
-    "no such data set": (["--task.query_dataset", "nothing", "--rewards.function", "math:sqrt"], "nothing"),
-    "too long": (["--task.query_length", "5000", "--rewards.function", "math:sqrt"], "--task.query_length"),
-    "no such preset": (["--preset", "tale"], "tales"),
-    "no such run": (["--resume", "runs/none"], "runs/none"),
-}
-
-
-@pytest.mark.parametrize("arguments, words", BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_ends_in_one_line_and_leaves_nothing(arguments, words, tiny_world, tmp_path) -> None:
-    script = [sys.executable, str(SCRIPTS / "train_policy.py")]
-    result = run_command([*script, *world_arguments(tiny_world), *arguments], tmp_path)
-    assert result.returncode == 2, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
-    assert line.startswith("error: ") and words in line
+def test_the_script_itself_ends_with_status_2(tiny_world: Path, tmp_path: Path) -> None:
+    """In an ordinary process; test_bad_input.py has the inputs."""
+    command = [
+        sys.executable,
+        str(SCRIPTS / "train_policy.py"),
+        *world_arguments(tiny_world),
+        "--ppo.batch_size",
+        "63",
+    ]
+    result = subprocess.run(command, cwd=tmp_path, env=os.environ | OFFLINE, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ppo.batch_size 63") and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
