@@ -824,8 +824,8 @@ def ppo_update(
             average_gradients(policy, accelerator)
         gradient_norms.append(gradient_norm(policy))
         optimizer.step()
-    means = {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
-    means["ppo/gradient_norm"] = torch.stack(gradient_norms).mean()
+    means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
+    means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
     before_any_step = stats[: len(stats) // len(inds_of_minibatches)]
     means["first_ratio_gap"] = torch.stack([row["ppo/val/ratio_var"] for row in before_any_step]).mean().sqrt()
     return means

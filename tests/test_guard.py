@@ -1,0 +1,183 @@
+"""A number that is not finite stops the run in its update, by name, and leaves the last good checkpoint."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics_of, only
+from safetensors.torch import load_file
+
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.run import NumericalError
+
+BROKEN_UPDATE = 2  # of 0, 1, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def in_a_fresh_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def policy_args(tiny_world: Path, tiny_reward: Path) -> train_policy.Args:
+    """Four updates of 16 episodes, each with two passes and a checkpoint."""
+    preset = train_policy.PRESETS["tales"]
+    return dataclasses.replace(
+        preset,
+        base_model=str(tiny_world / "model"),
+        save_interval=1,
+        log_interval=0,
+        task=dataclasses.replace(preset.task, query_dataset=str(tiny_world / "stories.txt")),
+        rewards=dataclasses.replace(preset.rewards, trained_model=str(tiny_reward)),
+        ppo=dataclasses.replace(preset.ppo, total_episodes=64, batch_size=16, whiten_groups=2, noptepochs=2),
+    )
+
+
+@pytest.fixture
+def reward_args(tiny_world: Path) -> train_reward.Args:
+    """Four steps of 8 labels, each with a checkpoint."""
+    preset = train_reward.PRESETS["tales"]
+    return dataclasses.replace(
+        preset,
+        base_model=str(tiny_world / "model"),
+        label_dataset=str(tiny_world / "labels/sentiment/offline_5k.json"),
+        save_interval=1,
+        num_train=32,
+        batch_size=8,
+        rollout_batch_size=32,
+        normalize_samples=32,
+        task=dataclasses.replace(preset.task, query_dataset=str(tiny_world / "stories.txt")),
+    )
+
+
+def breaks(function, call: int, spoil):
+    """The function, but what its call of this number (from 0) returns is spoilt."""
+    calls = iter(range(1_000_000))
+
+    def wrapper(*arguments, **keywords):
+        result = function(*arguments, **keywords)
+        return spoil(result) if next(calls) == call else result
+
+    return wrapper
+
+
+def spoil_one(value: float):
+    """Put a number into the first place of a tensor, or of the first tensor of several."""
+
+    def spoil(result):
+        first, *others = result if isinstance(result, tuple) else [result]
+        first = first + torch.zeros_like(first).flatten().index_fill(0, torch.tensor([0]), value).view_as(first)
+        return (first, *others) if isinstance(result, tuple) else first
+
+    return spoil
+
+
+def check_stopped(train, args, *names: str) -> None:
+    """The run stops in the broken update and names these quantities; its checkpoints are good; it saves no model."""
+    with pytest.raises(NumericalError) as caught:
+        train(args)
+    assert f"in step {BROKEN_UPDATE}" in str(caught.value)
+    for name in names:
+        assert f"{name} is " in str(caught.value)
+    run = only(Path("runs"), "*")
+    assert [row["step"] for row in metrics_of(run)] == [0, 1]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["1", "2"]
+    tensors = load_file(run / "checkpoints/2/tensors.safetensors")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert not Path("models").exists()
+
+
+# what is broken: (module attribute, calls in one update, how, what is named)
+POLICY = {
+    "score": ("score", 1, math.nan, ["objective/score"]),
+    "infinite score": ("score", 1, math.inf, ["objective/score"]),
+    "KL": ("reference_logprobs", 1, -math.inf, ["objective/kl"]),
+    "policy loss": ("policy_loss", 2, math.nan, ["ppo/loss/policy", "ppo/loss/total"]),
+    "value loss": ("value_loss", 2, math.inf, ["ppo/loss/value", "ppo/loss/total"]),
+    "advantage": ("group_advantages", 2, math.nan, ["ppo/loss/policy"]),
+}
+
+
+@pytest.mark.parametrize("what", POLICY)
+def test_policy(what, policy_args, monkeypatch):
+    name, calls, value, names = POLICY[what]
+    call = BROKEN_UPDATE * calls + calls - 1
+    if name == "score":
+        load_scorer = train_policy.load_scorer
+
+        def load_broken_scorer(*arguments):
+            score, info = load_scorer(*arguments)
+            return breaks(score, call, lambda scores: torch.full_like(scores, value)), info
+
+        monkeypatch.setattr(train_policy, "load_scorer", load_broken_scorer)
+    else:
+        monkeypatch.setattr(train_policy, name, breaks(getattr(train_policy, name), call, spoil_one(value)))
+    check_stopped(train_policy.train, policy_args, *names)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_gradient_of_the_policy(epoch, policy_args, monkeypatch):
+    """In the last pass nothing but the gradient is broken; in the first, the loss after it is too."""
+    averages = iter(range(1_000_000))
+
+    def average_gradients(model, accelerator):
+        if next(averages) == 2 * BROKEN_UPDATE + epoch:
+            model.value_head.weight.grad[0, 0] = math.nan
+
+    monkeypatch.setattr(train_policy, "average_gradients", average_gradients)
+    check_stopped(train_policy.train, policy_args, "ppo/gradient_norm")
+
+
+def test_a_score_that_the_penalty_replaces_is_seen(policy_args, monkeypatch):
+    """No response stops, so no score counts; one of them is not finite all the same."""
+    load_scorer = train_policy.load_scorer
+
+    def load_broken_scorer(*arguments):
+        score, info = load_scorer(*arguments)
+        return breaks(score, BROKEN_UPDATE, spoil_one(math.nan)), info
+
+    monkeypatch.setattr(train_policy, "load_scorer", load_broken_scorer)
+    monkeypatch.setattr(train_policy, "has_stop", lambda responses, *_: torch.zeros(len(responses), dtype=torch.bool))
+    check_stopped(train_policy.train, policy_args, "objective/raw_score")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_loss_of_the_reward_model(value, reward_args, monkeypatch):
+    broken = breaks(train_reward.label_loss, 2 * BROKEN_UPDATE, lambda loss: loss * value)
+    # of two calls in each step, one is for the gradient and one for the statistics
+    monkeypatch.setattr(train_reward, "label_loss", broken)
+    check_stopped(train_reward.train, reward_args, "train/gradient_norm")
+
+
+def test_scores_of_the_reward_model(reward_args, monkeypatch):
+    broken = breaks(train_reward.score_samples, BROKEN_UPDATE, spoil_one(math.nan))
+    monkeypatch.setattr(train_reward, "score_samples", broken)
+    check_stopped(train_reward.train, reward_args, "train/loss")
+
+
+def test_scores_to_normalise_on(reward_args, monkeypatch):
+    """Before training, nothing is saved; after it, the checkpoint of the last step stays."""
+    for call, checkpoints in ((0, []), (1, ["3", "4"])):
+        with monkeypatch.context() as patch, pytest.raises(NumericalError, match="mean nan"):
+            patch.setattr(train_reward, "gain_and_bias", breaks_argument(train_reward.gain_and_bias, call))
+            train_reward.train(dataclasses.replace(reward_args, exp_name=f"run{call}"))
+        run = only(Path("runs"), f"run{call}__*")
+        assert sorted(path.name for path in run.glob("checkpoints/*")) == checkpoints
+        assert not Path("models").exists()
+
+
+def breaks_argument(function, call: int):
+    """The function, but the first argument of its call of this number holds a nan."""
+    calls = iter(range(1_000_000))
+
+    def wrapper(scores, *arguments):
+        return function(spoil_one(math.nan)(scores) if next(calls) == call else scores, *arguments)
+
+    return wrapper
+
+
+def test_without_a_broken_number_the_runs_end(policy_args, reward_args):
+    assert train_policy.train(policy_args).is_dir()
+    assert train_reward.train(reward_args).is_dir()
