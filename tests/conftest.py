@@ -10,22 +10,9 @@ os.environ["PPO_RLHF_THREADS"] = "1"
 import pytest
 import torch
 from processes import launch
-from runs import only, reward_arguments, world_arguments
-
-from ppo_rlhf import tales
+from runs import TINY_WORLD, build_tiny_world, only, reward_arguments, world_arguments
 
 torch.set_num_threads(1)
-
-TINY_WORLD = tales.TalesArgs(
-    stories=300,
-    width=16,
-    layers=1,
-    heads=2,
-    lm_steps=60,
-    lm_batch_size=8,
-    train_comparisons=64,
-    test_comparisons=32,
-)
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +23,7 @@ def tiny_world_args():
 @pytest.fixture(scope="session")
 def tiny_world(tmp_path_factory):
     """The folder of a very small tales world: model/, stories.txt, labels/<task>/offline_5k.json (64 + 32 rows)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PPO_RLHF_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return tales.find_world(TINY_WORLD)
+    return build_tiny_world(tmp_path_factory.mktemp("cache"))
 
 
 VOCAB = 29  # tokens of tiny_tokenizer; its padding id

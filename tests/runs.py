@@ -2,9 +2,31 @@
 
 import csv
 import json
+import os
 from pathlib import Path
+from unittest.mock import patch
+
+from ppo_rlhf import tales
+
+TINY_WORLD = tales.TalesArgs(
+    stories=300,
+    width=16,
+    layers=1,
+    heads=2,
+    lm_steps=60,
+    lm_batch_size=8,
+    train_comparisons=64,
+    test_comparisons=32,
+)
+
 
 TIMES = {"elapsed/fps", "elapsed/time"}
+
+
+def build_tiny_world(cache: Path) -> Path:
+    """The folder of a very small tales world: model/, stories.txt, labels/<task>/offline_5k.json (64 + 32 rows)."""
+    with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
+        return tales.find_world(TINY_WORLD)
 
 
 def world_arguments(world: Path) -> list[str]:
