@@ -180,8 +180,9 @@ def run_script(main: Callable[[], Any]) -> None:
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS:
             raise
-        where = f"{error.filename}: " if error.filename else "writing failed: "
-        exit_with(f"{where}{error.strerror}")
+        exit_with(f"{error.filename or 'writing failed'}: {error.strerror}")
+    except SafetensorError as error:  # of a write; what cannot be read is an InputError
+        exit_with(f"writing failed: {error}")
     except Stopped as stopped:
         if is_first_process():
             print(stopped)
@@ -677,7 +678,7 @@ class Run:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise InputError(
-                f"the checkpoint of step {step} cannot be written ({error}); the one before it is kept"
+                f"the checkpoint of step {step} cannot be written ({error}); those before it are kept"
             ) from error
         shutil.rmtree(folder / str(step), ignore_errors=True)
         temporary.rename(folder / str(step))

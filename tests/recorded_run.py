@@ -1,7 +1,8 @@
 """train_policy.py, keeping what each process sampled and the KL coefficient that it used.
 
 `recorded/<rank>.safetensors` holds the query_responses of every update, (local_batch, sequence_length) each, and
-`recorded/<rank>.json` the coefficients before and after every update. With NOISE_BELONGS_TO_THE_PROCESS set, the sampling noise does: a mistake.
+`recorded/<rank>.json` the coefficients before and after every update. With NOISE_BELONGS_TO_THE_PROCESS set, the
+sampling noise does: a mistake.
 """
 
 import json

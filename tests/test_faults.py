@@ -201,7 +201,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk(cut_off, policy_run):
     """A file may grow to 150 kB; the tensors of the checkpoint are larger, everything else is smaller."""
     command = ("150000", str(SCRIPTS / "train_policy.py"), "--resume", str(cut_off))
     line = error_line(launch(LIMITED, *command, folder=cut_off.parent.parent))
-    assert "the checkpoint of step 4 cannot be written" in line and "the one before it is kept" in line
+    assert "the checkpoint of step 4 cannot be written" in line and "those before it are kept" in line
     assert checkpoints(cut_off) == [2]
     check_goes_on(cut_off, policy_run)
 
@@ -212,6 +212,17 @@ def test_a_disk_that_is_full_at_once(cut_off, policy_run, size):
     assert "File too large" in error_line(launch(LIMITED, *command, folder=cut_off.parent.parent))
     assert checkpoints(cut_off) == [2]
     check_goes_on(cut_off, policy_run)
+
+
+def test_a_model_that_does_not_fit_on_the_disk(policy_run, tmp_path):
+    """The run is at its end, and all checkpoints are written; the file of the model's weights is too large."""
+    run = tmp_path / "runs" / policy_run.name
+    shutil.copytree(policy_run, run)
+    size = (policy_run.parent.parent / "models" / policy_run.name / "policy/model.safetensors").stat().st_size
+    command = (str(size - 1), str(SCRIPTS / "train_policy.py"), "--resume", str(run))
+    assert "writing failed" in error_line(launch(LIMITED, *command, folder=tmp_path))
+    assert checkpoints(run) == [2, 4]
+    check_goes_on(run, policy_run)
 
 
 def test_a_new_run_on_a_full_disk(tiny_world, tiny_reward, tmp_path):

@@ -269,7 +269,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, accelera
     def full_disk(*_):
         raise OSError("no space")
 
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"no space.*the one before it is kept"):
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"no space.*those before it are kept"):
         patch.setattr(run_module, "write_json", full_disk)
         run.save_checkpoint(5, {"x": torch.ones(1)}, {})
     assert load(accelerator, run.folder)[1]["step"] == 4
