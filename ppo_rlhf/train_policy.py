@@ -16,7 +16,7 @@ started from (the reference) keeps the text fluent. Each update does eight thing
 Steps 6 and 7 stand in `ppo_update`, because each minibatch whitens its own rewards and advantages.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see README.md.
+file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see DETAILS.md.
 
     accelerate launch ppo_rlhf/train_both.py --preset tales         # no network: reward model, then this, in minutes
     accelerate launch ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward           # one GPU, GPT-2

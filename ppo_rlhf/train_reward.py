@@ -8,7 +8,7 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see README.md.
+file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see DETAILS.md.
 
     python ppo_rlhf/train_reward.py --preset tales                                   # no network, a minute or two
     accelerate launch ppo_rlhf/train_reward.py                                       # sentiment, GPT-2, one GPU
