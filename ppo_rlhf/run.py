@@ -422,7 +422,7 @@ class Run:
         self._sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
         self._closers: list[Callable[[], None]] = []
         self._progress: Any = None
-        self._told_to_stop = False
+        self._told_to_stop = self._stopping = False
         previous = read_meta(self.folder) if args.resume else {}
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
         # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
@@ -482,17 +482,6 @@ class Run:
 
     def _on_sigterm(self, signal_number: int, frame: Any) -> None:
         self._told_to_stop = True
-
-    def told_to_stop(self) -> bool:
-        """Whether any process has got SIGTERM, which clusters send before they take a machine away."""
-        flag = torch.tensor([float(self._told_to_stop)], device=self.accelerator.device)
-        return self.accelerator.reduce(flag, "sum").item() > 0
-
-    def stop(self, step: int) -> None:
-        """End a run that was told to stop, after the checkpoint of this step."""
-        self._close_logs()
-        self.save_meta(wall_time=round(self.seconds(), 1))
-        raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; --resume {self.folder} goes on")
 
     def _close_logs(self) -> None:
         for close in self._closers:
@@ -660,13 +649,30 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------------------
 
+    def is_time_to_save(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint is due after so many steps: at intervals, at the end, or because the run shall stop.
+
+        SIGTERM, which clusters send before they take a machine away, may reach one process only.
+        """
+        told_to_stop = torch.tensor([float(self._told_to_stop)], device=self.accelerator.device)
+        self._stopping = self.accelerator.reduce(told_to_stop, "sum").item() > 0
+        return self._stopping or step == last_step or step % (self.args.save_interval or last_step) == 0
+
     def save_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Write checkpoints/<step> completely, then give it its name; keep the newest few [X05]."""
+        """Write checkpoints/<step> completely, then give it its name; keep the newest few [X05].
+
+        Ends the run by raising Stopped if it was told to stop.
+        """
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
-        if not self.is_main:
-            return
+        if self.is_main:
+            self._write_checkpoint(step, tensors, state)
+        if self._stopping:
+            self._close_logs()
+            raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; --resume {self.folder} goes on")
+
+    def _write_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         folder = self.folder / "checkpoints"
         temporary = folder / f"{step}.tmp"
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

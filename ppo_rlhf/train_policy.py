@@ -984,6 +984,29 @@ def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrained
     write_json(folder / "ppo_rlhf.json", info)
 
 
+def go_on(
+    run: Run,
+    policy: PolicyWithValueHead,
+    optimizer: AdamTensorFlowStyle,
+    controller: AdaptiveKLController,
+    stream: QueryStream,
+    sizes: PpoSizes,
+) -> int:
+    """Put everything where the run's newest checkpoint left it. Returns the next update; 0 without a checkpoint."""
+    checkpoint = run.load_checkpoint()
+    if not checkpoint:
+        return 0
+    tensors, state = checkpoint
+    if state["step"] > sizes.updates:
+        raise InputError(
+            f"--ppo.total_episodes makes {sizes.updates} updates, but this run has made {state['step']}; "
+            f"--ppo.total_episodes {state['step'] * sizes.batch} is the least"
+        )
+    restore_training_state(policy, optimizer, tensors)
+    controller.value, stream.position = state["kl_coef"], state["query_position"]
+    return state["step"]
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Train
 # ----------------------------------------------------------------------------------------------------------------
@@ -1016,16 +1039,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
     run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
-    first_update = 0
-    if checkpoint := run.load_checkpoint():
-        tensors, state = checkpoint
-        first_update, controller.value, stream.position = state["step"], state["kl_coef"], state["query_position"]
-        restore_training_state(policy, optimizer, tensors)
-    if first_update > sizes.updates:
-        raise InputError(
-            f"--ppo.total_episodes {ppo.total_episodes} are {sizes.updates} updates, but {args.resume} has made "
-            f"{first_update}; --ppo.total_episodes {first_update * ppo.batch_size} is the least"
-        )
+    first_update = go_on(run, policy, optimizer, controller, stream, sizes)
     # lm-human-preference-details' plotting command selects runs by the label file of their reward model.
     rewards_config = dataclasses.asdict(args.rewards) | {"label_dataset": score_info.get("label_dataset")}
     run.start_logging(first_update, {"rewards": rewards_config})
@@ -1076,20 +1090,20 @@ def train(args: Args, joint: dict | None = None) -> Path:
             stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
 
             # 8. Adapt the KL coefficient and log.
-            stats = {
-                "objective/kl": kl.sum(1).mean(),
-                "objective/entropy": -logprobs.sum(1).mean(),
-                "objective/score": scores.mean(),
-                "objective/non_score_reward": non_score_rewards.sum(1).mean(),
-                "objective/raw_score": raw_scores.mean(),
-                "objective/stopped": stopped.double().mean(),
-                "objective/response_length": (truncated_responses != ids.pad).double().sum(1).mean(),
-                "objective/sampler_gap": sampler_gap.mean(),
-                **{name: function(queries, truncated_responses).mean() for name, function in monitor.items()},
-                **stats,
-                # a sum over processes, and means are taken below
-                "ppo/val/num_eos_tokens": (responses == ids.eos).double().sum() * accelerator.num_processes,
+            objectives = {
+                "objective/kl": kl.sum(1),
+                "objective/entropy": -logprobs.sum(1),
+                "objective/score": scores,
+                "objective/non_score_reward": non_score_rewards.sum(1),
+                "objective/raw_score": raw_scores,
+                "objective/stopped": stopped,
+                "objective/response_length": (truncated_responses != ids.pad).sum(1),
+                "objective/sampler_gap": sampler_gap,
+                **{name: function(queries, truncated_responses) for name, function in monitor.items()},
             }
+            stats = {name: values.double().mean() for name, values in objectives.items()} | stats
+            # a sum over processes, and means are taken next
+            stats["ppo/val/num_eos_tokens"] = (responses == ids.eos).double().sum() * accelerator.num_processes
             means = mean_over_processes(stats, accelerator)
             check_update(means, means.pop("first_ratio_gap"), update, args.dtype)
             check_equal("objective/kl_coef", controller.value, accelerator)
@@ -1102,17 +1116,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # [D70] [D71] The controller sees the mean over all processes, once the update is logged.
             #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L299-L305 @cbfd210
             controller.update(metrics["objective/kl"], sizes.batch)
+            speed = f"{sizes.batch / (time.time() - started):.0f} episodes/s"
+            advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] openai/lm-human-preferences lm_human_preferences/train_policy.py#L474-L508 @cbfd210
-            stop = run.told_to_stop()
-            if stop or (update + 1) % (args.save_interval or sizes.updates) == 0 or update + 1 == sizes.updates:
+            if run.is_time_to_save(update + 1, sizes.updates):
                 state = {"kl_coef": controller.value, "query_position": stream.position}
                 run.save_checkpoint(update + 1, training_state(policy, optimizer), state)
-            speed = sizes.batch / (time.time() - started)
-            advance(
-                f"{speed:.0f} episodes/s, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"
-            )
-            if stop:
-                run.stop(update + 1)
 
     folder = run.model_folder / "policy"
     if accelerator.is_main_process:

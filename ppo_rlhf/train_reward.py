@@ -709,14 +709,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
             check_finite(means, step, "if it happens again after --resume, begin anew with a lower --lr")
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
             run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
-            stop = run.told_to_stop()
-            if stop or (step + 1) % (args.save_interval or sizes.steps) == 0 or step + 1 == sizes.steps:
-                state = {"query_position": stream.position}
-                run.save_checkpoint(step + 1, training_state(reward_model, optimizer), state)
             accuracy = f", accuracy {means['train/accuracy']:.2f}" if "train/accuracy" in means else ""
             advance(f"loss {means['train/loss']:.3f}{accuracy}")
-            if stop:
-                run.stop(step + 1)
+            if run.is_time_to_save(step + 1, sizes.steps):
+                state = {"query_position": stream.position}
+                run.save_checkpoint(step + 1, training_state(reward_model, optimizer), state)
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.
