@@ -126,13 +126,15 @@ def test_minibatches_are_another_algorithm(tiny_world, tiny_reward, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def reward_run(folder: Path, world: Path, dtype: str, processes: int, parts: int) -> list[dict[str, float]]:
+def reward_run(
+    folder: Path, world: Path, dtype: str, processes: int, parts: int, labels: Path | None = None
+) -> list[dict[str, float]]:
     """Eight steps of 8 labels, normalised before and after; the last row is about the held-out labels."""
     folder.mkdir()
     sizes = {"num_train": 64, "batch_size": 8, "rollout_batch_size": 32, "normalize_samples": 32}
     sizes |= {"local_micro_batch_size": 8 // processes // parts, "local_rollout_batch_size": 32 // processes // parts}
     arguments = [*world_arguments(world), "--dtype", dtype]
-    arguments += ["--label_dataset", str(world / "labels/sentiment/offline_5k.json")]
+    arguments += ["--label_dataset", str(labels or world / "labels/sentiment/offline_5k.json")]
     arguments += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     if processes == 1:
         results = [launch("train_reward.py", *arguments, folder=folder)]
@@ -142,10 +144,8 @@ def reward_run(folder: Path, world: Path, dtype: str, processes: int, parts: int
         assert result.status == 0, result.stderr
     meta = json.loads((only(folder, "runs/*") / "meta.json").read_text())
     assert meta["num_processes"] == processes
-    return [
-        *metrics_of(only(folder, "runs/*")),
-        {name: meta["results"][name] for name in ("test_loss", "test_accuracy")},
-    ]
+    held_out = {name: value for name, value in meta["results"].items() if name.startswith("test_")}
+    return [*metrics_of(only(folder, "runs/*")), held_out]
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +159,17 @@ def test_reward_model(processes, parts, reward_reference, dtype, tiny_world, tmp
     assert len(rows) == 9
     for row, expected in zip(rows, reward_reference, strict=True):
         assert row == pytest.approx(expected, **TOLERANCE[dtype])
+
+
+def test_statistics_of_ratings_are_those_of_the_whole_batch(tiny_world, tmp_path):
+    labels = json.loads((tiny_world / "labels/sentiment/offline_5k.json").read_text())
+    rows = [{"query": row["query"], "sample": row["sample0"], "score": row["best"] - 1.5} for row in labels]
+    file = tmp_path / "ratings.json"
+    file.write_text(json.dumps(rows))
+    one = reward_run(tmp_path / "one", tiny_world, "float64", processes=1, parts=1, labels=file)
+    two = reward_run(tmp_path / "two", tiny_world, "float64", processes=2, parts=2, labels=file)
+    assert {"train/label_mean", "train/label_var", "train/corr"} <= set(one[0])
+    for row, expected in zip(two, one, strict=True):
+        assert row == pytest.approx(expected, **TOLERANCE["float64"])
+    means = [row["train/label_mean"] for row in one[:-1]]  # eight steps of 8 labels: all 64
+    assert sum(means) / 8 == pytest.approx(sum(row["score"] for row in rows[:64]) / 64, rel=1e-6)
