@@ -187,6 +187,8 @@ def hub_errors(what: str, remedy: str) -> Iterator[None]:
     reachable = hub_is_reachable()
     try:
         yield
+    except InputError:
+        raise
     except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
         reason = " ".join(str(error).split())
         reason = (
@@ -655,14 +657,19 @@ def load_pretrained(
                 setattr(config, name, 0.0)
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       openai/lm-human-preferences lm_human_preferences/language/model.py#L14-L73 @cbfd210
-        model, loading = auto_class.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
+            raise OSError("its attention is code from the hub; --trust_remote_code runs it, if you trust it")
+        if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):
+            raise OSError("it is one process's part of a distributed checkpoint; save it with save_pretrained")
+        with without_pickles():
+            model, loading = auto_class.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
             raise OSError(f"its weights lack {missing}")
@@ -670,19 +677,53 @@ def load_pretrained(
 
 
 @contextlib.contextmanager
+def without_pickles() -> Iterator[None]:
+    """Keep the library from loading pickles, which an index of safetensors or config.json may name all the same."""
+
+    def refuse(file: Any, *_: Any, **__: Any) -> None:
+        raise OSError(f"its weights lie in {Path(file).name}, which is a pickle; only safetensors are read")
+
+    load, torch.load = torch.load, refuse
+    try:
+        yield
+    finally:
+        torch.load = load
+
+
+@contextlib.contextmanager
+def own_code_errors(model: str) -> Iterator[None]:
+    """Turns the library's refusal to run code that comes with a model into one line of ours."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(
+            f"{model} needs Python code that comes with it; --trust_remote_code runs that code, if you trust it"
+        ) from error
+
+
+@contextlib.contextmanager
 def model_errors(base_model: str) -> Iterator[str]:
     """Yields the path or hub name of a base model; turns what goes wrong in loading it into one line."""
     path = Path(tales.find_world() / "model" if base_model == "tales" else base_model)
     if not path.is_dir():
-        with hub_errors(f"--base_model {base_model}", "give the folder of a downloaded model, or use --preset tales"):
+        remedy = "give the folder of a downloaded model, or use --preset tales"
+        with hub_errors(f"--base_model {base_model}", remedy), own_code_errors(base_model):
             yield base_model
         return
     from huggingface_hub.errors import StrictDataclassError
 
-    library_errors = (SafetensorError, StrictDataclassError)
+    what_the_library_raises = (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError),
+        *(SafetensorError, StrictDataclassError),
+    )
     try:
-        yield str(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, *library_errors) as error:
+        with own_code_errors(str(path)):
+            yield str(path)
+    except InputError:
+        raise
+    except what_the_library_raises as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
 

@@ -20,10 +20,12 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -207,7 +209,8 @@ def is_first_process() -> bool:
 def exit_with(message: str, status: int = 2) -> None:
     """Print one line, on the main process, and exit."""
     if is_first_process():
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        message = re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(message.split()))  # an address may hold a password
+        print(f"error: {message}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -273,9 +276,9 @@ def fail_together(problem: str) -> None:
 def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may lie in the current folder; the name may have dots."""
     module, _, path = name.partition(":")
-    if "" not in sys.path:
-        sys.path.append("")
     try:
+        if importlib.util.find_spec(module.split(".")[0]) is None:
+            sys.path.append("")
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except Exception as error:  # the module is the user's and may raise anything
         raise InputError(f"--{field} {name}: {type(error).__name__}: {error}; write package.module:name") from error
@@ -384,7 +387,11 @@ def write_json(path: Path, value: Any) -> None:
 def commit() -> str:
     """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    result = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+    command = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git
+        return ""
     return result.stdout.strip() if result.returncode == 0 else ""
 
 

@@ -63,7 +63,8 @@ class Comparison:
 
     # [D84] [X11] openai/lm-human-preferences sample.py#L16-L66 @cbfd210
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, trust_functions: bool = False):
+        """trust_functions: whether the functions that the policy names may run, and not just those of ppo_rlhf."""
         folder = Path(args.policy)
         info = read_info(folder)
         if info["kind"] != "policy":
@@ -91,6 +92,10 @@ class Comparison:
                 torch.cat([queries, responses], dim=1), self.ids.pad
             )
         for name, field in (("score", "function"), ("gold", "monitor")):
+            if info[field] and not (info[field].startswith("ppo_rlhf.") or trust or trust_functions):
+                raise InputError(
+                    f"{folder} names the function {info[field]}; --trust_remote_code runs it, if you trust it"
+                )
             if info[field]:
                 self.scorers[name] = text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.ids.pad)
 

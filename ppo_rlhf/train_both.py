@@ -143,7 +143,7 @@ def train(args: Args) -> tuple[Path, Path]:
     rewards = dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder))
     policy_folder = stage(train_policy, dataclasses.replace(policy_args, rewards=rewards), "policy")
     if accelerator.is_main_process:
-        report(reward_folder, policy_folder)
+        report(reward_folder, policy_folder, args.trust_remote_code)
     accelerator.wait_for_everyone()
     return reward_folder, policy_folder
 
@@ -157,13 +157,14 @@ def is_finished(run: Path, args: Any) -> bool:
     return meta.get("finished", False) and lengths[0] == lengths[1]
 
 
-def report(reward_folder: Path, policy_folder: Path) -> None:
+def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) -> None:
     """Let both models continue EVALUATION_QUERIES held-out queries, and say in plain words what happened."""
     reward_run, policy_run = (
         folder.parent.parent.parent / "runs" / folder.parent.name for folder in (reward_folder, policy_folder)
     )
     reward_meta, policy_meta = read_meta(reward_run), read_meta(policy_run)
-    comparison = sample.Comparison(sample.Args(policy=str(policy_folder), reward_model=str(reward_folder)))
+    args = sample.Args(str(policy_folder), reward_model=str(reward_folder), trust_remote_code=trust_remote_code)
+    comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
     queries = comparison.task_queries(EVALUATION_QUERIES)
     rows = [row for key, chunk in enumerate(queries.split(64)) for row in comparison.rows(chunk, key)]
     (policy_run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

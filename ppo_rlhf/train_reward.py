@@ -48,6 +48,7 @@ from ppo_rlhf.data import (
     check_model,
     load_pretrained,
     load_tokenizer,
+    model_errors,
     read_labels,
     task_ids,
 )
@@ -596,7 +597,11 @@ FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2
 
 
 def save_reward_model(
-    folder: Path, reward_model: RewardModel, tokenizer: PreTrainedTokenizerBase, info: dict
+    folder: Path,
+    reward_model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict,
+    trust_remote_code: bool = False,
 ) -> None:
     """Save as an ordinary sequence-classification model that gives the same scores, gain and bias included.
 
@@ -615,7 +620,9 @@ def save_reward_model(
     config.num_labels = 1
     norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
     config.score_constant = 0.0 if norm_bias else constant
-    classifier = AutoModelForSequenceClassification.from_config(config, dtype=weight.dtype).to(weight.device)
+    classifier = AutoModelForSequenceClassification.from_config(
+        config, dtype=weight.dtype, trust_remote_code=trust_remote_code
+    ).to(weight.device)
     classifier.base_model.load_state_dict(backbone.state_dict())
     with torch.no_grad():
         classifier.score.weight.copy_(weight)
@@ -662,6 +669,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     stream = QueryStream(args.task, tokenizer)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
     check_model(language_model, args.base_model, ids.context_length + args.task.response_length, ids.pad)
+    with model_errors(args.base_model), torch.device("meta"):  # what it is saved as exists for this kind of model
+        AutoModelForSequenceClassification.from_config(
+            language_model.config, trust_remote_code=args.trust_remote_code
+        )
     # [D76] For the head; all other noise is keyed.
     #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L108-L113 @cbfd210
     torch.manual_seed(args.seed)
@@ -725,7 +736,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if accelerator.is_main_process:
         info = {"kind": "reward model", "base_model": args.base_model, "label_dataset": args.label_dataset}
         info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(args.task)}
-        save_reward_model(folder, reward_model, tokenizer, info)
+        save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     # [X07] The labels beyond the first num_train show how good the model is.
     results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1], "skipped_queries": stream.skipped}
     held_out = torch.arange(args.num_train, len(labels.targets))
