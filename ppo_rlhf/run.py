@@ -35,7 +35,7 @@ import time
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,8 +59,8 @@ class NumericalError(ValueError):
     """A number that the run depends on cannot be right. The message is one line: which, where, what is kept."""
 
 
-class Stopped(Exception):
-    """The run was told to stop and has saved a checkpoint. The message is one line: where, and how to go on."""
+class Stopped(BaseException):
+    """The run was told to stop by SIGTERM. The message is one line: where, and how to go on."""
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,8 @@ def run_script(main: Callable[[], Any]) -> None:
     transformers.logging.disable_progress_bar()
     threading.excepthook = thread_failed
     try:
-        main()
+        with handler_of_sigterm(stop_now):
+            main()
     except (InputError, NumericalError) as error:
         exit_with(str(error))
     except OSError as error:
@@ -193,6 +194,23 @@ def run_script(main: Callable[[], Any]) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def handler_of_sigterm(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """What SIGTERM does within the block; only the main thread can say."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def stop_now(signal_number: int, frame: Any) -> None:
+    raise Stopped("stopped by SIGTERM; a run that has begun goes on with --resume")
 
 
 def thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -468,8 +486,6 @@ class Run:
 
         config: what Weights & Biases gets besides the arguments.
         """
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         if not self.is_main:
             return
         try:
@@ -487,14 +503,9 @@ class Run:
         if self.args.track:
             self._open_wandb(config or {})
 
-    def _on_sigterm(self, signal_number: int, frame: Any) -> None:
-        self._told_to_stop = True
-
     def _close_logs(self) -> None:
         for close in self._closers:
             close()
-        if hasattr(self, "_previous_handler"):
-            signal.signal(signal.SIGTERM, self._previous_handler)
 
     def _cut_logs(self, first_step: int) -> None:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
@@ -611,7 +622,19 @@ class Run:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int, done: int = 0):
-        """A bar with the time left. Yields advance(text), to be called once per step."""
+        """For the time of a loop: a bar with the time left; and SIGTERM waits for the checkpoint after the step.
+
+        Yields advance(text), to be called once per step.
+        """
+
+        def on_sigterm(signal_number: int, frame: Any) -> None:
+            self._told_to_stop = True
+
+        with handler_of_sigterm(on_sigterm), self._bar(title, total, done) as advance:
+            yield advance
+
+    @contextlib.contextmanager
+    def _bar(self, title: str, total: int, done: int):
         # [D79] [X16] openai/lm-human-preferences lm_human_preferences/train_policy.py#L311-L316 @cbfd210
         if not self.is_main:
             yield lambda text: None

@@ -80,7 +80,8 @@ SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # argume
 def parse(argv: list[str]) -> Args:
     """Read the command line. With --resume runs/<run>, the defaults are the arguments of that run."""
     for flag in argv:
-        if match := re.match(r"--(?:reward|policy)\.((?:preset|seed|base.model|trust|resume|task)\b[^=]*)", flag):
+        shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
+        if match := re.match(rf"--(?:reward|policy)\.((?:{shared})\b[^=]*)", flag):
             raise InputError(f"{match[0]}: both parts share it; give --{match[1]}")
         if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
             raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use train_policy.py")

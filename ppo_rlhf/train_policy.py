@@ -859,7 +859,7 @@ def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool 
         raise InputError(f"reward model {folder}: no such folder")
     if not head_file.is_file():
         raise InputError(f"{folder} is not a reward model of train_reward.py: it has no {head_file.name}")
-    reward_model = RewardModel(load_pretrained(str(folder), dtype, trust_remote_code, AutoModel))
+    reward_model = RewardModel(load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)).to(dtype)
     try:
         head = load_file(head_file)
         missing = {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head)
@@ -868,7 +868,7 @@ def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool 
         raise InputError(f"{head_file} does not fit the model beside it: {error}") from error
     if missing or unexpected:
         raise InputError(f"{head_file} does not fit the model beside it: {', '.join([*missing, *unexpected])}")
-    return reward_model.to(dtype).requires_grad_(False)
+    return reward_model.requires_grad_(False)
 
 
 def load_scorer(

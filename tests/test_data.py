@@ -1,17 +1,22 @@
 """data.py: cleaning, text files, queries, label files, and what bad input gets."""
 
+import copy
+import dataclasses
 import json
 import random
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import data
 from ppo_rlhf.data import QueryStream, TaskArgs
 from ppo_rlhf.run import InputError
+from ppo_rlhf.sample import Comparison
 
 PAD = 95
 
@@ -411,6 +416,24 @@ def test_task_ids():
     assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
 
 
+def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
+    """A tokenizer that puts a token before every text: none in queries, prefix, suffix, stop or prompts."""
+    adds_one = copy.deepcopy(tiny_tokenizer)
+    adds_one.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", adds_one.eos_token_id)]
+    )
+    assert adds_one.encode("ab") == [28, 0, 1]
+    write(tmp_path / "texts.txt", "a.bc.d")
+    task = TaskArgs(str(tmp_path / "texts.txt"), query_length=3, query_prefix="x", query_suffix="yz")
+    ids = data.task_ids(task, adds_one)
+    assert (ids.prefix, ids.suffix, ids.stop, ids.context_length) == ([23], [24, 25], 26, 6)
+    assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
+    whole = dataclasses.replace(task, start_text=None, end_text=None)
+    assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
+    comparison = SimpleNamespace(task=task, tokenizer=adds_one, ids=ids)
+    assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_affixes_stand_around_the_padded_query(dtype):
     queries = torch.tensor([[5, 6, PAD, PAD], [PAD, PAD, PAD, PAD], [1, 2, 3, 4]], dtype=dtype)
@@ -483,6 +506,30 @@ def test_a_good_label_file(label_file):
     assert labels.samples.tolist() == [[[3, 4], [5, 10], [0, 9]], [[1, 1], [2, 2], [3, 3]]]
     assert labels.targets.tolist() == [2, 0]
     assert labels.ceiling is None
+
+
+def test_files_of_ratings_and_of_differences(label_file):
+    rows = [{"query": [1, 2, 50259], "sample": [3, 50259], "score": score} for score in (2, -0.5)]
+    ratings = read(label_file, rows)
+    assert (ratings.kind, ratings.queries.tolist()) == ("score", [[1, 2, 10]] * 2)
+    assert (ratings.samples.tolist(), ratings.targets.tolist()) == ([[[3, 10]]] * 2, [2.0, -0.5])
+    row = {"query": [1, 2, 3], "sample1": [4, 5], "sample0": [6, 7], "difference": 1.5}
+    differences = read(label_file, [row])
+    assert (differences.kind, differences.targets.tolist()) == ("difference", [1.5])
+    assert differences.samples.tolist() == [[[6, 7], [4, 5]]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"score": 1.0, "sample0": [1, 2], "sample1": [1, 2]},
+        {"difference": 1.0, "sample": [1, 2]},
+        {"difference": 1.0, "sample0": [1, 2], "sample1": [1, 2], "sample2": [1, 2]},
+        {"sample0": [1, 2], "sample1": [1, 2]},
+    ],
+)
+def test_a_kind_of_label_with_the_samples_of_another_is_refused(label_file, wrong):
+    assert "row 0 has" in error_line(read, label_file, [{"query": [1, 2, 3]} | wrong])
 
 
 def test_samples_are_ordered_by_number_not_by_name(label_file):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import reduce
 
 import pytest
+from transformers import GPT2Config
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.run import InputError, parse_args
@@ -44,11 +45,13 @@ REWARD = {
     "normalize_samples": (256, 256, 256, 256),
     "normalize_before": (True, True, True, True),
     "normalize_after": (True, True, True, True),
+    "dtype": ("float32", "float32", "float32", "float32"),
     "seed": (1, 1, 1, 1),
     "save_interval": (50, 50, 50, 50),
 }
 POLICY = {
     "base_model": ("gpt2", "gpt2", "gpt2", "gpt2"),
+    "dtype": ("float32", "float32", "float32", "float32"),
     "ppo.total_episodes": (1_000_000, 1_000_000, 1_000_000, 1_000_000),
     "ppo.batch_size": (512, 512, 32, 32),
     "ppo.nminibatches": (1, 1, 1, 1),
@@ -97,6 +100,15 @@ def test_policy_training(name, field, value):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_tables_leave_no_task_field_out(script):
     assert set(vars(script.PRESETS["sentiment"].task)) == set(TASK)
+
+
+def test_the_librarys_gpt2_is_the_published_network():
+    """What `gpt2` says of itself are the library's defaults; attention scores are divided by sqrt(64)."""
+    config = GPT2Config()
+    published = {"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    published |= {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True}
+    published |= {"n_inner": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    assert {name: getattr(config, name) for name in published} == published
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,0 +1,470 @@
+"""train_reward.py as a whole: runs against their replay from proven parts, and mistakes that the replay rejects.
+
+The replay is the algorithm written out once more, in plain loops. What it takes from train_reward.py are functions
+that the golden numbers prove: the sampler, the model's forward pass and Adam.
+"""
+
+import contextlib
+import io
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import launch_together
+from runs import metrics_of, only, reward_arguments, world_arguments
+from safetensors.torch import load_file
+from test_train_policy import mean, mistaken, queries_in_order, stories_of, task_of
+from torch.testing import assert_close
+from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
+
+from ppo_rlhf import run, train_policy, train_reward
+from ppo_rlhf.data import LabelKind
+from ppo_rlhf.run import InputError
+from ppo_rlhf.train_reward import (
+    AdamTensorFlowStyle,
+    Args,
+    RewardModel,
+    generate,
+    keyed_generator,
+    label_loss,
+    label_statistics,
+    target_scale,
+)
+
+STEPS, BATCH, TRAINED, SAMPLES = 5, 8, 40, 32
+KINDS: dict[LabelKind, dict[str, bool]] = {
+    "best": {"normalize_before": True, "normalize_after": True},
+    "score": {"normalize_before": True, "normalize_after": True},
+    "difference": {"normalize_before": True, "normalize_after": False},
+}
+
+
+def rows_of(world: Path, kind: LabelKind) -> list[dict]:
+    """96 labels of a kind; those that are no choices are made of the world's choices."""
+    rows = json.loads((world / "labels/sentiment/offline_5k.json").read_text())
+    if kind == "score":
+        return [{"query": row["query"], "sample": row["sample0"], "score": 1.5 - row["best"] / 2} for row in rows]
+    if kind == "difference":
+        keys = ("query", "sample0", "sample1")
+        return [{key: row[key] for key in keys} | {"difference": row["best"] - 1.25} for row in rows]
+    return rows
+
+
+def reward_args(world: Path, labels: Path, kind: LabelKind = "best") -> Args:
+    """Five steps; twenty samples to normalise on are asked for, and two rollout batches of 16 make 32."""
+    return Args(
+        base_model=f"{world}/model",
+        dtype="float64",
+        save_interval=0,
+        label_dataset=str(labels),
+        num_train=TRAINED,
+        batch_size=BATCH,
+        lr=1e-2,
+        normalize_samples=20,
+        rollout_batch_size=SAMPLES // 2,
+        task=task_of(world),
+        **KINDS[kind],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The replay
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run leaves, or should."""
+
+    metrics: list[dict[str, float]]
+    results: dict
+    weights: dict[str, torch.Tensor]
+
+
+def statistics_of(kind: LabelKind, scores: torch.Tensor, targets: list) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss of scores (batch, n), with its gradient, and what else is logged of them."""
+    losses = []
+    for row, target in zip(scores, targets, strict=True):
+        if kind == "best":
+            losses.append(row.exp().sum().log() - row[target])
+        else:
+            losses.append((target - (row[0] if kind == "score" else row[1] - row[0])) ** 2)
+    loss, numbers = sum(losses) / len(losses), scores.tolist()
+    if kind == "score":
+        predictions = [row[0] for row in numbers]
+        corr = np.corrcoef(targets, predictions)[0, 1]
+        return loss, {"label_mean": np.mean(targets), "label_var": np.var(targets), "corr": corr}
+    if kind == "best":
+        right = [row.index(max(row)) == target for row, target in zip(numbers, targets, strict=True)]
+    else:
+        right = [(row[1] > row[0]) == (target > 0) for row, target in zip(numbers, targets, strict=True)]
+    return loss, {"accuracy": mean(right)}
+
+
+def replay(args: Args, world: Path, kind: LabelKind) -> Left:
+    """What a run with these arguments must leave, on one process or on many."""
+    task = args.task
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    pad = len(tokenizer)
+    prefix, suffix = tokenizer.encode(task.query_prefix), tokenizer.encode(task.query_suffix)
+    language_model = GPT2LMHeadModel.from_pretrained(world / "model", dtype=torch.float64)
+    torch.manual_seed(args.seed)
+    reward_model = RewardModel(GPT2Model.from_pretrained(world / "model", dtype=torch.float64)).double()
+    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=0.0)
+    rows = [
+        {
+            key: [pad if i == 50259 else i for i in value] if isinstance(value, list) else value
+            for key, value in r.items()
+        }
+        for r in json.loads(Path(args.label_dataset).read_text())
+    ]
+    sample_keys = {"best": ["sample0", "sample1", "sample2", "sample3"], "score": ["sample"]}.get(
+        kind, ["sample0", "sample1"]
+    )
+    stream = queries_in_order(stories_of(world), tokenizer)
+
+    def score(chosen: list[dict]) -> torch.Tensor:
+        texts = [row["query"] + row[key] for row in chosen for key in sample_keys]
+        return reward_model(torch.tensor(texts), pad).view(len(chosen), -1)
+
+    @torch.no_grad()
+    def normalize(stage: str, target_mean: float, target_std: float) -> None:
+        queries = [next(stream) for _ in range(SAMPLES)]
+        contexts = torch.tensor([prefix + query + suffix for query in queries])
+        noise = torch.rand(SAMPLES, task.response_length, generator=keyed_generator(args.seed, "normalize", stage))
+        responses, _, _ = generate(language_model, contexts, noise, pad, pad, task.temperature)
+        reward_model.gain.fill_(1)
+        reward_model.bias.fill_(0)
+        scores = reward_model(torch.cat([torch.tensor(queries), responses], dim=1), pad).numpy()
+        reward_model.gain.fill_(target_std / scores.std())
+        reward_model.bias.fill_(target_mean - target_std / scores.std() * scores.mean())
+
+    if args.normalize_before:
+        targets = np.array([row[kind] for row in rows[:TRAINED]]) / (2 if kind == "difference" else 1)
+        normalize("before", *((0, 1) if kind == "best" else (targets.mean(), targets.std())))
+    order = torch.randperm(TRAINED, generator=keyed_generator(args.seed, "labels")).tolist()
+    metrics = []
+    for step in range(STEPS):
+        chosen = [rows[i] for i in order[step * BATCH : (step + 1) * BATCH]]
+        loss, others = statistics_of(kind, score(chosen), [row[kind] for row in chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float((p.grad**2).sum()) for p in reward_model.parameters()))
+        lr = args.lr * (1 - step * BATCH / TRAINED)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        named = {"loss": loss.item(), **others, "gradient_norm": norm, "lr": lr}
+        named |= {"gain": reward_model.gain.item(), "bias": reward_model.bias.item()}
+        metrics.append(
+            {"step": step}
+            | {f"train/{name}": number for name, number in named.items()}
+            | {f"train_reward/minibatch/{name}": loss.item() for name in ("loss", "error")}
+        )
+    if args.normalize_after:
+        normalize("after", 0, 1)
+    with torch.no_grad():
+        loss, others = statistics_of(kind, score(rows[TRAINED:]), [row[kind] for row in rows[TRAINED:]])
+    results = {"test_loss": loss.item(), "test_labels": len(rows) - TRAINED, "chance": 1 / len(sample_keys)}
+    results |= {"test_accuracy": others["accuracy"]} if "accuracy" in others else {}
+    return Left(metrics, results | {"ceiling": 0.75, "skipped_queries": 0}, reward_model.state_dict())
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# A run is its replay
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
+    """Run train_reward.train in this process, without its picture and its output."""
+    patch.chdir(folder)
+    patch.setattr(run, "draw_learning_curves", lambda *_: None)
+    with contextlib.redirect_stdout(io.StringIO()):
+        saved = train_reward.train(args)
+    weights = train_policy.load_reward_model(saved, torch.float64).state_dict()
+    weights |= load_file(saved / "reward_head.safetensors")
+    results = json.loads((only(folder, "runs/*") / "meta.json").read_text())["results"]
+    return Left(metrics_of(only(folder, "runs/*")), results, weights)
+
+
+def check_same(left: Left, expected: Left) -> None:
+    assert len(left.metrics) == len(expected.metrics)
+    for row, expected_row in zip(left.metrics, expected.metrics, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-9, abs=1e-12)
+    assert left.results == pytest.approx(expected.results, rel=1e-9)
+    assert set(left.weights) == set(expected.weights)
+    for name, weight in expected.weights.items():
+        rows = slice(len(weight)) if name == "lm_backbone.wte.weight" else ...  # a row for the padding was added
+        assert_close(left.weights[name][rows], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def all_args(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[LabelKind, Args]:
+    folder, made = tmp_path_factory.mktemp("labels"), {}
+    for kind in KINDS:
+        (folder / f"{kind}.json").write_text(json.dumps(rows_of(tiny_world, kind)))
+        (folder / f"{kind}.meta.json").write_text('{"ceiling": 0.75}')
+        made[kind] = reward_args(tiny_world, folder / f"{kind}.json", kind)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(all_args: dict[LabelKind, Args], tiny_world: Path) -> dict[LabelKind, Left]:
+    return {kind: replay(args, tiny_world, kind) for kind, args in all_args.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_its_replay(kind: LabelKind, all_args, expected, tmp_path: Path, monkeypatch):
+    check_same(run_in(tmp_path, all_args[kind], monkeypatch), expected[kind])
+
+
+def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):
+    """So that the comparisons compare something."""
+    for kind, left in expected.items():
+        gains = [row["train/gain"] for row in left.metrics]
+        assert len(set(gains)) == STEPS
+        assert abs(gains[0] - 1) > 0.1  # normalised before
+        assert (left.weights["gain"] == gains[-1]) == (kind == "difference")  # normalised after
+    assert expected["best"].results["test_labels"] == 56  # not whole rollout batches
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Negative controls: the replay rejects each of these mistakes
+# ----------------------------------------------------------------------------------------------------------------
+
+SCORED = "torch.cat([queries.to(responses.device), responses], dim=1)"
+TRUNCATED = ".masked_fill((responses == ids.stop).cumsum(1) > 0, ids.pad)"
+ORDER = 'torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))'
+ASKED, BATCHES_OF = "args.normalize_samples", "args.rollout_batch_size"
+AFTER = 'normalize_now("after", 0.0, 1.0)'
+RATE = 'optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)'
+COPY = "RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel))"
+
+# mistake: (kind of label, function of train_reward.py, {what stands in it: what stands there instead})
+MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
+    "D09 prefix and suffix swapped": (
+        "best",
+        "sample_to_normalize",
+        {"add_affixes(queries, ids.prefix, ids.suffix)": "add_affixes(queries, ids.suffix, ids.prefix)"},
+    ),
+    "D11 not from the first text": (
+        "best",
+        "train",
+        {"QueryStream(args.task, tokenizer)": "QueryStream(args.task, tokenizer, position=1)"},
+    ),
+    "D20 labels of the whole file": (
+        "best",
+        "train",
+        {"torch.randperm(args.num_train,": "torch.randperm(len(labels.targets),"},
+    ),
+    "D20 scale of the whole file": (
+        "score",
+        "train",
+        {"target_scale(labels.kind, labels.targets[: args.num_train])": "target_scale(labels.kind, labels.targets)"},
+    ),
+    "D21 scale of the whole differences": (
+        "difference",
+        "target_scale",
+        {"targets.double() / 2": "targets.double()"},
+    ),
+    "D21 the first sample is the better one": (
+        "difference",
+        "label_loss",
+        {"scores[:, 1] - scores[:, 0]": "scores[:, 0] - scores[:, 1]"},
+    ),
+    "D27 only the head is trained": (
+        "best",
+        "train",
+        {"AdamTensorFlowStyle(reward_model.p": "AdamTensorFlowStyle(reward_model.reward_head.p"},
+    ),
+    "D27 other weights at the start": (
+        "best",
+        "train",
+        {COPY: COPY[:-1] + ".apply(lambda m: hasattr(m, 'reset_parameters') and m.reset_parameters()))"},
+    ),
+    "D28 reward model reads the affixes": (
+        "best",
+        "sample_to_normalize",
+        {SCORED: "torch.cat([contexts, responses], dim=1)"},
+    ),
+    "D32 learned gain is kept": ("best", "normalize", {"reward_model.gain.fill_(1.0)": "pass"}),
+    "D32 learned bias is kept": ("score", "normalize", {"reward_model.bias.fill_(0.0)": "pass"}),
+    "D33 samples of the model that is trained": (
+        "best",
+        "train",
+        {COPY: "RewardModel(language_model.requires_grad_(True).base_model)"},
+    ),
+    "D34 ratings have another scale": ("score", "train", {"*scale_before": "0.0, 1.0"}),
+    "D35 unbiased deviation": ("best", "gain_and_bias", {"std(unbiased=False)": "std()"}),
+    "D36 as many samples as asked for": (
+        "best",
+        "reward_sizes",
+        {f"math.ceil({ASKED} / {BATCHES_OF}) * {BATCHES_OF}": ASKED},
+    ),
+    "D37 samples are truncated": ("best", "sample_to_normalize", {SCORED: SCORED.replace("es]", f"es{TRUNCATED}]")}),
+    "D38 the same queries again": ("best", "train", {AFTER: "stream.position = 0; " + AFTER}),
+    "D38 the same noise again": ("best", "train", {AFTER: AFTER.replace("after", "before")}),
+    "D38 the scale of the labels again": ("score", "train", {AFTER: 'normalize_now("after", *scale_before)'}),
+    "D41 labels in the order of the file": ("best", "train", {ORDER: "torch.arange(args.num_train)"}),
+    "D41 batches overlap": ("best", "train", {"permutation[step * sizes.batch :": "permutation[step :"}),
+    "D42 learning rate is not assigned": ("best", "train", {RATE: "pass"}),
+    "D42 learning rate of the next step": ("best", "train", {RATE: RATE.replace("step)", "step + 1)")}),
+    "D76 head of another seed": (
+        "best",
+        "train",
+        {"torch.manual_seed(args.seed)": "torch.manual_seed(args.seed + 1)"},
+    ),
+    "X07 whole chunks of held-out labels only": (
+        "best",
+        "train",
+        {"torch.arange(args.num_train, len(labels.targets))": "torch.arange(args.num_train, 88)"},
+    ),
+    "X07 chunks count alike": ("best", "evaluate", {"* len(local_inds)": "* chunk"}),
+    "X07 labels that were trained on": ("best", "train", {"torch.arange(args.num_train, ": "torch.arange("}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_detected(mistake: str, all_args, expected, tmp_path: Path, monkeypatch):
+    kind, name, replacements = MISTAKES[mistake]
+    monkeypatch.setattr(train_reward, name, mistaken(train_reward, name, replacements))
+    left = run_in(tmp_path, all_args[kind], monkeypatch)
+    with pytest.raises(AssertionError):
+        check_same(left, expected[kind])
+
+
+def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path: Path, monkeypatch):
+    for name in {name for _, name, _ in MISTAKES.values()}:
+        monkeypatch.setattr(train_reward, name, mistaken(train_reward, name, {}))
+    check_same(run_in(tmp_path, all_args["best"], monkeypatch), expected["best"])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Which labels
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def with_rows(args: Args, file: Path, rows: list[dict]) -> Args:
+    file.write_text(json.dumps(rows))
+    return replace(args, label_dataset=str(file))
+
+
+def test_labels_beyond_the_first_num_train_are_only_held_out(all_args, expected, tiny_world, tmp_path, monkeypatch):
+    """Other texts and choices there change nothing but what is said of the held-out labels; one before does."""
+    rows = rows_of(tiny_world, "best")
+    others = [row | {"best": 3 - row["best"], "sample0": row["sample1"]} for row in rows]
+    lefts = []
+    for name, changed in (("later", rows[:TRAINED] + others[TRAINED:]), ("last", [*rows[: TRAINED - 1], others[39]])):
+        (tmp_path / name).mkdir()
+        args = with_rows(all_args["best"], tmp_path / f"{name}.json", changed)
+        lefts.append(run_in(tmp_path / name, args, monkeypatch))
+    later, last = lefts
+    check_same(replace(later, results=expected["best"].results), expected["best"])
+    assert later.results["test_loss"] != pytest.approx(expected["best"].results["test_loss"], rel=0.01)
+    with pytest.raises(AssertionError):
+        check_same(replace(last, results=expected["best"].results), expected["best"])
+    assert "test_loss" not in last.results  # no label is left
+
+
+def test_too_few_labels_are_refused(all_args, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"^--num_train 104: --label_dataset \S+best.json has 96 labels$"):
+        train_reward.train(replace(all_args["best"], num_train=104))
+    assert not list(tmp_path.iterdir())
+
+
+RECORDED = """
+import json, os
+from pathlib import Path
+from ppo_rlhf import run, train_reward
+
+seen, right = [], train_reward.reward_update
+
+def recorded(reward_model, optimizer, labels, inds, *others):
+    seen.append(inds.tolist())
+    return right(reward_model, optimizer, labels, inds, *others)
+
+train_reward.reward_update = recorded
+run.run_script(lambda: train_reward.train(run.parse_args(train_reward.PRESETS)))
+Path(os.environ["RANK"] + ".json").write_text(json.dumps(seen))
+"""
+
+
+def test_two_processes_see_every_label_once(tiny_world: Path, tmp_path: Path):
+    """Process r takes every second label of the common order's k-th slice, from the r-th on."""
+    (tmp_path / "recorded.py").write_text(RECORDED)
+    arguments = [*world_arguments(tiny_world), *reward_arguments(tiny_world)]
+    for result in launch_together(2, tmp_path / "recorded.py", *arguments, folder=tmp_path):
+        assert result.status == 0, result.stderr
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert sorted(i for of_process in seen for step in of_process for i in step) == list(range(TRAINED))
+    order = torch.randperm(TRAINED, generator=keyed_generator(1, "labels")).tolist()
+    slices = [order[k * BATCH : (k + 1) * BATCH] for k in range(STEPS)]
+    assert seen == [[part[rank::2] for part in slices] for rank in range(2)]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Where training begins, and what is saved
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "switched_off",
+    [{"normalize_samples": 0}, {"normalize_before": False, "normalize_after": False}],
+    ids=["no samples", "neither before nor after"],
+)
+def test_without_learning_and_normalising_the_model_is_the_pretrained_one(
+    switched_off: dict, all_args, tiny_world: Path, tmp_path: Path, monkeypatch
+):
+    args = replace(all_args["best"], lr=1e-300, **switched_off)
+    weights = run_in(tmp_path, args, monkeypatch).weights
+    pretrained = GPT2Model.from_pretrained(tiny_world / "model", dtype=torch.float64).state_dict()
+    start = {f"lm_backbone.{name}": weight for name, weight in pretrained.items()}
+    start |= {name: torch.tensor(number).double() for name, number in {"gain": 1, "bias": 0}.items()}
+    for name, weight in start.items():
+        rows = slice(len(weight)) if name == "lm_backbone.wte.weight" else ...
+        assert_close(weights[name][rows], weight, rtol=0, atol=1e-299, msg=name)
+
+
+def test_a_float64_reward_model_is_loaded_bit_for_bit(all_args, tmp_path: Path, monkeypatch):
+    left = run_in(tmp_path, all_args["best"], monkeypatch)
+    loaded = train_policy.load_reward_model(only(tmp_path, "models/*/reward"), torch.float64)
+    for name in ("gain", "bias", "reward_head.weight"):
+        assert torch.equal(loaded.state_dict()[name], left.weights[name]), name
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Ratings and differences by hand
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_scale_of_ratings_and_of_half_the_differences():
+    assert target_scale("score", torch.tensor([2.0, 6.0])) == (4.0, 2.0)
+    assert target_scale("difference", torch.tensor([2.0, 6.0])) == (2.0, 1.0)
+    assert target_scale("best", torch.tensor([2, 3])) == (0.0, 1.0)
+    with pytest.raises(InputError, match=r"all labels have the difference 2\.0"):
+        target_scale("difference", torch.tensor([2.0, 2.0]))
+
+
+def test_loss_and_statistics_of_three_ratings():
+    """Errors 1, -2 and 0.5; a correlation that numpy knows too."""
+    scores, targets = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([2.0, 0.0, 4.5])
+    statistics = label_statistics("score", scores, targets)
+    assert label_loss("score", scores, targets).item() == pytest.approx(5.25 / 3)
+    corr = np.corrcoef([1, 2, 4], [2, 0, 4.5])[0, 1]
+    expected = {"loss": 5.25 / 3, "label_mean": 6.5 / 3, "label_var": 24.25 / 3 - (6.5 / 3) ** 2, "corr": corr}
+    assert {name: number.item() for name, number in statistics.items()} == pytest.approx(expected)
+    assert label_statistics("score", torch.ones(3, 1), targets)["corr"] == 0
+
+
+def test_loss_and_statistics_of_three_differences():
+    """The second sample minus the first: 2, -1 and 3 where 1, 1 and 2.5 were meant; two have the right sign."""
+    scores, targets = torch.tensor([[0.0, 2.0], [1.0, 0.0], [-1.0, 2.0]]), torch.tensor([1.0, 1.0, 2.5])
+    statistics = label_statistics("difference", scores, targets)
+    assert label_loss("difference", scores, targets).item() == pytest.approx((1 + 4 + 0.25) / 3)
+    assert {name: number.item() for name, number in statistics.items()} == pytest.approx(
+        {"loss": 5.25 / 3, "accuracy": 2 / 3}
+    )
