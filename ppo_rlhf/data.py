@@ -19,6 +19,7 @@ needs passages with ordinary full stops.
 import contextlib
 import functools
 import json
+import math
 import random
 import re
 import traceback
@@ -41,7 +42,7 @@ from transformers import (
 )
 
 from ppo_rlhf import tales
-from ppo_rlhf.run import InputError, fail_together, fits, import_function
+from ppo_rlhf.run import InputError, fail_together, fits, import_function, read_json
 
 # dataset: (repository, configuration, revision, column). They load without loading scripts.
 HUB_TEXTS = {
@@ -453,7 +454,7 @@ def text_scorer(
     def score_texts(queries: list[str], responses: list[str]) -> tuple[list[float], str]:
         try:
             scores = [float(score) for score in function(queries, responses)]
-        except Exception as error:  # the function is the user's and may raise anything
+        except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
             where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
             reason = f"{type(error).__name__}: {error}{where}"
@@ -462,16 +463,18 @@ def text_scorer(
             return [], f"--{field} {name} returned {len(scores)} scores for {len(queries)} responses"
         return scores, ""
 
-    _, problem = score_texts(["A query."] * 2, ["A response.", "Another one."])
+    scores, problem = score_texts(["A query."] * 2, ["A response.", "Another one."])
     if problem:
         raise InputError(problem)
+    if not all(map(math.isfinite, scores)):
+        raise InputError(f"--{field} {name} returned {scores} for two texts; scores must be finite")
     return score
 
 
 def read_info(folder: Path) -> dict[str, Any]:
     """What ppo_rlhf.json beside the weights of one of our models says of it."""
     try:
-        info = json.loads((folder / "ppo_rlhf.json").read_text())
+        info = read_json(folder / "ppo_rlhf.json")
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a model that was trained here: {error}") from error
     kinds = {"kind": str, "base_model": str, "vocab_size": int, "task": dict}
@@ -509,6 +512,8 @@ class Labels:
 def find_label_file(label_dataset: str, query_dataset: str) -> Path:
     if Path(label_dataset).is_file():
         return Path(label_dataset)
+    if label_dataset and Path(label_dataset).is_dir():
+        raise InputError(f"--label_dataset {label_dataset}: that is a folder")
     if query_dataset == "tales":
         path = tales.find_world() / "labels" / label_dataset
         if path.is_file():
@@ -526,11 +531,13 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        meta = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        meta = read_json(path)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(meta, dict):
         raise InputError(f"{path}: must be a JSON object")
+    if type(meta.get("vocab_size", 1)) is not int:
+        raise InputError(f"{path}: the vocab_size is {meta['vocab_size']!r}; it must be a whole number")
     if not isinstance(meta.get("ceiling", 1.0), float) or not 0 < meta.get("ceiling", 1.0) <= 1:
         raise InputError(f"{path}: the ceiling is {meta['ceiling']!r}; it must be a number above 0 and at most 1.0")
     return meta
@@ -538,7 +545,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 
 def sample_keys_of(row: dict[str, Any], kind: LabelKind) -> list[str]:
     """The keys of a row that hold continuations; an InputError if they are not those of this kind of label."""
-    found = sorted((key for key in row if re.fullmatch(r"sample\d*", key)), key=lambda key: int(key[6:] or 0))
+    found = sorted((key for key in row if re.fullmatch("sample[0-9]*", key)), key=lambda key: (len(key), key))
     if kind == "best":
         expected, needed = [f"sample{i}" for i in range(max(2, len(found)))], "sample0, sample1, ... (two or more)"
     else:
@@ -593,8 +600,8 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
     path = find_label_file(label_dataset, task.query_dataset)
     what, vocab_size = f"--label_dataset {path}", len(tokenizer)
     try:
-        rows = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        rows = read_json(path)
+    except (OSError, ValueError) as error:
         raise InputError(f"{what}: {error}") from error
     meta = read_sidecar(path.with_suffix(".meta.json"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -641,7 +648,10 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model. Our padding id is its length: no token has it."""
     with model_errors(base_model) as path:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
+            raise OSError("it has no tokenizer")
+        return tokenizer
 
 
 def load_pretrained(
@@ -668,11 +678,17 @@ def load_pretrained(
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
             raise OSError(f"its weights lack {missing}")
+        if loading["mismatched_keys"]:
+            name, there, wanted = sorted(loading["mismatched_keys"])[0]
+            raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
+        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+            raise OSError("its weights hold numbers that are not finite")
         return model
 
 
@@ -706,7 +722,11 @@ def own_code_errors(model: str) -> Iterator[None]:
 @contextlib.contextmanager
 def model_errors(base_model: str) -> Iterator[str]:
     """Yields the path or hub name of a base model; turns what goes wrong in loading it into one line."""
+    if not base_model:
+        raise InputError("--base_model is empty; give a folder, a name on the hub, or tales")
     path = Path(tales.find_world() / "model" if base_model == "tales" else base_model)
+    if base_model == "tales" and not path.is_dir():
+        raise InputError(f"{path.parent} is damaged; remove that folder, and the world is built anew")
     if not path.is_dir():
         remedy = "give the folder of a downloaded model, or use --preset tales"
         with hub_errors(f"--base_model {base_model}", remedy), own_code_errors(base_model):
@@ -728,18 +748,32 @@ def model_errors(base_model: str) -> Iterator[str]:
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
 
 
-@torch.no_grad()
-def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int) -> None:
-    """Raise if the model cannot read so many tokens or ids, or if its logits are not just its output layer's."""
+def check_vocabulary(info: dict[str, Any], what: str, base_model: str, vocab_size: int) -> None:
+    """Raise if a reward model, which info describes, was trained with another tokenizer."""
+    if info["vocab_size"] != vocab_size:
+        raise InputError(
+            f"{what}: its tokenizer has {info['vocab_size']} tokens, that of {base_model} {vocab_size}; "
+            f"both must start from the same kind of model"
+        )
+
+
+def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) -> None:
+    """Raise if a model cannot read so many tokens or ids. what: the argument that names it, and its value."""
     rows = model.get_input_embeddings().num_embeddings
     if rows < vocab_size:
-        raise InputError(f"--base_model {base_model} has an embedding of {rows} rows for a tokenizer of {vocab_size}")
+        raise InputError(f"{what} has an embedding of {rows} rows for a tokenizer of {vocab_size}")
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise InputError(
-            f"--base_model {base_model} reads at most {longest} tokens, but query and response are {length}; "
+            f"{what} reads at most {longest} tokens, but query and response are {length}; "
             f"shorten --task.query_length or --task.response_length"
         )
+
+
+@torch.no_grad()
+def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int) -> None:
+    """Raise if a base model cannot read so many tokens or ids, or if its logits are not just its output layer's."""
+    check_size(model, f"--base_model {base_model}", length, vocab_size)
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     logits = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
     if not torch.allclose(logits, model(input_ids=tokens).logits, rtol=1e-3, atol=1e-3):

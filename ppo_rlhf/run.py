@@ -95,7 +95,7 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
     argv = sys.argv[1:] if argv is None else argv
     resume, preset = flag_value(argv, "--resume"), flag_value(argv, "--preset")
     if resume:
-        saved = from_dict(type(next(iter(presets.values()))), read_meta(Path(resume))["args"])
+        saved = saved_args(type(next(iter(presets.values()))), Path(resume), read_meta(Path(resume))["args"])
         args = tyro.cli(
             type(saved), args=argv, default=dataclasses.replace(saved, resume=resume), description=description
         )
@@ -126,6 +126,18 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def saved_args(cls: type[Args], folder: Path, values: dict[str, Any]) -> Args:
+    """The arguments that meta.json in a run's folder holds."""
+    try:
+        args = from_dict(cls, values)
+        check_values(args)
+        return args
+    except InputError as error:
+        raise InputError(
+            f"--resume {folder}: meta.json is not that of this script's runs, or damaged: {error}"
+        ) from error
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value that was read from JSON has the type of a field."""
     if typing.get_origin(hint) is typing.Literal:
@@ -139,14 +151,14 @@ def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
     """The inverse of dataclasses.asdict for nested dataclasses."""
     hints = typing.get_type_hints(cls)
     if not isinstance(values, dict) or set(values) != set(hints):
-        differing = ", ".join(sorted(set(hints) ^ set(values if isinstance(values, dict) else ())))
-        raise InputError(f"the saved arguments are not those of this script; they differ in {differing}")
+        differing = sorted(set(hints) ^ set(values if isinstance(values, dict) else ()))
+        raise InputError(f"its arguments differ in {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}")
     arguments = {}
     for name, hint in hints.items():
         nested = dataclasses.is_dataclass(hint)
         arguments[name] = from_dict(hint, values[name]) if nested else values[name]
         if not nested and not fits(values[name], hint):
-            raise InputError(f"the saved argument {name} is {values[name]!r}, which it cannot be")
+            raise InputError(f"its argument {name} is {values[name]!r}, which it cannot be")
     return cls(**arguments)
 
 
@@ -186,6 +198,12 @@ def run_script(main: Callable[[], Any]) -> None:
         exit_with(f"{error.filename or 'writing failed'}: {error.strerror}")
     except SafetensorError as error:  # of a write; what cannot be read is an InputError
         exit_with(f"writing failed: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        exit_with(
+            "the memory does not suffice; smaller local_micro_batch_size and local_rollout_batch_size need less"
+        )
     except Stopped as stopped:
         if is_first_process():
             print(stopped)
@@ -219,9 +237,17 @@ def thread_failed(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
+def environment_number(name: str, default: int, least: int) -> int:
+    """A whole number among the environment's variables."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < least:
+        raise InputError(f"{name} is {text!r}; it must be a number of at least {least}")
+    return int(text)
+
+
 def is_first_process() -> bool:
     """Whether this is the process that talks, also before accelerate has found the others."""
-    return os.environ.get("RANK", "0") == "0"
+    return not re.fullmatch("0*[1-9][0-9]*", os.environ.get("RANK", "0"))
 
 
 def exit_with(message: str, status: int = 2) -> None:
@@ -234,23 +260,23 @@ def exit_with(message: str, status: int = 2) -> None:
 
 def make_accelerator() -> Accelerator:
     """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
+    environment_number("RANK", default=0, least=0)
+    started = environment_number("WORLD_SIZE", default=1, least=1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+    share = max(1, cores // environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
+    threads = environment_number("PPO_RLHF_THREADS", default=share, least=1)
     try:
         accelerator = Accelerator(cpu=not torch.cuda.is_available())
     except ValueError as error:
         raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
-    started = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != started:
         raise InputError(
             f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
             f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
         )
     if accelerator.device.type == "cpu":
-        # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = os.environ.get("PPO_RLHF_THREADS", str(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))))
-        if not threads.isdigit() or int(threads) < 1:
-            raise InputError(f"PPO_RLHF_THREADS is {threads}; it must be a number of threads")
-        torch.set_num_threads(int(threads))
+        torch.set_num_threads(threads)
     return accelerator
 
 
@@ -298,7 +324,7 @@ def import_function(name: str, field: str) -> Callable:
         if importlib.util.find_spec(module.split(".")[0]) is None:
             sys.path.append("")
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except Exception as error:  # the module is the user's and may raise anything
+    except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
         raise InputError(f"--{field} {name}: {type(error).__name__}: {error}; write package.module:name") from error
     if not callable(function):
         raise InputError(f"--{field} {name}: that is no function")
@@ -324,13 +350,28 @@ def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
             raise InputError(f"{prefix}{field} is {getattr(group, field)}; it must be at least {least}")
 
 
-def check_numbers(args: Any) -> None:
-    """Check that no number among the arguments is infinite or not a number, and that the seed is in range."""
-    for name, value in flatten(dataclasses.asdict(args)).items():
+WANDB_MODES = ("online", "offline", "shared", "disabled")
+
+
+def check_values(args: Any) -> None:
+    """Check what holds for every script's arguments: finite numbers, texts that are Unicode, and the like."""
+    values = flatten(dataclasses.asdict(args))
+    for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name} is {value}; it must be a finite number")
-    if not 0 <= args.seed < 2**63:
-        raise InputError(f"--seed is {args.seed}; it must be in 0..{2**63 - 1}")
+        if isinstance(value, int) and not abs(value) < 2**63:
+            shown = value if abs(value) < 10**30 else "a number of many digits"
+            raise InputError(f"--{name} is {shown}; it must be below 2^63")
+        if isinstance(value, str) and value.encode(errors="replace").decode() != value:
+            raise InputError(f"--{name} is {value!r}, which is not valid Unicode")
+    if args.seed < 0:
+        raise InputError(f"--seed is {args.seed}; it must be at least 0")
+    if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
+        raise InputError(f"--exp_name {args.exp_name!r}: must be the name of a folder, not a path")
+    if values.get("track") and os.environ.get("WANDB_MODE", "online") not in WANDB_MODES:
+        raise InputError(
+            f"--track: WANDB_MODE is {os.environ['WANDB_MODE']!r}; it must be one of {', '.join(WANDB_MODES)}"
+        )
 
 
 def split_evenly(field: str, value: int, parts: int, what: str) -> int:
@@ -360,16 +401,28 @@ def find_folder(path: str, root: Path) -> Path:
     return Path(path) if Path(path).is_dir() else root / path
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError or ValueError."""
+    try:
+        return json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = read_json(folder / "meta.json")
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
     kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
-    if broken := [name for name, kind in kinds.items() if name in meta and not fits(meta[name], kind)]:
-        raise InputError(f"{folder / 'meta.json'} was damaged: {broken[0]} is {meta[broken[0]]!r}")
+    values = {name: meta[name] for name in kinds if name in meta}
+    if meta.get("joint"):
+        kinds |= {"joint.args": dict, "joint.timestamp": int, "joint.runs": str}
+        values |= {name: meta["joint"].get(name.removeprefix("joint.")) for name in kinds if "." in name}
+    if broken := [name for name, value in values.items() if not fits(value, kinds[name])]:
+        raise InputError(f"{folder / 'meta.json'} was damaged: {broken[0]} is {values[broken[0]]!r}")
     return meta
 
 
@@ -434,8 +487,6 @@ class Run:
         self.args = args
         self.accelerator, self.is_main = accelerator, accelerator.is_main_process
         self.started = time.time()
-        if Path(args.exp_name).name != args.exp_name:
-            raise InputError(f"--exp_name {args.exp_name!r}: must be the name of a folder, not a path")
         if args.resume:
             self.folder = Path(args.resume).resolve()
         else:
@@ -449,6 +500,7 @@ class Run:
         self._progress: Any = None
         self._told_to_stop = self._stopping = False
         previous = read_meta(self.folder) if args.resume else {}
+        self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
         # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
         self.meta: dict[str, Any] = {
@@ -488,6 +540,9 @@ class Run:
         """
         if not self.is_main:
             return
+        for parent in (self.folder.parent, self.model_folder.parent):
+            if (parent.is_symlink() or parent.exists()) and not parent.is_dir():
+                raise InputError(f"{parent} is a file or a link to nothing, not a folder; move it away")
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
         except FileExistsError as error:
@@ -517,7 +572,7 @@ class Run:
             kept = [row for row in rows if float(row["step"]) < first_step]
             self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
             samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
         if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
             raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
@@ -632,6 +687,8 @@ class Run:
 
         with handler_of_sigterm(on_sigterm), self._bar(title, total, done) as advance:
             yield advance
+        if self._told_to_stop:  # after the last step
+            raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; --resume {self.folder} goes on")
 
     @contextlib.contextmanager
     def _bar(self, title: str, total: int, done: int):
@@ -725,12 +782,16 @@ class Run:
     def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest checkpoint, on every process; None if there is none."""
         steps = broadcast_object_list([checkpoint_steps(self.folder)])[0]
-        if not self.args.resume or not steps:
+        if not self.args.resume:
+            return None
+        if not steps:
+            if self._was_finished:
+                raise InputError(f"--resume {self.folder}: the run is finished, and its checkpoints are gone")
             return None
         folder = self.folder / "checkpoints" / str(steps[-1])
         file = folder / "tensors.safetensors"
         try:
-            state = json.loads((folder / "state.json").read_text())
+            state = read_json(folder / "state.json")
             if not isinstance(state, dict) or state.get("step") != steps[-1]:
                 raise ValueError("state.json does not name its step")
             unsealed = {name: value for name, value in state.items() if name != "sha256"}
@@ -789,7 +850,7 @@ def restore_training_state(
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
 
 
 def run_name(args: Any, timestamp: int) -> str:

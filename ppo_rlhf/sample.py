@@ -6,6 +6,7 @@ python ppo_rlhf/sample.py --policy models/<run>/policy --prompt "Mara gladly hel
 python ppo_rlhf/sample.py --policy models/<run>/policy --interactive         # type queries; an empty line ends
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from ppo_rlhf.data import (
     Scorer,
     TaskArgs,
     add_affixes,
+    check_size,
     check_text,
+    check_vocabulary,
     load_pretrained,
     load_tokenizer,
     read_info,
@@ -28,7 +31,15 @@ from ppo_rlhf.data import (
     text_scorer,
     to_texts,
 )
-from ppo_rlhf.run import InputError, find_folder, from_dict, one_line, print_table, run_script
+from ppo_rlhf.run import (
+    InputError,
+    check_values,
+    find_folder,
+    from_dict,
+    one_line,
+    print_table,
+    run_script,
+)
 from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
 
 
@@ -70,24 +81,33 @@ class Comparison:
         if info["kind"] != "policy":
             raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.task = from_dict(
-            TaskArgs, info["task"] | ({"query_dataset": args.query_dataset} if args.query_dataset else {})
-        )
+        try:
+            self.task = from_dict(TaskArgs, info["task"])
+        except InputError as error:
+            raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
+        if args.query_dataset:
+            self.task = dataclasses.replace(self.task, query_dataset=args.query_dataset)
         self.temperature = self.task.temperature if args.temperature is None else args.temperature
         if not self.temperature > 0:
             raise InputError(f"--temperature {self.temperature}: must be above 0")
         self.seed = args.seed
         self.tokenizer = load_tokenizer(str(folder), args.trust_remote_code)
         self.ids = task_ids(self.task, self.tokenizer)
-        trust = args.trust_remote_code
+        trust, vocab_size = args.trust_remote_code, len(self.tokenizer)
+        length = self.ids.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
             "base": load_pretrained(args.base_model or info["base_model"], torch.float32, trust).to(self.device),
             "policy": load_pretrained(str(folder), torch.float32, trust).to(self.device),
         }
+        check_size(self.models["base"], f"--base_model {args.base_model or info['base_model']}", length, vocab_size)
+        check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
         self.scorers: dict[str, Scorer] = {}
         if reward_folder := args.reward_model or info["reward_model"]:
             reward_folder = find_folder(reward_folder, folder.resolve().parent.parent.parent)
             reward_model = load_reward_model(reward_folder, torch.float32, trust).to(self.device)
+            what = f"--reward_model {reward_folder}"
+            check_vocabulary(read_info(reward_folder), what, f"--policy {folder}", vocab_size)
+            check_size(reward_model.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
             self.scorers["score"] = lambda queries, responses: reward_model(
                 torch.cat([queries, responses], dim=1), self.ids.pad
             )
@@ -130,7 +150,10 @@ class Comparison:
 
     def task_queries(self, n: int) -> torch.Tensor:
         """The first n queries of the task's held-out texts: (n, query_length)."""
-        return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad)
+        try:
+            return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad)
+        except InputError as error:
+            raise InputError(str(error).replace("--task.query_dataset", "--query_dataset")) from error
 
     def prompt_queries(self, prompts: tuple[str, ...]) -> torch.Tensor:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""
@@ -175,10 +198,9 @@ def typed_queries() -> Iterator[str]:
 
 def sample(args: Args) -> list[dict[str, Any]]:
     """Print the comparison as a table, write it to args.out, and return its rows."""
+    check_values(args)
     if args.n < 1:
         raise InputError(f"--n {args.n}: must be at least 1")
-    if args.out:
-        Path(args.out).open("w").close()  # fail now, not after the sampling
     comparison = Comparison(args)
     if args.interactive:
         rows = []
@@ -187,6 +209,8 @@ def sample(args: Args) -> list[dict[str, Any]]:
             print_rows("", rows[-1:])
     else:
         queries = comparison.prompt_queries(args.prompt) if args.prompt else comparison.task_queries(args.n)
+        if args.out:
+            Path(args.out).open("a").close()  # fail now, not after the sampling
         rows = comparison.rows(queries)
         print_rows(f"{args.policy}, temperature {comparison.temperature}", rows)
     if args.out:

@@ -34,7 +34,15 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.run import InputError, above_zero, at_least, check_numbers, run_script
+from ppo_rlhf.run import (
+    InputError,
+    above_zero,
+    at_least,
+    check_values,
+    environment_number,
+    read_json,
+    run_script,
+)
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -252,8 +260,11 @@ def train_language_model(
     )  # (stories, tokens)
     # A window begins where a sentence begins, as queries do, and lies within one story.
     sentence_starts = torch.cat([torch.ones_like(rows[:, :1]), rows[:, :-1] == full_stop], dim=1).bool()
-    fits = torch.nn.functional.pad(rows[:, args.lm_sequence_length :], (0, args.lm_sequence_length), value=-1) >= 0
+    length = args.lm_sequence_length
+    fits = torch.nn.functional.pad(rows[:, length:], (0, min(length, rows.shape[1])), value=-1) >= 0
     starts = (sentence_starts & fits).nonzero()  # (windows, 2): story and column
+    if not len(starts):
+        raise InputError(f"no story goes on for lm_sequence_length {length} tokens after the start of a sentence")
     torch.manual_seed(args.seed)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -303,7 +314,10 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
     model = GPT2LMHeadModel.from_pretrained(folder / "model").to(device)
     pad_id, count = len(tokenizer), args.train_comparisons + args.test_comparisons
     task = TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=args.query_length)
-    queries = QueryStream(task, tokenizer).next_batch(count, pad_id)  # (count, query_length)
+    try:
+        queries = QueryStream(task, tokenizer).next_batch(count, pad_id)  # (count, query_length)
+    except InputError as error:
+        raise InputError(f"no story has a sentence of query_length {args.query_length} tokens or fewer") from error
     uniforms = torch.rand(4, count, args.response_length, generator=keyed_generator(args.seed, "comparisons"))
     samples = torch.stack(
         [
@@ -389,15 +403,23 @@ def find_world(args: TalesArgs | None = None) -> Path:
     processes the first one builds and the others wait.
     """
     args = args or TalesArgs()
-    check_numbers(args)
+    check_values(args)
     at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
     above_zero("", args, "lm_lr", "temperature", "annotator_temperature")
     if args.width % args.heads:
         raise InputError(f"heads {args.heads} does not divide width {args.width}")
-    cache = Path(os.environ.get("PPO_RLHF_CACHE", Path.home() / ".cache" / "ppo_rlhf"))
+    for name, length in (
+        ("lm_sequence_length", args.lm_sequence_length),
+        ("query_length + response_length", args.query_length + args.response_length),
+    ):
+        if length > args.max_positions:
+            raise InputError(f"{name} is {length}; it must be at most max_positions {args.max_positions}")
+    if args.truncate_after > args.response_length:
+        raise InputError(f"truncate_after is {args.truncate_after}; it must be in 1..{args.response_length}")
+    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
     key = json.dumps([dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES, repr(ANNOTATORS)])
     folder = cache / f"tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not folder.exists() and int(os.environ.get("RANK", 0)) == 0:
+    if not folder.exists() and environment_number("RANK", default=0, least=0) == 0:
         build_world(folder, args)
     while not folder.exists():
         time.sleep(1)
@@ -406,7 +428,10 @@ def find_world(args: TalesArgs | None = None) -> Path:
 
 def main() -> None:
     world = find_world(tyro.cli(TalesArgs, description=__doc__))
-    facts = json.loads((world / "world.json").read_text())
+    try:
+        facts = read_json(world / "world.json")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
     print(
         f"{world}: {facts['settings']['stories']:,} stories, a GPT-2 of {facts['parameters']:,} parameters", end=" "
     )

@@ -3,9 +3,9 @@
 Preset, seed, base model and task are given once. Every other argument of the two reaches them as --reward.* and
 --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
 
-    accelerate launch ppo_rlhf/train_both.py --preset tales                               # no network, one CPU
+    python ppo_rlhf/train_both.py --preset tales                                          # no network, one CPU
     torchrun --nproc_per_node 2 ppo_rlhf/train_both.py --preset tales                     # two processes on a CPU
-    accelerate launch ppo_rlhf/train_both.py                                              # sentiment, GPT-2, one GPU
+    python ppo_rlhf/train_both.py                                                         # sentiment, GPT-2, one GPU
     accelerate launch --num_processes 8 ppo_rlhf/train_both.py --preset descriptiveness --reward.track --policy.track
     python ppo_rlhf/train_both.py --resume runs/<run>                                     # either of the two runs
 """
@@ -33,12 +33,12 @@ from ppo_rlhf.run import (
     check_same_arguments,
     flag_value,
     flatten,
-    from_dict,
     make_accelerator,
     parse_args,
     read_meta,
     run_name,
     run_script,
+    saved_args,
     shared_timestamp,
 )
 
@@ -91,7 +91,7 @@ def parse(argv: list[str]) -> Args:
     joint = read_meta(Path(resume)).get("joint")
     if not joint:
         raise InputError(f"--resume {resume}: train_both.py did not start that run; resume it with its own script")
-    saved = dataclasses.replace(from_dict(Args, joint["args"]), resume=resume)
+    saved = dataclasses.replace(saved_args(Args, Path(resume), joint["args"]), resume=resume)
     args = tyro.cli(Args, args=argv, default=saved, description=__doc__)
     check_same_arguments(saved, args)
     return args
@@ -101,7 +101,7 @@ def parse(argv: list[str]) -> Args:
 def flags_of(part: str, args: Any) -> Iterator[None]:
     """Name a part's arguments in its error messages as they are typed here: --ppo.lr becomes --policy.ppo.lr."""
     own = [name for name in flatten(dataclasses.asdict(args)) if name.split(".")[0] not in (*SHARED, "resume")]
-    pattern = rf"(^|--| (?=\w+\.))({'|'.join(map(re.escape, own))})\b"
+    pattern = rf"(^|--|\(| (?=\w+\.))({'|'.join(map(re.escape, own))})\b"
     try:
         yield
     except (InputError, NumericalError) as error:
@@ -136,6 +136,8 @@ def train(args: Args) -> tuple[Path, Path]:
         if finished:
             return runs.parent / "models" / run.name / kind
         if args.resume and not begun and accelerator.is_main_process:
+            if list(run.glob("checkpoints/*")):
+                raise InputError(f"{run} has checkpoints but no meta.json; it cannot go on")
             shutil.rmtree(run, ignore_errors=True)  # cut off before it had written anything to go on from
         with flags_of(kind, part_args):
             return part.train(dataclasses.replace(part_args, resume=str(run) if begun else ""), joint)
@@ -152,10 +154,8 @@ def train(args: Args) -> tuple[Path, Path]:
 def is_finished(run: Path, args: Any) -> bool:
     """Whether a run has reached its end, and these arguments do not move that end."""
     meta = read_meta(run)
-    lengths = [
-        getattr(part, "ppo", None) and part.ppo.total_episodes for part in (from_dict(type(args), meta["args"]), args)
-    ]
-    return meta.get("finished", False) and lengths[0] == lengths[1]
+    ppo = getattr(args, "ppo", None)  # a reward model has none; its length does not change
+    return meta.get("finished", False) and (not ppo or ppo.total_episodes == meta["args"]["ppo"]["total_episodes"])
 
 
 def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) -> None:

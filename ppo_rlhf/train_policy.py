@@ -5,8 +5,8 @@ A language model (the policy) writes continuations of queries. A reward model, t
 started from (the reference) keeps the text fluent. Each update does eight things, and `train()` below reads so:
 
     1. sample queries
-    2. generate responses
-    3. log-probs and values of the policy, log-probs of the reference
+    2. generate responses; the sampler knows their log-probs and values
+    3. log-probs of the reference
     4. truncate the responses at the stop token and score them
     5. per-token rewards: KL penalty on every token, score on the last
     6. advantages and returns (GAE)
@@ -18,8 +18,8 @@ Steps 6 and 7 stand in `ppo_update`, because each minibatch whitens its own rewa
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see DETAILS.md.
 
-    accelerate launch ppo_rlhf/train_both.py --preset tales         # no network: reward model, then this, in minutes
-    accelerate launch ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward           # one GPU, GPT-2
+    python ppo_rlhf/train_both.py --preset tales                    # no network: reward model, then this, in minutes
+    python ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward                      # one GPU, GPT-2
     accelerate launch --num_processes 8 ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward --track
     python ppo_rlhf/train_policy.py --resume runs/<run>             # go on after an interruption
 """
@@ -51,6 +51,8 @@ from ppo_rlhf.data import (
     TaskIds,
     add_affixes,
     check_model,
+    check_size,
+    check_vocabulary,
     load_pretrained,
     load_tokenizer,
     read_info,
@@ -66,7 +68,7 @@ from ppo_rlhf.run import (
     at_least,
     check_equal,
     check_finite,
-    check_numbers,
+    check_values,
     find_folder,
     make_accelerator,
     mean_over_processes,
@@ -226,7 +228,7 @@ class PpoSizes:
 
 def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
-    check_numbers(args)
+    check_values(args)
     at_least(0, "", args, "log_interval", "save_interval")
     at_least(0, "rewards.", args.rewards, "kl_coef")
     at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
@@ -242,7 +244,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
     group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, "ppo.whiten_groups x ppo.nminibatches")
-    # [D68] Fewer than eight episodes give no usable variance of the rewards.
+    # [D68] The original asks for eight episodes.
     #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L69-L75 @cbfd210
     if ppo.whiten_rewards and group_minibatch < 8:
         raise InputError(
@@ -637,10 +639,10 @@ def policy_loss(
 class Rollout:
     """What one process remembers of its part of the batch while it trains on it."""
 
-    query_responses: torch.Tensor  # (batch, context_length + response_length)
-    logprobs: torch.Tensor  # (batch, response_length), under the policy that sampled
-    values: torch.Tensor  # (batch, response_length), of the critic at that time
-    rewards: torch.Tensor  # (batch, response_length), KL penalty and score, not whitened
+    query_responses: torch.Tensor  # (local_batch, context_length + response_length)
+    logprobs: torch.Tensor  # (local_batch, response_length), under the policy that sampled
+    values: torch.Tensor  # (local_batch, response_length), of the critic at that time
+    rewards: torch.Tensor  # (local_batch, response_length), KL penalty and score, not whitened
 
 
 def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -769,8 +771,7 @@ def ppo_update(
 
     permutations: (epochs, groups, group_batch), each row an order of that group's episodes; group g owns the slice
     [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
-    Returns the metrics of section `ppo/`: 0-d means over all minibatches of this process; and `first_ratio_gap`, how
-    far the ratio is from 1 on the first pass.
+    Returns the metrics of section `ppo/`: 0-d means over all minibatches of this process.
     """
     groups, group_batch = permutations.shape[1:]
     context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
@@ -827,7 +828,8 @@ def ppo_update(
     means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
     means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
     before_any_step = stats[: len(stats) // len(inds_of_minibatches)]
-    means["first_ratio_gap"] = torch.stack([row["ppo/val/ratio_var"] for row in before_any_step]).mean().sqrt()
+    squares = torch.stack([row["ppo/val/ratio_var"] for row in before_any_step])
+    means["ppo/val/first_ratio_gap"] = squares.mean().sqrt()  # 0 but for rounding
     return means
 
 
@@ -868,6 +870,8 @@ def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool 
         raise InputError(f"{head_file} does not fit the model beside it: {error}") from error
     if missing or unexpected:
         raise InputError(f"{head_file} does not fit the model beside it: {', '.join([*missing, *unexpected])}")
+    if not all(tensor.isfinite().all() for tensor in head.values()):
+        raise InputError(f"{head_file} holds numbers that are not finite")
     return reward_model.requires_grad_(False)
 
 
@@ -884,11 +888,9 @@ def load_scorer(
     folder = find_folder(args.rewards.trained_model, root)
     reward_model = load_reward_model(folder, dtype, args.trust_remote_code).to(device)
     info = read_info(folder)
-    if info["vocab_size"] != pad_id:
-        raise InputError(
-            f"--rewards.trained_model {folder}: its tokenizer has {info['vocab_size']} tokens, that of "
-            f"--base_model {args.base_model} {pad_id}; both must start from the same kind of model"
-        )
+    what, length = f"--rewards.trained_model {folder}", args.task.query_length + args.task.response_length
+    check_vocabulary(info, what, args.base_model, pad_id)
+    check_size(reward_model.lm_backbone, what, length, pad_id)
 
     @torch.no_grad()
     def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
@@ -899,12 +901,18 @@ def load_scorer(
     return score, info
 
 
+TAKEN_OBJECTIVES = (
+    *("kl", "kl_coef", "entropy", "score", "scores", "score_total", "raw_score", "non_score_reward"),
+    *("stopped", "response_length", "sampler_gap"),
+)
+
+
 def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Scorer]:
     """The function that is only logged, under its metric's name; an empty dictionary if there is none."""
     if not args.rewards.monitor:
         return {}
     name = re.split("[:.]", args.rewards.monitor)[-1]
-    if re.match("kl|entropy|score|non_score|raw_score|stopped|response_length|sampler", name):
+    if name in TAKEN_OBJECTIVES:
         raise InputError(f"--rewards.monitor {args.rewards.monitor}: objective/{name} is taken; rename the function")
     scorer = text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer), on_all_processes=True)
     return {f"objective/{name}": scorer}
@@ -929,14 +937,14 @@ PANELS = {
 FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
 
 
-def check_update(means: dict[str, float], first_ratio_gap: float, update: int, dtype: str) -> None:
+def check_update(means: dict[str, float], update: int, dtype: str) -> None:
     """Raise a NumericalError if the means of an update, over all processes, cannot be right."""
     check_finite(means, update, "if it happens again after --resume, begin anew with a lower --ppo.lr")
-    # [D25] [D60] Before the first step, the policy that trains is the one that sampled.
-    if first_ratio_gap > FIRST_RATIO_TOLERANCE[dtype]:
+    # [D25] Before the first step, the policy that trains is the one that sampled.
+    if means["ppo/val/first_ratio_gap"] > FIRST_RATIO_TOLERANCE[dtype]:
         raise NumericalError(
-            f"the ratio is off 1 by {first_ratio_gap:.2g} on the first pass of update {update}: the sampler and the "
-            f"training pass disagree about the policy; the run stops and saves nothing more"
+            f"the ratio is off 1 by {means['ppo/val/first_ratio_gap']:.2g} on the first pass of update {update}: the "
+            f"sampler and the training pass disagree about the policy; the run stops and saves nothing more"
         )
 
 
@@ -945,8 +953,8 @@ def finish_metrics(
 ) -> dict[str, float]:
     """All metrics of an update: the means over all processes, and what follows from them.
 
-    The plain names are the original's. Those that lm-human-preference-details added (`objective/scores`, `_avg`) hold
-    the same numbers, for its plotting commands.
+    Names that the original has mean what they mean there. Those that lm-human-preference-details added
+    (`objective/scores`, `_avg`) hold the same numbers, for its plotting commands.
     """
     ppo, metrics = args.ppo, dict(means)
     metrics["objective/kl_coef"] = kl_coef
@@ -1016,7 +1024,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """Train a policy and return the folder models/<run>/policy, on every process.
 
     joint: arguments, time stamp and runs/ folder of train_both.py, if it runs this. Raises InputError, a
-    ValueError, on bad input, before anything is written.
+    ValueError: bad arguments before anything is written, a disk or a function that fails whenever it fails.
     """
     accelerator = make_accelerator()
     check_arguments(args)
@@ -1105,7 +1113,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # a sum over processes, and means are taken next
             stats["ppo/val/num_eos_tokens"] = (responses == ids.eos).double().sum() * accelerator.num_processes
             means = mean_over_processes(stats, accelerator)
-            check_update(means, means.pop("first_ratio_gap"), update, args.dtype)
+            check_update(means, update, args.dtype)
             check_equal("objective/kl_coef", controller.value, accelerator)
             metrics = finish_metrics(means, update, args, controller.value, time.time() - started, run.seconds())
             run.log(update, metrics)

@@ -11,7 +11,7 @@ Marks like [D34] name an implementation detail. The original is openai/lm-human-
 file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see DETAILS.md.
 
     python ppo_rlhf/train_reward.py --preset tales                                   # no network, a minute or two
-    accelerate launch ppo_rlhf/train_reward.py                                       # sentiment, GPT-2, one GPU
+    python ppo_rlhf/train_reward.py                                                  # sentiment, GPT-2, one GPU
     accelerate launch --num_processes 8 ppo_rlhf/train_reward.py --preset descriptiveness --track
     python ppo_rlhf/train_reward.py --resume runs/<run>                              # go on after an interruption
 """
@@ -59,7 +59,7 @@ from ppo_rlhf.run import (
     above_zero,
     at_least,
     check_finite,
-    check_numbers,
+    check_values,
     make_accelerator,
     mean_over_processes,
     parse_args,
@@ -162,7 +162,7 @@ class RewardSizes:
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    check_numbers(args)
+    check_values(args)
     above_zero("", args, "lr")
     at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
     at_least(0, "", args, "normalize_samples", "local_micro_batch_size", "local_rollout_batch_size", "save_interval")
@@ -649,7 +649,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """Train a reward model and return the folder models/<run>/reward, on every process.
 
     joint: arguments, time stamp and runs/ folder of train_both.py, if it runs this. Raises InputError, a
-    ValueError, on bad input, before anything is written.
+    ValueError: bad arguments before anything is written, a disk that fails whenever it fails.
     """
     accelerator = make_accelerator()
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32

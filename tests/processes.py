@@ -4,6 +4,7 @@ The processes are forks of a server that has imported everything, but has run no
 folder, environment, output and exit status of `python <script> <arguments>`.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -28,6 +29,7 @@ class Result:
 
 
 def _run(script: str, arguments: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
+    gc.freeze()  # else the first collection looks at everything that the server has imported
     os.chdir(folder)
     os.environ.update(environment)
     for stream, path in zip((1, 2), outputs, strict=True):
@@ -48,14 +50,14 @@ class Launched:
 
     def stdout(self) -> str:
         """What it has printed so far."""
-        return Path(self._paths[0]).read_text() if Path(self._paths[0]).exists() else ""
+        return Path(self._paths[0]).read_text(errors="replace") if Path(self._paths[0]).exists() else ""
 
     def wait(self, timeout: float = 300) -> Result:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.process.kill()
             raise TimeoutError(f"no end after {timeout} seconds; so far it said {self.stdout()[-1000:]}")
-        texts = [Path(path).read_text() if Path(path).exists() else "" for path in self._paths]
+        texts = [Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in self._paths]
         return Result(self.process.exitcode, *texts)
 
 
