@@ -128,9 +128,9 @@ class Comparison:
         """
         queries = queries.to(self.device)
         contexts = add_affixes(queries, self.ids.prefix, self.ids.suffix)  # (n, context_length)
-        noise = torch.rand(
-            len(queries), self.task.response_length, generator=keyed_generator(self.seed, "sample", key)
-        ).to(self.device)
+        generator = keyed_generator(self.seed, "sample", key)
+        noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
+        noise = noise.to(self.device)
         columns: dict[str, list[Any]] = {"query": to_texts(self.tokenizer, queries, self.ids.pad)}
         for name, model in self.models.items():
             responses, _, _ = generate(model, contexts, noise, self.ids.pad, self.ids.pad, self.temperature)

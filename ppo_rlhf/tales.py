@@ -318,7 +318,8 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
         queries = QueryStream(task, tokenizer).next_batch(count, pad_id)  # (count, query_length)
     except InputError as error:
         raise InputError(f"no story has a sentence of query_length {args.query_length} tokens or fewer") from error
-    uniforms = torch.rand(4, count, args.response_length, generator=keyed_generator(args.seed, "comparisons"))
+    generator = keyed_generator(args.seed, "comparisons")
+    uniforms = torch.rand(4, count, args.response_length, generator=generator, dtype=torch.float64)
     samples = torch.stack(
         [
             torch.cat(

@@ -494,9 +494,9 @@ def generate(
         cache, hidden = output.past_key_values, output.last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
-        #       which rounding leaves a little off 1.
-        cdf = all_logprobs.exp().cumsum(1)  # (batch, vocab_size)
-        thresholds = uniforms[:, column : column + 1].to(cdf.dtype) * cdf[:, -1:]
+        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
+        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
         # [D25] Log-probs are recorded as the tokens are sampled.
         #       openai/lm-human-preferences lm_human_preferences/policy.py#L108-L112 @cbfd210
@@ -656,7 +656,8 @@ def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Te
 def episode_noise(seed: int, update: int, batch: int, response_length: int) -> torch.Tensor:
     """Uniform random numbers (batch, response_length) of a whole batch, the same at any number of processes."""
     # [X01] The original seeds each process; here the noise belongs to the episode.
-    return torch.rand(batch, response_length, generator=keyed_generator(seed, "policy", update))
+    generator = keyed_generator(seed, "policy", update)
+    return torch.rand(batch, response_length, generator=generator, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -788,6 +789,8 @@ def ppo_update(
         mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
         mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
 
+        minibatch_stats = group_statistics(mb_values, mb_returns)
+
         # 7. One optimiser step.
         # [D67] [D88] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
         minibatch = (
@@ -818,7 +821,7 @@ def ppo_update(
                     "ppo/policy/clipfrac": pg_clipfrac,
                     "ppo/val/clipfrac": vf_clipfrac,
                     **token_statistics(new_logprobs, entropies, new_values, logprobs, advantages, returns),
-                    **group_statistics(mb_values, mb_returns),
+                    **minibatch_stats,
                 }
             )
         if accelerator is not None:

@@ -360,9 +360,9 @@ def generate(
         cache, hidden = output.past_key_values, output.last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
-        #       which rounding leaves a little off 1.
-        cdf = all_logprobs.exp().cumsum(1)  # (batch, vocab_size)
-        thresholds = uniforms[:, column : column + 1].to(cdf.dtype) * cdf[:, -1:]
+        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
+        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
         # [D25] Log-probs are recorded as the tokens are sampled.
         #       openai/lm-human-preferences lm_human_preferences/policy.py#L108-L112 @cbfd210
@@ -495,9 +495,9 @@ def sample_to_normalize(
     rows = slice(rank * sizes.local_normalize_samples, (rank + 1) * sizes.local_normalize_samples)
     queries = stream.next_batch(sizes.normalize_samples, ids.pad)[rows]  # (local_normalize_samples, query_length)
     # [X01] The noise belongs to the sample.
-    noise = torch.rand(
-        sizes.normalize_samples, task.response_length, generator=keyed_generator(args.seed, "normalize", stage)
-    )[rows]  # (local_normalize_samples, response_length)
+    generator = keyed_generator(args.seed, "normalize", stage)
+    noise = torch.rand(sizes.normalize_samples, task.response_length, generator=generator, dtype=torch.float64)
+    noise = noise[rows]  # (local_normalize_samples, response_length)
 
     def respond(contexts: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         return generate(language_model, contexts, uniforms, ids.pad, ids.pad, task.temperature)[0]
@@ -673,7 +673,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         AutoModelForSequenceClassification.from_config(
             language_model.config, trust_remote_code=args.trust_remote_code
         )
-    # [D76] For the head; all other noise is keyed.
+    # [D74] [D76] For the head, the same on every process; all other noise is keyed.
     #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L108-L113 @cbfd210
     torch.manual_seed(args.seed)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.

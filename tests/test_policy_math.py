@@ -572,11 +572,39 @@ def test_ids_beyond_the_tokenizer_are_never_sampled(tiny_models):
     assert_close(logprobs[:, :1], expected, atol=1e-5, rtol=0)
 
 
-def test_a_token_without_probability_is_not_sampled(tiny_models):
-    model = tiny_models("gpt2")
-    prefer(model, 5)
-    responses, _, _ = generate(model, token_ids(0, 2, 3), torch.zeros(2, 4), PAD, VOCAB, 1.0)
-    assert responses.eq(5).all()
+class GivenLogits(torch.nn.Module):
+    """A language model that predicts the same for every token, with an output layer that is the identity."""
+
+    def __init__(self, logits: torch.Tensor):
+        super().__init__()
+        output = type("Output", (), {"past_key_values": None})
+        output.last_hidden_state = logits.view(1, 1, -1)
+        self.base_model = lambda **inputs: output
+        self.get_output_embeddings = lambda: torch.nn.Identity()
+
+
+def test_a_token_without_probability_is_not_sampled():
+    logits = torch.full((VOCAB,), -1e4)
+    logits[5] = 0.0
+    context = torch.zeros(1, 1, dtype=torch.long)
+    for uniforms in (torch.zeros(1, 1), torch.full((1, 1), 1 - 2**-53, dtype=torch.float64)):
+        responses, _, _ = generate(GivenLogits(logits), context, uniforms, PAD, VOCAB, 1.0)
+        assert responses.item() == 5
+
+
+def test_every_token_of_a_large_vocabulary_can_be_drawn():
+    """Also those with a probability below the resolution of float32 near 1, some 6e-8."""
+    logits = 2 * torch.randn(50_257, generator=torch.Generator().manual_seed(0))
+    probs = torch.log_softmax(logits / 0.7, dim=0).double().exp().numpy()
+    assert (probs < 1e-8).sum() > 5_000
+    middles = (np.cumsum(probs) - probs / 2) / probs.sum()
+    drawn = []
+    for uniforms in torch.from_numpy(middles).split(64):
+        context = torch.zeros(1, 1, dtype=torch.long)
+        drawn += [
+            generate(GivenLogits(logits), context, u.view(1, 1), 50_257, 50_257, 0.7)[0].item() for u in uniforms[:4]
+        ]
+    assert drawn == [i for start in range(0, 50_257, 64) for i in range(start, min(start + 4, 50_257))]
 
 
 @pytest.mark.parametrize("script", [train_policy, train_reward])
