@@ -673,7 +673,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         AutoModelForSequenceClassification.from_config(
             language_model.config, trust_remote_code=args.trust_remote_code
         )
-    # [D74] [D76] For the head, the same on every process; all other noise is keyed.
+    # [D76] For the head, the same on every process; all other noise is keyed.
     #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L108-L113 @cbfd210
     torch.manual_seed(args.seed)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.

@@ -330,7 +330,7 @@ def finished(args: Args, tmp_path_factory: pytest.TempPathFactory) -> Finished:
         return Finished(run_in(folder, args, patch), folder, stdout.getvalue())
 
 
-def test_a_run_is_its_replay(finished: Finished, expected: Left):
+def test_a_policy_run_is_its_replay(finished: Finished, expected: Left):
     check_same(finished.left, expected)
 
 

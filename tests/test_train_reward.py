@@ -217,7 +217,7 @@ def expected(all_args: dict[LabelKind, Args], tiny_world: Path) -> dict[LabelKin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_its_replay(kind: LabelKind, all_args, expected, tmp_path: Path, monkeypatch):
+def test_a_reward_run_is_its_replay(kind: LabelKind, all_args, expected, tmp_path: Path, monkeypatch):
     check_same(run_in(tmp_path, all_args[kind], monkeypatch), expected[kind])
 
 
