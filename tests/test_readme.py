@@ -1,0 +1,123 @@
+"""README.md keeps to what it speaks of: the numbers of static/demo, files that exist, flags that the scripts have."""
+
+import csv
+import dataclasses
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from ppo_rlhf import sample, tales, train_both, train_policy, train_reward
+from ppo_rlhf.run import flatten
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+DEMO = ROOT / "static/demo"
+
+
+def demo_rows() -> list[dict]:
+    return [json.loads(line) for line in (DEMO / "comparison.jsonl").read_text().splitlines()]
+
+
+def demo_metrics() -> list[dict[str, float]]:
+    with (DEMO / "metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def numbers_of(first_words: str) -> list[float]:
+    """The numbers of a table's row, those of its first cell too."""
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| {first_words}")]
+    return [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", row)]
+
+
+def test_gold_score_and_score():
+    rows = demo_rows()
+    base, policy = ([row[f"{name} gold"] for row in rows] for name in ("base", "policy"))
+    expected = [len(rows), statistics.stdev(base), statistics.fmean(base), statistics.fmean(policy)]
+    assert numbers_of("gold score, mean over") == pytest.approx(expected, abs=0.005)
+    expected = [statistics.fmean(row[f"{name} score"] for row in rows) for name in ("base", "policy")]
+    assert numbers_of("score of the reward model") == pytest.approx(expected, abs=0.005)
+
+
+def test_grammar():
+    shares = [tales.grammatical_share([row[name] for row in demo_rows()]) for name in ("base", "policy")]
+    assert numbers_of("sentences that the grammar") == pytest.approx([100 * share for share in shares], abs=0.05)
+
+
+def test_learning_curves():
+    metrics = demo_metrics()
+    for name in ("objective/score", "objective/kl", "objective/kl_coef", "ppo/policy/entropy"):
+        ours = [metrics[0][name], statistics.fmean(row[name] for row in metrics[-10:])]
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| `{name}` |") and "→" in line]
+        shown = row.split("|")[3].split("→")
+        for number, expected in zip(shown, ours, strict=True):
+            digits = len(number.strip().partition(".")[2])
+            assert float(number) == pytest.approx(expected, abs=0.5 * 10**-digits)
+    assert numbers_of("KL from the language model, last ten")[-1] == pytest.approx(ours_last_kl(metrics), abs=0.05)
+    kl = [row["objective/kl"] for row in metrics]
+    assert "after 30 updates, with spikes up to 12" in README
+    assert min(i for i, value in enumerate(kl) if statistics.fmean(kl[i : i + 5]) > 6) <= 30 and 12 <= max(kl) < 12.5
+
+
+def ours_last_kl(metrics: list[dict[str, float]]) -> float:
+    return statistics.fmean(row["objective/kl"] for row in metrics[-10:])
+
+
+def test_reward_model_and_commit():
+    policy, reward = (json.loads((DEMO / name).read_text()) for name in ("meta.json", "reward_meta.json"))
+    assert policy["commit"] == reward["commit"] and f"at commit {policy['commit'][:7]}, seed 1" in README
+    learned = reward["results"]
+    assert f"choice in {learned['test_accuracy']:.1%}".replace("%", " %") in README
+    assert f"would reach {learned['ceiling']:.1%}".replace("%", " %") in " ".join(README.split())
+
+
+def test_four_pairs():
+    for row in demo_rows()[:4]:
+        cells = [row["query"].strip()]
+        cells += [f"{row[name].strip()} (gold {row[f'{name} gold']:+.0f})" for name in ("base", "policy")]
+        assert f"| {' | '.join(cells)} |" in README
+
+
+def test_links_lead_to_files():
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
+    local = [link for link in links if "://" not in link]
+    assert len(local) > 10
+    for link in local:
+        assert (ROOT / link).exists(), link
+
+
+def test_every_metric_of_the_demo_is_explained():
+    """A row names a metric in full, or after another of the same kind by its last part."""
+    named = set()
+    for row in re.findall(r"^\| (`[^|]+`) \|", README, re.MULTILINE):
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            folder = name.rpartition("/")[0] or folder
+            named.add(f"{folder}/{name}" if folder and "/" not in name else name)
+    patterns = [name for name in named if "*" in name]
+    for name in demo_metrics()[0]:
+        explained = name in named or any(re.fullmatch(p.replace("*", ".+"), name) for p in patterns)
+        assert explained or name in ("step", "objective/gold_scores"), name
+
+
+def test_flags_exist():
+    scripts = {"train_both": train_both, "train_policy": train_policy, "train_reward": train_reward, "sample": sample}
+    flags = {name: flags_of(module) for name, module in scripts.items()}
+    everything = set().union(*flags.values())
+    commands = re.findall(r"ppo_rlhf/(\w+)\.py((?: +--?[\w.]+(?:[ =][^\s`-]\S*)?)*)", README)
+    assert len(commands) > 6
+    for script, words in commands:
+        for flag in re.findall(r"--([\w.]+)", words):
+            assert flag in flags[script], (script, flag)
+    launchers = {"num_processes", "nproc_per_node", "mixed_precision", "help"}
+    for flag in re.findall(r"`--([\w.]+)", README):
+        known = everything | launchers
+        assert flag in known or f"policy.{flag}" in known, flag
+
+
+def flags_of(module) -> set[str]:
+    if module is sample:
+        return {field.name for field in dataclasses.fields(sample.Args)}
+    return set(flatten(dataclasses.asdict(module.PRESETS["tales"])))
