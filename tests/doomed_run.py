@@ -16,7 +16,7 @@ import torch
 
 from ppo_rlhf import run, train_policy, train_reward
 
-countdown = int(sys.argv[2])
+countdown = 0
 
 
 def doom(where: object, name: str, last_words=lambda *arguments: None) -> None:
@@ -69,6 +69,7 @@ PLACES = {
 }
 
 if __name__ == "__main__":
+    countdown = int(sys.argv[2])
     PLACES[sys.argv[1]]()
     sys.argv = sys.argv[3:]
     runpy.run_path(sys.argv[0], run_name="__main__")

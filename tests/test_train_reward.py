@@ -135,7 +135,8 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
     def normalize(stage: str, target_mean: float, target_std: float) -> None:
         queries = [next(stream) for _ in range(SAMPLES)]
         contexts = torch.tensor([prefix + query + suffix for query in queries])
-        noise = torch.rand(SAMPLES, task.response_length, generator=keyed_generator(args.seed, "normalize", stage))
+        generator = keyed_generator(args.seed, "normalize", stage)
+        noise = torch.rand(SAMPLES, task.response_length, generator=generator, dtype=torch.float64)
         responses, _, _ = generate(language_model, contexts, noise, pad, pad, task.temperature)
         reward_model.gain.fill_(1)
         reward_model.bias.fill_(0)
