@@ -91,13 +91,17 @@ class IdentityModel(torch.nn.Module):
         self.get_output_embeddings = lambda: torch.nn.Identity()
 
 
-def test_logprobs_and_entropies_of_given_logits():
+def check_logprobs_and_entropies() -> None:
     arrays = load_arrays("case1b_logits_helpers")
     logits = torch.nn.functional.pad(arrays["logits"], (0, 0, 0, 1))  # the last column predicts nothing
     tokens = torch.nn.functional.pad(arrays["labels"], (1, 0))  # (6, 6): a context of one token
     logprobs, entropies, _ = train_policy.response_logprobs(IdentityModel(logits), tokens, PAD, 1, 1.0, 27)
     close(logprobs, arrays["logprobs"], atol=LOGPROB)
     close(entropies, arrays["entropies"], atol=LOGPROB)
+
+
+def test_logprobs_and_entropies_of_given_logits():
+    check_logprobs_and_entropies()
 
 
 def check_kl_controller(name: str) -> None:
@@ -138,8 +142,7 @@ def test_adam(script, name):
     check_adam(script, name)
 
 
-@pytest.mark.parametrize("name", ["coef015", "coef0", "coef02_len1", "adaptive_after_kl9_512"])
-def test_compute_rewards(name):
+def check_compute_rewards(name: str) -> None:
     arrays = under(load_arrays("case8_compute_rewards"), f"{name}/")
     kl_coef = arrays["kl_coef"].item()
     if name == "adaptive_after_kl9_512":
@@ -151,6 +154,11 @@ def test_compute_rewards(name):
     close(rewards, arrays["rewards"], atol=ADVANTAGE)
     close(non_score_rewards, arrays["non_score_reward"], atol=ADVANTAGE)
     close(-kl_coef * kl, arrays["non_score_reward"], atol=ADVANTAGE)
+
+
+@pytest.mark.parametrize("name", ["coef015", "coef0", "coef02_len1", "adaptive_after_kl9_512"])
+def test_compute_rewards(name):
+    check_compute_rewards(name)
 
 
 def check_policy_learning_rate(name: str) -> None:
@@ -227,8 +235,7 @@ def stream_of(texts: list[str], tmp_path, **task) -> data.QueryStream:
     return data.QueryStream(data.TaskArgs(query_dataset=str(path), **task), CharacterTokenizer())
 
 
-@pytest.mark.parametrize("name", QUERIES["runs"])
-def test_trim_query(name):
+def check_trim_query(name: str) -> None:
     run, encode = QUERIES["runs"][name], CharacterTokenizer().encode
     start_id, end_id = (encode(text)[0] if text else None for text in (run["start_text"], run["end_text"]))
     for text, expected in run["tokens"].items():
@@ -237,6 +244,11 @@ def test_trim_query(name):
         query = data.trim_query(tokens, run["query_length"], start_id, end_id)
         unpadded = None if expected is None else [token for token in expected if token != PAD]
         assert query == unpadded, text
+
+
+@pytest.mark.parametrize("name", QUERIES["runs"])
+def test_trim_query(name):
+    check_trim_query(name)
 
 
 @pytest.mark.parametrize("name", QUERIES["runs"])
@@ -262,10 +274,14 @@ def test_query_stream_repeats_across_batches(tmp_path):
     assert batches == case["batches"]
 
 
-def test_add_affixes():
+def check_add_affixes() -> None:
     case, encode = QUERIES["query_formatter"], CharacterTokenizer().encode
     contexts = data.add_affixes(torch.tensor(case["queries"]), encode(case["prefix"]), encode(case["suffix"]))
     assert contexts.tolist() == case["formatted"]
+
+
+def test_add_affixes():
+    check_add_affixes()
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -547,7 +563,7 @@ def test_reward_training(name):
     check_reward_training(name)
 
 
-def test_initial_heads():
+def check_initial_heads() -> None:
     """As many draws of the heads as the original was measured on: 5,120 numbers, standard error 1 %."""
     stats = load_json("case4_init_stats")
     sizes = {"vocab_size": 27, "n_positions": 8, "n_embd": 256, "n_layer": 1, "n_head": 4}
@@ -561,6 +577,10 @@ def test_initial_heads():
     value_head = train_policy.PolicyWithValueHead(backbone).value_head
     assert value_head.weight.eq(0).all().item() == stats["value_head"]["all_zero"]
     assert value_head.bias.item() == stats["value_head"]["bias"]
+
+
+def test_initial_heads():
+    check_initial_heads()
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -647,6 +667,45 @@ def adam_with_eps_1e_8(script):
     return lambda self, params, lr: right(self, params, lr, eps=1e-8)
 
 
+def controller_without_clip(self, kl, episodes):
+    if self.target is not None:
+        self.value *= 1 + (kl / self.target - 1) * episodes / self.horizon
+
+
+def rewards_with_the_score_everywhere(scores, logprobs, ref_logprobs, kl_coef):
+    kl = logprobs - ref_logprobs
+    return scores.unsqueeze(1) - kl_coef * kl, -kl_coef * kl, kl
+
+
+def wrong_trim(*, first_start=True, last_end=True, cut_first=True):
+    def trim_query(tokens, query_length, start_id, end_id):
+        if start_id is not None:
+            if start_id not in tokens:
+                return None
+            start = tokens.index(start_id) if first_start else len(tokens) - 1 - tokens[::-1].index(start_id)
+            tokens = tokens[start + 1 :] if start < len(tokens) - 1 else tokens
+        tokens = tokens[:query_length] if cut_first else tokens
+        if end_id is not None:
+            if end_id not in tokens:
+                return None
+            tokens = tokens[: len(tokens) - tokens[::-1].index(end_id) if last_end else tokens.index(end_id) + 1]
+        return tokens[:query_length]
+
+    return trim_query
+
+
+def affixes_within_the_padding(queries, prefix, suffix):
+    rows = [[*prefix, *[token for token in row if token != PAD], *suffix] for row in queries.tolist()]
+    length = len(prefix) + queries.shape[1] + len(suffix)
+    return torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
+
+
+def entropies_of_the_sample(*arguments):
+    logprobs, _, hidden_states = RESPONSE_LOGPROBS(*arguments)
+    return logprobs, -logprobs.detach(), hidden_states
+
+
+RESPONSE_LOGPROBS = train_policy.response_logprobs
 PPO_LOSS_CHECK, PPO_STEPS_CHECK = (
     partial(check_ppo_loss, "default"),
     partial(check_ppo_steps, "tiny2_same_ref_nowhiten"),
@@ -656,6 +715,13 @@ TRUNCATION_CHECK = partial(check_truncation, "tok13_after3")
 POLICY_ADAM = [partial(check_adam, train_policy, name) for name in load_json("case7_adam_meta")["cases"]]
 REWARD_ADAM = [partial(check_adam, train_reward, name) for name in load_json("case7_adam_meta")["cases"]]
 POLICY, REWARD = train_policy.AdamTensorFlowStyle, train_reward.AdamTensorFlowStyle
+
+CLIPPED_KL = [
+    name
+    for name, case in load_json("case6_kl_controller").items()
+    if name != "defaults" and case.get("target") and any(abs(kl / case["target"] - 1) > 0.2 for kl in case["kl"])
+]
+TRIMMED = next(name for name, run in QUERIES["runs"].items() if run["start_text"] and run["end_text"])
 
 # mistake: (where, attribute, what stands there, the checks that must fail)
 MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
@@ -693,7 +759,12 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
         train_policy,
         "scaled_logits",
         scaled_logits_without_temperature,
-        [partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK, PPO_STEPS_CHECK],
+        [
+            partial(check_forward, "test_nopad_t07"),
+            partial(check_sampler, "test_nopad_t07"),
+            PPO_LOSS_CHECK,
+            PPO_STEPS_CHECK,
+        ],
     ),
     "values shifted by one": (
         train_policy.PolicyWithValueHead,
@@ -759,6 +830,49 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
         truncation_of_the_stop_token_too(),
         [TRUNCATION_CHECK, partial(check_truncation, "tok13_after0")],
     ),
+    "KL error not clipped": (
+        train_policy.AdaptiveKLController,
+        "update",
+        controller_without_clip,
+        [partial(check_kl_controller, name) for name in CLIPPED_KL],
+    ),
+    "score on every token": (
+        train_policy,
+        "compute_rewards",
+        rewards_with_the_score_everywhere,
+        [partial(check_compute_rewards, "coef015"), PPO_STEPS_CHECK],
+    ),
+    "entropy of the sampled token": (
+        train_policy,
+        "response_logprobs",
+        entropies_of_the_sample,
+        [check_logprobs_and_entropies, partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK],
+    ),
+    "query after the last start token": (
+        data,
+        "trim_query",
+        wrong_trim(first_start=False),
+        [partial(check_trim_query, TRIMMED)],
+    ),
+    "query up to the first end token": (
+        data,
+        "trim_query",
+        wrong_trim(last_end=False),
+        [partial(check_trim_query, TRIMMED)],
+    ),
+    "query cut after it was trimmed": (
+        data,
+        "trim_query",
+        wrong_trim(cut_first=False),
+        [partial(check_trim_query, TRIMMED)],
+    ),
+    "suffix before the padding": (data, "add_affixes", affixes_within_the_padding, [check_add_affixes]),
+    "reward head of PyTorch": (
+        torch.nn.init,
+        "normal_",
+        lambda weight, mean=0.0, std=1.0: weight,
+        [check_initial_heads],
+    ),
     "learning rate of the policy reaches zero early": (
         train_policy,
         "learning_rate",
@@ -786,8 +900,10 @@ def test_mistake_is_detected(mistake, monkeypatch):
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
     monkeypatch.setattr(train_policy, "whiten", wrong_whiten())
     monkeypatch.setattr(train_policy, "value_loss", wrong_value_loss())
+    monkeypatch.setattr(data, "trim_query", wrong_trim())
     monkeypatch.setattr(GPT2Model, "forward", gpt2_forward_with())
     check_whiten("normal_8x4")
     PPO_LOSS_CHECK()
+    check_trim_query(TRIMMED)
     for check in PADDED_CHECKS:
         check()
