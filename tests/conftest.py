@@ -6,6 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["PPO_RLHF_THREADS"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same numbers on a machine with a GPU
 
 import pytest
 import torch
