@@ -512,6 +512,7 @@ class Run:
             "threads": torch.get_num_threads(),
             "device": f"{accelerator.device.type}: {device}",
             "commit": commit(),
+            "tags": [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

@@ -1,0 +1,398 @@
+"""Run one command for many seeds, one after another or several at once, on this machine or through Slurm.
+
+    python benchmark/benchmark.py --name tales --num_seeds 10 --workers 2 \\
+        --command "python ppo_rlhf/train_both.py --preset tales"
+
+Every seed gets a folder of its own, <folder>/<name>/seed<seed>/, and the command runs there with --seed <seed> added:
+
+    runs/, models/   what the command leaves
+    log.txt          what it prints
+    job.json         command, commit, how often it was started, how it ended
+
+Give the same line again after an interruption, however hard: what is finished is skipped, what was cut off goes on
+from its last checkpoint, what failed is tried again. Ctrl-C and SIGTERM let the commands write a checkpoint first.
+Several launchers may share one folder; a seed is run by one of them. The exit status is 0 when every seed is finished.
+
+Words of the command with a slash in them that name an existing file are made absolute. `{seed}` in a word becomes the
+seed; without any, `--seed <seed>` is appended. `python`, `accelerate` and `torchrun` are those of the environment that
+runs this file. Where several commands of more than one process run at once, give each a port: `torchrun --standalone`.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import tyro
+
+from ppo_rlhf.run import InputError, commit, exit_with, lock_folder, print_table, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+LOG_LINES = 15  # of a command that failed
+
+
+@dataclass(frozen=True)
+class Args:
+    command: str
+    """what to run for each seed"""
+    name: str
+    """name of the experiment: its folder"""
+    num_seeds: int = 10
+    """how many seeds"""
+    start_seed: int = 1
+    """the first seed; the others follow"""
+    workers: int = 1
+    """how many seeds at once; cores and GPUs are shared out evenly. With Slurm: how many jobs at once"""
+    folder: Path = ROOT / "benchmark" / "runs"
+    """where experiments are kept"""
+    show: bool = False
+    """print the table of progress and run nothing"""
+    any_commit: bool = False
+    """go on with seeds that another commit of this project began"""
+    slurm_template: Path | None = None
+    """submit a job array made from this file instead of running anything here"""
+
+
+@dataclass
+class Job:
+    """One seed of an experiment, as its folder tells it."""
+
+    seed: int
+    folder: Path
+    command: str
+    state: str = "waiting"
+    """waiting, cut off, failed, running, elsewhere or finished"""
+    record: dict[str, Any] = field(default_factory=dict)
+    process: subprocess.Popen | None = None
+    lock: int | None = None
+    slot: int = 0
+    started: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.record.get("seconds", 0.0) + (time.time() - self.started if self.process else 0.0)
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of the log."""
+        try:
+            with (self.folder / "log.txt").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
+                lines = file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        return [line.rstrip() for line in lines if line.strip()][-count:]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Jobs
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def describe() -> str:
+    """The checkout in git's words, for people: the last tag and the commits since, or the commit."""
+    command = ["git", "-C", str(ROOT), "describe", "--tags", "--always", "--dirty"]
+    with contextlib.suppress(OSError):  # no git
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
+def find_jobs(args: Args) -> list[Job]:
+    """The jobs of an experiment, with the state that their folders show."""
+    jobs = []
+    for seed in range(args.start_seed, args.start_seed + args.num_seeds):
+        job = Job(seed, args.folder.resolve() / args.name / f"seed{seed}", args.command)
+        jobs.append(job)
+        with contextlib.suppress(FileNotFoundError):
+            job.record = json.loads((job.folder / "job.json").read_text())
+        if not job.record:
+            continue
+        if job.record["command"] != args.command:
+            raise InputError(
+                f"{job.folder} holds another command's run: {job.record['command']}; give another --name"
+            )
+        if job.record["finished"]:
+            job.state = "finished"
+            continue
+        job.state = "failed" if job.record["status"] else "cut off"
+        if job.record["commit"] != commit() and not (args.any_commit or args.show):
+            raise InputError(
+                f"{job.folder} was begun at commit {job.record['commit']}, and this is {commit()}; "
+                f"check that one out, or give --any_commit"
+            )
+    return jobs
+
+
+def run_to_resume(folder: Path) -> Path | None:
+    """The newest run of a seed that can go on. Folders of runs that never got as far as meta.json are removed."""
+    runs = sorted((folder / "runs").glob("*"), key=lambda run: run.stat().st_mtime)
+    for run in [run for run in runs if not (run / "meta.json").exists()]:
+        shutil.rmtree(run)
+        runs.remove(run)
+    return runs[-1] if runs else None
+
+
+def all_finished(folder: Path) -> bool:
+    """Whether every run of a seed has reached its end: a command that was told to stop also ends with status 0."""
+    metas = (folder / "runs").glob("*/meta.json")
+    return all(json.loads(meta.read_text()).get("finished", True) for meta in metas)
+
+
+def words_of(job: Job) -> list[str]:
+    """The command of a seed, word by word."""
+    words = []
+    for word in shlex.split(job.command):
+        flag, equals, value = word.rpartition("=")
+        value = str(Path(value).resolve()) if "/" in value and Path(value).exists() else value
+        words.append((flag + equals + value).replace("{seed}", str(job.seed)))
+    if "{seed}" not in job.command:
+        words += ["--seed", str(job.seed)]
+    if run := run_to_resume(job.folder):
+        words += ["--resume", str(run)]
+    return words
+
+
+def environment_of(job: Job, workers: int) -> dict[str, str]:
+    """The environment of a seed: tags, this interpreter first on the path, its share of cores and GPUs."""
+    environment = dict(os.environ)
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    tags = [environment.get("WANDB_TAGS", ""), describe(), commit()]
+    environment["WANDB_TAGS"] = ",".join(dict.fromkeys(tag for tag in tags if tag))
+    if workers > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment.setdefault("PPO_RLHF_THREADS", str(max(1, cores // workers)))
+        gpus = visible_gpus()
+        share = max(1, len(gpus) // workers)
+        if gpus:
+            first = job.slot * share % len(gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + share])
+    return environment
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs that this process may use."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    except OSError:  # no NVIDIA driver
+        return []
+    return [str(index) for index in range(len(listed.stdout.splitlines()))] if listed.returncode == 0 else []
+
+
+def start(job: Job, workers: int) -> bool:
+    """Start a seed. False if another launcher runs it, or has finished it since we looked."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        job.lock = lock_folder(job.folder)
+    except InputError:
+        job.state = "elsewhere"
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        job.record = json.loads((job.folder / "job.json").read_text())
+    if job.record.get("finished"):
+        job.state = "finished"
+        release(job)
+        return False
+    words = words_of(job)
+    now = {"command": job.command, "seed": job.seed, "commit": commit(), "git": describe(), "finished": False}
+    job.record |= now | {"starts": job.record.get("starts", 0) + 1, "status": None}
+    write_json(job.folder / "job.json", job.record)
+    with (job.folder / "log.txt").open("a") as log:
+        print(f"$ {shlex.join(words)}", file=log, flush=True)
+        try:
+            # The command inherits the lock: it holds while the command lives, whatever happens to this process.
+            job.process = subprocess.Popen(
+                words,
+                cwd=job.folder,
+                env=environment_of(job, workers),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=[] if job.lock is None else [job.lock],
+            )
+        except OSError as error:
+            release(job)
+            raise InputError(f"--command: {words[0]}: {error.strerror}") from error
+    job.state, job.started = "running", time.time()
+    return True
+
+
+def end(job: Job, stopping: bool) -> None:
+    """Record how a seed's process has ended."""
+    status = job.process.returncode
+    finished = status == 0 and not stopping and all_finished(job.folder)
+    job.state = "finished" if finished else "cut off" if status == 0 or stopping else "failed"
+    job.record |= {"finished": finished, "status": status, "seconds": round(job.seconds, 1)}
+    job.process = None
+    write_json(job.folder / "job.json", job.record)
+    release(job)
+
+
+def release(job: Job) -> None:
+    if job.lock is not None:
+        os.close(job.lock)
+        job.lock = None
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Here
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(jobs: list[Job]) -> list[dict[str, Any]]:
+    """The table of progress."""
+    return [
+        {
+            "seed": job.seed,
+            "state": job.state,
+            "minutes": f"{job.seconds / 60:.1f}",
+            "starts": job.record.get("starts", 0),
+            "commit": job.record.get("commit", "")[:7],
+            "last line of the log": "".join(job.last_lines(1))[:80],
+        }
+        for job in jobs
+    ]
+
+
+@contextlib.contextmanager
+def live_table(jobs: list[Job], title: str) -> Iterator[Any]:
+    """Yields say(job), to be called with a job that has changed, or with None: a live table, or lines without one."""
+
+    def say_line(job: Job | None) -> None:
+        if job:
+            states = [job.state for job in jobs]
+            counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+            print(f"seed {job.seed} {job.state} after {job.seconds / 60:.1f} min ({counts})", flush=True)
+
+    if not sys.stdout.isatty():
+        yield say_line
+        return
+    from rich.live import Live
+    from rich.table import Table
+
+    def table() -> Table:
+        rows = rows_of(jobs)
+        shown = Table(*rows[0], title=title)
+        for row in rows:
+            shown.add_row(*map(str, row.values()))
+        return shown
+
+    with Live(table(), refresh_per_second=2) as live:
+        yield lambda job: live.update(table())
+
+
+def run_here(args: Args, jobs: list[Job]) -> None:
+    """Run all jobs that are not finished, `workers` at a time."""
+    stopping = False
+
+    def stop(signal_number: int, frame: Any) -> None:
+        nonlocal stopping
+        stopping = True
+        for job in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.process.pid, signal.SIGTERM)
+
+    waiting, running = [job for job in jobs if job.state != "finished"], []
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with live_table(jobs, args.name) as say:
+            while running or (waiting and not stopping):
+                while waiting and len(running) < args.workers and not stopping:
+                    job = waiting.pop(0)
+                    job.slot = min(set(range(args.workers)) - {other.slot for other in running})
+                    if start(job, args.workers):
+                        running.append(job)
+                    say(job)
+                time.sleep(0.2)
+                for job in [job for job in running if job.process.poll() is not None]:
+                    end(job, stopping)
+                    running.remove(job)
+                    say(job)
+                say(None)
+    finally:
+        for job in running:  # only after an error of our own
+            os.killpg(job.process.pid, signal.SIGTERM)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def report(args: Args, jobs: list[Job]) -> int:
+    """Print the table and the end of each failed command's log. Returns the exit status."""
+    print_table(args.name, rows_of(jobs), show_lines=False)
+    for job in jobs:
+        if job.state == "failed":
+            print(
+                f"\nseed {job.seed} failed with status {job.record['status']}; the end of {job.folder / 'log.txt'}:"
+            )
+            print(*(f"    {line}" for line in job.last_lines(LOG_LINES)), sep="\n")
+    return 0 if all(job.state == "finished" for job in jobs) else 1
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Through Slurm
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def submit(args: Args) -> None:
+    """Fill the template's {{marks}} and hand it to sbatch. Each task of the array runs this file for one seed."""
+    own = [sys.executable, str(Path(__file__).resolve()), "--name", args.name, "--command", args.command]
+    own += ["--folder", str(args.folder.resolve()), "--num_seeds", "1"] + ["--any_commit"] * args.any_commit
+    folder = args.folder.resolve() / args.name
+    marks = {
+        "name": args.name,
+        "folder": str(folder),
+        "array": f"{args.start_seed}-{args.start_seed + args.num_seeds - 1}%{args.workers}",
+        "root": str(ROOT),
+        "benchmark": shlex.join(own) + ' --start_seed "$SLURM_ARRAY_TASK_ID"',
+    }
+    try:
+        text = args.slurm_template.read_text()
+    except OSError as error:
+        raise InputError(f"--slurm_template {args.slurm_template}: {error.strerror}") from error
+    for mark, value in marks.items():
+        text = text.replace("{{" + mark + "}}", value)
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "slurm.sh"
+    script.write_text(text)
+    try:
+        result = subprocess.run(["sbatch", str(script)])
+    except FileNotFoundError as error:
+        raise InputError(f"sbatch is not on this machine; {script} is what it would get") from error
+    if result.returncode:
+        raise InputError(f"sbatch refused {script} with status {result.returncode}")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def main(args: Args) -> int:
+    if min(args.num_seeds, args.workers) < 1 or args.start_seed < 0:
+        raise InputError("--num_seeds and --workers must be at least 1, --start_seed at least 0")
+    if Path(args.name).name != args.name:
+        raise InputError(f"--name {args.name!r}: must be the name of a folder, not a path")
+    if not args.command.strip():
+        raise InputError("--command is empty")
+    jobs = find_jobs(args)
+    if args.slurm_template:
+        submit(args)
+        return 0
+    if not args.show:
+        run_here(args, jobs)
+    return report(args, jobs)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Args, description=__doc__)))
+    except InputError as error:
+        exit_with(str(error))
