@@ -1,0 +1,456 @@
+"""Compare learning curves with published ones: picture, verdict at fixed updates, exit status.
+
+    # our runs of a task against OpenAI's, and against those of lm-human-preference-details
+    python benchmark/compare.py --ours 'benchmark/runs/sentiment/*/runs/*' --theirs openai/lm-human-preferences
+    # your runs of the small world against those of this repository
+    python benchmark/compare.py --ours 'runs/*' --theirs benchmark/results/tales/curves.csv
+    # what is known to agree: one published implementation against the other
+    python benchmark/compare.py --ours lm-human-preference-details --theirs openai/lm-human-preferences
+
+A set of curves is given as run folders (patterns of the shell), as a CSV file that this script wrote, or as the name of
+an implementation in reference/lm_human_preferences.csv. Runs are grouped by preset, and the seeds of a preset become:
+
+    mean, std            over seeds at each update, the standard deviation with n - 1
+    iqm, iqm_low, _high  mean of the middle half of the seeds, and its 95 % bootstrap interval, by rliable
+
+All are smoothed as the published figures were: every run is interpolated onto 10,000 points, mean and deviation are
+taken at each, and both are averaged over a centred window of 100 points, one hundredth of the figure's x axis.
+
+The verdict takes the difference of the two means at a few updates and divides it by its standard error:
+
+    z = (ours - theirs) / sqrt(std_ours^2 / n_ours + std_theirs^2 / n_theirs + reading_error^2)
+
+Inside is |z| <= 3. With ten seeds on either side that is a distance of 1.3 standard deviations over seeds. The
+published deviations are those of single updates, so z is too small rather than too large. A deviation that could not be
+read from a figure is taken to be the other side's. The exit status is 0 when all are inside, 1 when not, 2 for bad input.
+"""
+
+import glob
+import json
+import math
+import shlex
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.stats
+import tyro
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from rliable import library as rliable
+
+from ppo_rlhf.run import InputError, exit_with, write_json
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+GRID = 10_000  # points per curve, and
+WINDOW = 100  # points per window, as openrlbenchmark has it
+POINTS = 100  # of a curve in curves.csv, at most
+CHECKPOINTS = (100, 250, 500, 1000, 1500)  # updates, and the last
+Z_LIMIT = 3.0
+BOOTSTRAP = 2000  # resamplings
+PUBLISHED_SEEDS = {"sentiment": 10, "descriptiveness": 10, "tldr": 1}
+HIDDEN_PIXELS = 1.7  # a band that the line hides is narrower than this
+COLORS = ("#0072b2", "#d55e00")
+
+# Section by section, in the order of the published figure.
+METRICS = (
+    "objective/scores",
+    "objective/gold_scores",
+    "objective/kl",
+    "objective/kl_coef",
+    "objective/entropy",
+    "objective/score_total",
+    "objective/non_score_reward",
+    "ppo/loss/total",
+    "ppo/loss/value",
+    "ppo/loss/policy",
+    "ppo/policy/clipfrac",
+    "ppo/policy/entropy",
+    "ppo/policy/approxkl",
+    "ppo/returns/mean",
+    "ppo/returns/var",
+    "ppo/val/clipfrac",
+    "ppo/val/error",
+    "ppo/val/mean",
+    "ppo/val/var",
+    "ppo/val/vpred",
+    "ppo/val/var_explained",
+    "train_reward/minibatch/loss",
+)
+
+
+@dataclass(frozen=True)
+class Args:
+    ours: tuple[str, ...]
+    """run folders (patterns in quotes), a curves.csv, or the name of a published implementation"""
+    theirs: str = ""
+    """a curves.csv, the name of a published implementation, or nothing: then curves are only aggregated and drawn"""
+    output: Path = Path("comparison")
+    """folder that gets curves.csv, verdict.md, verdict.csv and one picture per task"""
+    metrics: tuple[str, ...] = METRICS
+    """which metrics, where both sides have them"""
+    figure: str = ""
+    """name of one picture of all tasks together, in place of one picture per task"""
+    title: str = "ppo_rlhf"
+    """what to call ours"""
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Curves: a table with the columns implementation, task, metric, update, mean, std, seeds, window, mean_error, iqm,
+# iqm_low, iqm_high. window: of the smoothing, in updates; mean_error: of reading a figure. nan: not known.
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def read_runs(folders: Iterable[Path]) -> tuple[dict[str, list[pd.DataFrame]], dict[str, list[str]]]:
+    """Metrics of finished runs and what the runs say of themselves.
+
+    Returns {task: one table per run, indexed by update} and {"commit": [...], "device": [...], "versions": [...]}. The
+    runs of reward models are among them; their index is the step of their own training.
+    """
+    runs: dict[str, list[pd.DataFrame]] = {}
+    seen: dict[tuple, Path] = {}
+    arguments: dict[tuple, dict[str, Any]] = {}
+    facts: dict[str, set[str]] = {"commit": set(), "device": set(), "versions": set()}
+    for folder in sorted(folders):
+        try:
+            meta = json.loads((folder / "meta.json").read_text())
+            table = pd.read_csv(folder / "metrics.csv", index_col="step")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder} is not the folder of a run: {error}") from error
+        if not meta["finished"]:
+            print(f"left out, because it is not finished: {folder}")
+            continue
+        task, seed, kind = meta["args"]["preset"], meta["args"]["seed"], meta["args"]["exp_name"]
+        if (task, kind, seed) in seen:
+            raise InputError(
+                f"{folder} and {seen[task, kind, seed]} are both {kind}, {task}, seed {seed}; choose one"
+            )
+        seen[task, kind, seed] = folder
+        own = shared_arguments(meta["args"])
+        expected = arguments.setdefault((task, kind), own)
+        if own != expected:
+            differing = sorted(name for name in own if own[name] != expected.get(name))
+            raise InputError(f"{folder} has other arguments than another seed of {task}: {', '.join(differing)}")
+        facts["commit"].add(meta["commit"])
+        facts["device"].add(f"{meta['device']}, {meta['num_processes']} x {meta['threads']} threads")
+        facts["versions"].add(", ".join(f"{name} {version}" for name, version in meta["versions"].items()))
+        runs.setdefault(task, []).append(table)
+    if not runs:
+        raise InputError("none of these runs is finished")
+    return runs, {name: sorted(values) for name, values in facts.items()}
+
+
+def shared_arguments(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that must be the same for all seeds."""
+    rewards = {name: value for name, value in args.get("rewards", {}).items() if name != "trained_model"}
+    return {name: value for name, value in args.items() if name not in ("seed", "resume")} | {"rewards": rewards}
+
+
+def smooth(seeds: Sequence[pd.Series], window: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """One metric of several seeds, smoothed as in the published figures.
+
+    seeds: values, indexed by update; window: updates. Returns updates, mean and deviation over seeds (nan if there is
+    one), each (points,), and the seeds' own smoothed values (seeds, points).
+    """
+    first, last = min(series.index[0] for series in seeds), max(series.index[-1] for series in seeds)
+    x = np.linspace(first, last, GRID)
+    values = np.stack([np.interp(x, series.index, series) for series in seeds])
+    points = max(1, round(window / max(last - first, 1) * GRID))
+    table = pd.DataFrame(values.T)
+
+    def roll(curve: Any) -> np.ndarray:
+        return curve.rolling(points, min_periods=1, center=True).mean().to_numpy()
+
+    return x, roll(table.mean(axis=1)), roll(table.std(axis=1)), roll(table).T
+
+
+def interquartile_means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Interquartile mean over seeds of each column, and its 95 % bootstrap interval. values: (seeds, columns)."""
+
+    def iqm(scores: np.ndarray) -> np.ndarray:  # (seeds, 1, columns): rliable resamples the seeds
+        return scipy.stats.trim_mean(scores[:, 0], proportiontocut=0.25, axis=0)
+
+    with warnings.catch_warnings():  # rliable 1.2 seeds its generator in a way that is going out of use
+        warnings.filterwarnings("ignore", "random_state is deprecated", FutureWarning)
+        point, interval = rliable.get_interval_estimates(
+            {"": values[:, None]}, iqm, reps=BOOTSTRAP, random_state=np.random.RandomState(0)
+        )
+    return point[""], *interval[""]
+
+
+def aggregate(runs: dict[str, list[pd.DataFrame]], title: str, metrics: Sequence[str], theirs: pd.DataFrame):
+    """The curves of all tasks and metrics, smoothed over the windows that theirs have, else a hundredth of the run."""
+    curves = []
+    for task, tables in runs.items():
+        for metric in metrics:
+            seeds = [table[metric].dropna() for table in tables if metric in table]
+            if not seeds:
+                continue
+            length = int(seeds[0].index[-1])
+            if any(series.index[-1] != length for series in seeds):
+                raise InputError(f"the seeds of {task} differ in length")
+            windows = curve_of(theirs, task, metric)["window"]
+            window = windows.iloc[0] if len(windows) else length / 100
+            x, mean, std, values = smooth(seeds, window)
+            updates = sorted({*range(0, length, max(1, math.ceil(length / POINTS))), *checkpoints(length)})
+            at = np.searchsorted(x, updates).clip(max=GRID - 1)
+            iqm, low, high = interquartile_means(values[:, at])
+            columns = {
+                "update": updates,
+                "mean": mean[at],
+                "std": std[at],
+                "iqm": iqm,
+                "iqm_low": low,
+                "iqm_high": high,
+            }
+            who = {"implementation": title, "task": task, "metric": metric}
+            curves.append(pd.DataFrame(who | columns | {"seeds": len(seeds), "window": window, "mean_error": 0.0}))
+    if not curves:
+        raise InputError(f"these runs have none of the metrics {', '.join(metrics)}")
+    return pd.concat(curves, ignore_index=True)
+
+
+def published(implementation: str) -> pd.DataFrame:
+    """The curves of one implementation in reference/: from the figure that shows deviations, else from the other."""
+    table = pd.read_csv(REFERENCE / "lm_human_preferences.csv", keep_default_na=False, na_values=["NaN", ""])
+    table = table[table["implementation"] == implementation]
+    table = table.merge(pd.read_csv(REFERENCE / "errors.csv"), how="left")
+    table["window"] = table.groupby(["source_figure", "task"])["step"].transform("max") * WINDOW / GRID
+    table["update"] = table["update"].fillna(table["step"])  # of the reward model's own training
+    table["seeds"] = table["task"].map(PUBLISHED_SEEDS)
+    hidden = table["note"].fillna("").str.contains("std_hidden")
+    table.loc[hidden, "std"] = HIDDEN_PIXELS * table.loc[hidden, "pixel"]
+    best = table.groupby(["task", "metric"])["source_figure"].transform("max")  # ours1.png > lm-human-preference.png
+    return table[table["source_figure"] == best]
+
+
+def curve_of(curves: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
+    return curves[(curves["task"] == task) & (curves["metric"] == metric)]
+
+
+def read_curves(path: Path) -> pd.DataFrame:
+    """A curves.csv that this script wrote."""
+    try:
+        table = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as a table of curves: {error}") from error
+    needed = {"implementation", "task", "metric", "update", "mean", "std", "seeds", "window", "mean_error"}
+    if missing := sorted(needed - set(table)):
+        raise InputError(f"{path} is not a table of curves: it has no column {', '.join(missing)}")
+    return table
+
+
+def load(sources: Sequence[str], title: str, metrics: Sequence[str], theirs: pd.DataFrame):
+    """The curves that the command line names, and what is known of the runs: (table, facts)."""
+    implementations = pd.read_csv(REFERENCE / "errors.csv")["implementation"].unique()
+    if len(sources) == 1 and sources[0] in implementations:
+        return published(sources[0]), {}
+    if len(sources) == 1 and sources[0].endswith(".csv"):
+        return read_curves(Path(sources[0])), {}
+    folders = {Path(match) for source in sources for match in glob.glob(source)}
+    if not folders:
+        raise InputError(
+            f"{' '.join(sources)}: no run folder, no curves.csv and none of {', '.join(sorted(implementations))}"
+        )
+    runs, facts = read_runs(folders)
+    return aggregate(runs, title, metrics, theirs), facts
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Verdict
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(last: int) -> list[int]:
+    """The updates at which curves are compared."""
+    return [*(update for update in CHECKPOINTS if update < last), last]
+
+
+def value_at(curve: pd.DataFrame, column: str, update: int) -> float:
+    """A column of a curve at an update: linear between its points, nan where a neighbour is unknown."""
+    exact = curve[curve["update"] == update]
+    if len(exact):
+        return float(exact[column].iloc[0])
+    return float(np.interp(update, curve["update"], curve[column]))
+
+
+def standardised(ours: dict[str, float], theirs: dict[str, float]) -> float:
+    """The difference of two means divided by its standard error; nan if neither deviation is known.
+
+    Each side: mean, std, seeds, mean_error. An unknown deviation is taken to be the other's.
+    """
+    difference = ours["mean"] - theirs["mean"]
+    known = [side["std"] for side in (ours, theirs) if not math.isnan(side["std"])]
+    if not known:
+        return math.nan
+    error = 0.0
+    for side in (ours, theirs):
+        std = known[0] if math.isnan(side["std"]) else side["std"]
+        reading = 0.0 if math.isnan(side["mean_error"]) else side["mean_error"]
+        error += std**2 / side["seeds"] + reading**2
+    if error == 0.0:
+        return 0.0 if difference == 0.0 else math.copysign(math.inf, difference)
+    return difference / math.sqrt(error)
+
+
+def compare(ours: pd.DataFrame, theirs: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+    """One row per task, metric and checkpoint that both sides have."""
+    rows = []
+    for task in ours["task"].unique():
+        for metric in metrics:
+            sides = [curve_of(curves, task, metric) for curves in (ours, theirs)]
+            if not all(len(side) for side in sides):
+                continue
+            first = max(side["update"].min() for side in sides)
+            last = int(min(side["update"].max() for side in sides))
+            for update in checkpoints(last):
+                if update < first:
+                    continue
+                columns = ("mean", "std", "seeds", "mean_error")
+                us, them = ({name: value_at(side, name, update) for name in columns} for side in sides)
+                z = standardised(us, them)
+                inside = "not judged" if math.isnan(z) else "inside" if abs(z) <= Z_LIMIT else "outside"
+                numbers = {
+                    "ours": us["mean"],
+                    "ours_std": us["std"],
+                    "theirs": them["mean"],
+                    "theirs_std": them["std"],
+                }
+                rows.append({"task": task, "metric": metric, "update": update, **numbers, "z": z, "verdict": inside})
+    if not rows:
+        raise InputError("the two sides have no task and metric in common")
+    return pd.DataFrame(rows)
+
+
+def summary(verdict: pd.DataFrame) -> list[str]:
+    """One line per task, and one for all."""
+    lines = []
+    for task, rows in verdict.groupby("task", sort=False):
+        judged = rows[rows["verdict"] != "not judged"]
+        worst = judged.loc[judged["z"].abs().idxmax()] if len(judged) else None
+        line = f"{task}: {(judged['verdict'] == 'inside').sum()} of {len(judged)} inside"
+        if worst is not None:
+            line += f"; the largest |z| is {abs(worst['z']):.1f}, {worst['metric']} at update {worst['update']}"
+        if len(judged) < len(rows):
+            line += f"; {len(rows) - len(judged)} not judged, because no deviation is known"
+        lines.append(line)
+    judged = verdict[verdict["verdict"] != "not judged"]
+    outside = int((judged["verdict"] == "outside").sum())
+    if not len(judged):
+        return [*lines, "nothing could be judged"]
+    return [*lines, f"{outside} of {len(judged)} are outside" if outside else f"all {len(judged)} are inside"]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Output
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    return "?" if math.isnan(value) else f"{value:.3g}"
+
+
+def markdown(rows: Iterable[dict[str, str]]) -> str:
+    rows = list(rows)
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def verdict_rows(verdict: pd.DataFrame, ours: str, theirs: str) -> list[dict[str, str]]:
+    return [
+        {
+            "task": row.task,
+            "metric": f"`{row.metric}`",
+            "update": str(row.update),
+            ours: f"{number(row.ours)} ± {number(row.ours_std)}",
+            theirs: f"{number(row.theirs)} ± {number(row.theirs_std)}",
+            "z": "?" if math.isnan(row.z) else f"{row.z:+.1f}",
+            "": row.verdict if row.verdict == "inside" else f"**{row.verdict}**",
+        }
+        for row in verdict.itertuples()
+    ]
+
+
+def curve_rows(curves: pd.DataFrame) -> list[dict[str, str]]:
+    """The first update and the checkpoints of curves that are compared with nothing."""
+    rows = []
+    for (task, metric), curve in curves.groupby(["task", "metric"], sort=False):
+        for update in [0, *checkpoints(curve["update"].max())]:
+            at = {name: value_at(curve, name, update) for name in ("mean", "std", "iqm", "iqm_low", "iqm_high")}
+            interval = f"{number(at['iqm'])} [{number(at['iqm_low'])}, {number(at['iqm_high'])}]"
+            value = f"{number(at['mean'])} ± {number(at['std'])}"
+            who = {"task": task, "metric": f"`{metric}`", "update": str(update), "seeds": str(curve["seeds"].iloc[0])}
+            rows.append(who | {"mean ± std": value, "interquartile mean [95 %]": interval})
+    return rows
+
+
+def draw(
+    sides: Sequence[pd.DataFrame], tasks: Sequence[str], metrics: Sequence[str], columns: int, path: Path
+) -> None:
+    """Small multiples: one panel per task and metric that the first side has; mean and one deviation of each side."""
+    first = sides[0]
+    panels = [(task, metric) for task in tasks for metric in metrics if len(curve_of(first, task, metric))]
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(2.5 * columns, 1.9 * lines + 0.4), layout="constrained")
+    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes, (task, metric) in zip(grid, panels, strict=False):
+        for side, color in zip(sides, COLORS, strict=False):
+            curve = curve_of(side, task, metric)
+            low, high = curve["mean"] - curve["std"], curve["mean"] + curve["std"]
+            axes.fill_between(curve["update"], low, high, color=color, alpha=0.2, linewidth=0)
+            axes.plot(curve["update"], curve["mean"], color=color, linewidth=1.4)
+        axes.set_title(metric if len(tasks) == 1 else f"{task}\n{metric}", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    names = [side["implementation"].iloc[0] for side in sides]
+    names = [f"{name}, {int(side['seeds'].max())} seeds" for name, side in zip(names, sides, strict=True)]
+    handles = [Line2D([], [], color=color, linewidth=2) for color in COLORS[: len(sides)]]
+    figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=10, frameon=False)
+    figure.supxlabel("update; for train_reward, step of its own training", fontsize=9)
+    figure.savefig(path, dpi=100)
+
+
+def main(args: Args) -> int:
+    theirs = pd.DataFrame(columns=["task", "metric", "window"])
+    if args.theirs:
+        theirs, _ = load([args.theirs], args.theirs, args.metrics, theirs)
+    ours, facts = load(args.ours, args.title, args.metrics, theirs)
+    tasks = list(ours["task"].unique())
+    sides = [ours, theirs] if args.theirs else [ours]
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    facts["command"] = [shlex.join(["python", "benchmark/compare.py", *sys.argv[1:]])]
+    write_json(args.output / "facts.json", facts)
+    ours.to_csv(args.output / "curves.csv", index=False, float_format="%.6g")
+    if args.figure:
+        draw(sides, tasks, args.metrics, len(args.metrics), args.output / args.figure)
+    else:
+        for task in tasks:
+            draw(sides, [task], args.metrics, 4, args.output / f"{task}.png")
+    header = "".join(f"{name}: {'; '.join(values)}\\n" for name, values in facts.items()) + "\n"
+    if not args.theirs:
+        (args.output / "table.md").write_text(header + markdown(curve_rows(ours)))
+        print(markdown(curve_rows(ours)))
+        return 0
+    verdict = compare(ours, theirs, args.metrics)
+    lines = summary(verdict)
+    names = [side["implementation"].iloc[0] for side in sides]
+    verdict.to_csv(args.output / "verdict.csv", index=False, float_format="%.6g")
+    table = markdown(verdict_rows(verdict, *names))
+    (args.output / "verdict.md").write_text(header + table + "\n" + "\n\n".join(lines) + "\n")
+    print(table, *lines, sep="\n")
+    return 0 if set(verdict["verdict"]) <= {"inside", "not judged"} and "inside" in set(verdict["verdict"]) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Args, description=__doc__)))
+    except InputError as error:
+        exit_with(str(error))
