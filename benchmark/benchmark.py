@@ -11,11 +11,12 @@ Every seed gets a folder of its own, <folder>/<name>/seed<seed>/, and the comman
 
 Give the same line again after an interruption, however hard: what is finished is skipped, what was cut off goes on
 from its last checkpoint, what failed is tried again. Ctrl-C and SIGTERM let the commands write a checkpoint first.
-Several launchers may share one folder; a seed is run by one of them. The exit status is 0 when every seed is finished.
+Several launchers may share one folder; a seed is run by one of them. The exit status is 0 if every seed is finished.
 
 Words of the command with a slash in them that name an existing file are made absolute. `{seed}` in a word becomes the
-seed; without any, `--seed <seed>` is appended. `python`, `accelerate` and `torchrun` are those of the environment that
-runs this file. Where several commands of more than one process run at once, give each a port: `torchrun --standalone`.
+seed; without any, `--seed <seed>` is appended. `python`, `accelerate` and `torchrun` are those of the environment of
+this file. Where several commands of more than one process run at once, let each find its port: `torchrun
+--standalone`.
 """
 
 import contextlib
@@ -151,7 +152,7 @@ def words_of(job: Job) -> list[str]:
     words = []
     for word in shlex.split(job.command):
         flag, equals, value = word.rpartition("=")
-        value = str(Path(value).resolve()) if "/" in value and Path(value).exists() else value
+        value = os.path.abspath(value) if "/" in value and Path(value).exists() else value
         words.append((flag + equals + value).replace("{seed}", str(job.seed)))
     if "{seed}" not in job.command:
         words += ["--seed", str(job.seed)]

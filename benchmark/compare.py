@@ -7,8 +7,8 @@
     # what is known to agree: one published implementation against the other
     python benchmark/compare.py --ours lm-human-preference-details --theirs openai/lm-human-preferences
 
-A set of curves is given as run folders (patterns of the shell), as a CSV file that this script wrote, or as the name of
-an implementation in reference/lm_human_preferences.csv. Runs are grouped by preset, and the seeds of a preset become:
+A set of curves is given as run folders (patterns of the shell), as a CSV file that this script wrote, or as the name
+of an implementation in reference/lm_human_preferences.csv. Runs are grouped by preset. The seeds of a preset become:
 
     mean, std            over seeds at each update, the standard deviation with n - 1
     iqm, iqm_low, _high  mean of the middle half of the seeds, and its 95 % bootstrap interval, by rliable
@@ -21,8 +21,9 @@ The verdict takes the difference of the two means at a few updates and divides i
     z = (ours - theirs) / sqrt(std_ours^2 / n_ours + std_theirs^2 / n_theirs + reading_error^2)
 
 Inside is |z| <= 3. With ten seeds on either side that is a distance of 1.3 standard deviations over seeds. The
-published deviations are those of single updates, so z is too small rather than too large. A deviation that could not be
-read from a figure is taken to be the other side's. The exit status is 0 when all are inside, 1 when not, 2 for bad input.
+deviations are those of single updates and the means are smoothed, so z is too small rather than too large. A
+deviation that could not be read from a figure is taken to be the other side's. The exit status is 0 if all are
+inside, 1 if not, 2 for bad input.
 """
 
 import glob
@@ -109,8 +110,8 @@ class Args:
 def read_runs(folders: Iterable[Path]) -> tuple[dict[str, list[pd.DataFrame]], dict[str, list[str]]]:
     """Metrics of finished runs and what the runs say of themselves.
 
-    Returns {task: one table per run, indexed by update} and {"commit": [...], "device": [...], "versions": [...]}. The
-    runs of reward models are among them; their index is the step of their own training.
+    Returns {task: one table per run, indexed by update} and {"commit": [...], "device": [...], "versions": [...]}.
+    The runs of reward models are among them; their index is the step of their own training.
     """
     runs: dict[str, list[pd.DataFrame]] = {}
     seen: dict[tuple, Path] = {}
@@ -184,7 +185,7 @@ def interquartile_means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def aggregate(runs: dict[str, list[pd.DataFrame]], title: str, metrics: Sequence[str], theirs: pd.DataFrame):
-    """The curves of all tasks and metrics, smoothed over the windows that theirs have, else a hundredth of the run."""
+    """Curves of all tasks and metrics, smoothed over the windows that theirs have, else over a hundredth of a run."""
     curves = []
     for task, tables in runs.items():
         for metric in metrics:

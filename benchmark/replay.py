@@ -1,14 +1,14 @@
 """openrlbenchmark without a network: our run folders and the published curves, as it would find them on W&B.
 
-    # our runs against OpenAI's curves, all metrics of the published figure; draws static/replay.png and more
-    python benchmark/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*' --output static/replay
+    # our runs against OpenAI's curves, all metrics of the published figure; draws replay.png and more
+    python benchmark/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*'
     # any arguments of openrlbenchmark.rlops_multi_metrics in place of ours, after two dashes
     python benchmark/replay.py --runs 'runs/train_policy*' -- --env-ids tales --filters \\
         '?we=local&wpn=ppo_rlhf&xaxis=_step&ceik=preset&cen=exp_name&metrics=objective/kl' train_policy
 
-openrlbenchmark 0.3.1 has an offline mode: it looks runs up in a database and reads their metrics from a cache beside it,
-both inside its own package. This script writes the two into a folder of ours, points the package there, and starts
-`openrlbenchmark.rlops_multi_metrics --offline --scan-history`. In that folder:
+openrlbenchmark 0.3.1 has an offline mode: it looks runs up in a database and reads their metrics from a cache beside
+it, both inside its own package. This script writes the two into a folder of ours, points the package there, and
+starts `openrlbenchmark.rlops_multi_metrics --offline --scan-history`. In that folder:
 
     dataset/local/ppo_rlhf/                                     our runs: xaxis=_step, cen=exp_name, ceik=preset
     dataset/openrlbenchmark/lm-human-preferences/               OpenAI's: xaxis=_step, ceik=task_id,
@@ -18,9 +18,9 @@ both inside its own package. This script writes the two into a folder of ours, p
 
 Entities, projects, keys and metric names of the two published sets are those on W&B, so that their published commands
 find them. The single published runs are not known, only their mean and deviation. So there are as many stand-ins as
-there were seeds, half of them above the mean and half below, with exactly that mean and deviation; without a deviation
-all are the mean. The curves were smoothed when they were drawn, and the tool smooths them once more. Where the time of a
-published run is not known, its `_runtime` is its update: do not read those panels.
+there were seeds, half of them above the mean and half below, with exactly that mean and deviation; without a
+deviation all are the mean. The curves were smoothed when they were drawn, and the tool smooths them once more. Where
+the time of a published run is not known, its `_runtime` is its update: do not read those panels.
 
 `seed=`, `user=` and a second `tag=` in a filter do not work in the tool's offline mode.
 """

@@ -1,0 +1,251 @@
+"""benchmark/benchmark.py: many seeds of one command, whatever happens to them."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import Launched, Result, launch
+from runs import both_arguments, metrics_of, only
+
+ROOT = Path(__file__).parent.parent
+LAUNCHER = ROOT / "benchmark/benchmark.py"
+SCRIPT = "ppo_rlhf/train_both.py"
+
+# A command that notes how it was called, leaves a run as ours do, and does what the file `behaviour` says.
+JOB = """
+import json, os, signal, sys, time
+from pathlib import Path
+seed = int(sys.argv[sys.argv.index("--seed") + 1])
+home = Path(__file__).parent
+with (home / "calls").open("a") as file:
+    names = ("WANDB_TAGS", "PPO_RLHF_THREADS", "CUDA_VISIBLE_DEVICES")
+    call = {"argv": sys.argv[1:], "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}
+    file.write(json.dumps(call) + "\\n")
+behaviour = (home / "behaviour").read_text() if (home / "behaviour").exists() else ""
+run = Path("runs") / f"run{seed}"
+run.mkdir(parents=True, exist_ok=True)
+finished = "stops" not in behaviour or "--resume" in sys.argv
+(run / "meta.json").write_text(json.dumps({"finished": finished}))
+print("hello from", seed)
+if behaviour == f"fails {seed}":
+    sys.exit("it broke")
+if behaviour == "meets":  # two that wait for each other
+    (home / f"here{seed}").touch()
+    while len(list(home.glob("here*"))) < 2:
+        time.sleep(0.01)
+if behaviour == "stops when told":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    (home / "started").touch()
+    while "--resume" not in sys.argv:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    return tmp_path
+
+
+def arguments(home: Path, *more: str, seeds: int = 3) -> list[str]:
+    command = f"{sys.executable} {home}/job.py"
+    return ["--name", "test", "--command", command, "--num_seeds", str(seeds), "--folder", str(home / "bench"), *more]
+
+
+def start(home: Path, *more: str, seeds: int = 3, **environment: str) -> Result:
+    return launch(LAUNCHER, *arguments(home, *more, seeds=seeds), folder=home, **environment)
+
+
+def calls(home: Path) -> list[dict]:
+    return [json.loads(line) for line in (home / "calls").read_text().splitlines()]
+
+
+def record(home: Path, seed: int) -> dict:
+    return json.loads((home / f"bench/test/seed{seed}/job.json").read_text())
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.time() + 60
+    while not path.exists():
+        assert time.time() < deadline, f"{path} does not come"
+        time.sleep(0.02)
+
+
+def commit() -> str:
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
+def test_each_seed_runs_once_in_a_folder_of_its_own(home):
+    first = start(home)
+    assert first.status == 0, first
+    assert [call["argv"] for call in calls(home)] == [["--seed", str(seed)] for seed in (1, 2, 3)]
+    assert [call["cwd"] for call in calls(home)] == [str(home / f"bench/test/seed{seed}") for seed in (1, 2, 3)]
+    assert (home / "bench/test/seed2/log.txt").read_text().endswith("hello from 2\n")
+    again = start(home)
+    assert again.status == 0 and len(calls(home)) == 3
+    assert again.stdout.count("finished") == 3
+    more = start(home, seeds=4)
+    assert more.status == 0 and calls(home)[3:][0]["argv"] == ["--seed", "4"] and len(calls(home)) == 4
+
+
+def test_tags_name_description_and_commit(home):
+    start(home, seeds=1, WANDB_TAGS="mine")
+    tags = calls(home)[0]["WANDB_TAGS"].split(",")
+    assert tags[0] == "mine" and tags[-1] == commit() and record(home, 1)["commit"] == commit()
+
+
+def test_a_failure_is_reported_with_its_log_and_tried_again(home):
+    (home / "behaviour").write_text("fails 2")
+    first = start(home)
+    assert first.status == 1
+    assert "seed 2 failed with status 1" in first.stdout and "    it broke" in first.stdout
+    assert [record(home, seed)["finished"] for seed in (1, 2, 3)] == [True, False, True]
+    (home / "behaviour").write_text("")
+    second = start(home)
+    assert second.status == 0 and len(calls(home)) == 4 and record(home, 2)["starts"] == 2
+
+
+def test_what_was_cut_off_goes_on(home):
+    """Status 0 is not the end: a run that was told to stop ends so too."""
+    (home / "behaviour").write_text("stops")
+    first = start(home, seeds=1)
+    assert first.status == 1 and "cut off" in first.stdout
+    second = start(home, seeds=1)
+    assert second.status == 0
+    run = home / "bench/test/seed1/runs/run1"
+    assert calls(home)[1]["argv"] == ["--seed", "1", "--resume", str(run)]
+
+
+def test_a_run_that_never_began_is_begun_anew(home):
+    husk = home / "bench/test/seed1/runs/husk"
+    husk.mkdir(parents=True)
+    assert start(home, seeds=1).status == 0
+    assert calls(home)[0]["argv"] == ["--seed", "1"] and not husk.exists()
+
+
+def test_several_at_once_share_cores_and_gpus(home):
+    (home / "behaviour").write_text("meets")
+    environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "PPO_RLHF_THREADS": "3"}
+    assert start(home, "--workers", "2", seeds=2, **environment).status == 0
+    assert {call["CUDA_VISIBLE_DEVICES"] for call in calls(home)} == {"4,5", "6,7"}
+    assert {call["PPO_RLHF_THREADS"] for call in calls(home)} == {"3"}
+
+
+def test_sigterm_reaches_the_command_and_nothing_more_starts(home):
+    (home / "behaviour").write_text("stops when told")
+    launched = Launched(LAUNCHER, *arguments(home), folder=home)
+    wait_for(home / "started")
+    os.kill(launched.process.pid, signal.SIGTERM)
+    result = launched.wait(60)
+    assert result.status == 1 and len(calls(home)) == 1
+    assert record(home, 1) | {"seconds": 0} == record(home, 1) | {"seconds": 0, "finished": False, "status": 0}
+    assert "cut off" in result.stdout and "waiting" in result.stdout
+    (home / "behaviour").write_text("")
+    assert start(home).status == 0 and len(calls(home)) == 4
+
+
+def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(home):
+    (home / "behaviour").write_text("stops when told")
+    launched = Launched(LAUNCHER, *arguments(home, seeds=1), folder=home)
+    wait_for(home / "started")
+    launched.process.kill()
+    launched.process.join()
+    second = start(home, seeds=1)
+    assert second.status == 1 and "elsewhere" in second.stdout and len(calls(home)) == 1
+    running = subprocess.run(["pgrep", "-f", f"{home}/job.py"], capture_output=True, text=True).stdout.split()
+    os.kill(int(running[0]), signal.SIGKILL)
+    (home / "behaviour").write_text("")
+    time.sleep(0.2)
+    assert start(home, seeds=1).status == 0 and "--resume" in calls(home)[-1]["argv"]
+
+
+def test_slurm(home):
+    """A sbatch that runs the array's tasks one by one."""
+    sbatch = home / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        f'#!/bin/bash\nfor i in 5 6; do SLURM_ARRAY_TASK_ID=$i bash "$1" >> {home}/slurm.log || exit 1; done\n'
+    )
+    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    path = {"PATH": f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}"}
+    template = str(ROOT / "benchmark/slurm_template.sh")
+    more = ["--start_seed", "5", "--workers", "2", "--slurm_template", template]
+    result = start(home, *more, seeds=2, **path)
+    assert result.status == 0, result
+    script = (home / "bench/test/slurm.sh").read_text()
+    assert "--array=5-6%2" in script and "{{" not in script
+    assert [call["argv"] for call in calls(home)] == [["--seed", "5"], ["--seed", "6"]]
+    assert start(home, "--show", "--start_seed", "5", seeds=2).status == 0
+    assert start(home, *more, seeds=2, PATH="/usr/bin:/bin").status == 2
+
+
+def test_words_of_the_command(home):
+    (home / "some").mkdir()
+    (home / "some/file").touch()
+    command = f"{sys.executable} {home}/job.py --a some/file --b=some/file some --seed {{seed}} --model m{{seed}}"
+    name = ["--name", "words", "--num_seeds", "1", "--start_seed", "7", "--folder", "bench", "--command", command]
+    assert launch(LAUNCHER, *name, folder=home).status == 0
+    absolute = f"{home}/some/file"
+    expected = ["--a", absolute, f"--b={absolute}", "some", "--seed", "7", "--model", "m7"]
+    assert calls(home)[0]["argv"] == expected
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--name", "a/b"], "must be the name of a folder"),
+        (["--num_seeds", "0"], "must be at least 1"),
+        (["--command", " "], "--command is empty"),
+        (["--command", "no-such-program"], "no-such-program: No such file"),
+        (["--slurm_template", "nowhere"], "--slurm_template nowhere: No such file"),
+    ],
+)
+def test_bad_input(home, more, message):
+    result = start(home, *more)
+    assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1, result
+
+
+def test_other_commands_and_other_commits_are_refused(home):
+    (home / "behaviour").write_text("fails 1")
+    start(home, seeds=1)
+    other = start(home, "--command", "another", seeds=1)
+    assert other.status == 2 and "holds another command's run" in other.stderr
+    job = home / "bench/test/seed1/job.json"
+    job.write_text(json.dumps(record(home, 1) | {"commit": "0123456"}))
+    (home / "behaviour").write_text("")
+    other = start(home, seeds=1)
+    assert other.status == 2 and "was begun at commit 0123456" in other.stderr
+    assert start(home, "--any_commit", seeds=1).status == 0
+
+
+def test_a_real_run_that_is_killed_goes_on_and_gives_the_same_numbers(tiny_world, tmp_path):
+    """kill -9 to launcher and script at once, in the middle of PPO."""
+    command = f"{sys.executable} {ROOT / SCRIPT} {' '.join(both_arguments(tiny_world))} --policy.save_interval 1"
+    whole, cut = (["--name", name, "--num_seeds", "1", "--folder", "bench", "--command", command] for name in "wc")
+    assert launch(LAUNCHER, *whole, folder=tmp_path).status == 0
+    launched = Launched(LAUNCHER, *cut, folder=tmp_path)
+    checkpoints = tmp_path / "bench/c/seed1/runs"
+    deadline = time.time() + 120
+    while not list(checkpoints.glob("train_policy*/checkpoints/2")):
+        assert time.time() < deadline
+        time.sleep(0.005)
+    children = subprocess.run(
+        ["pgrep", "-P", str(launched.process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    launched.process.kill()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    time.sleep(0.2)
+    assert launch(LAUNCHER, *cut, folder=tmp_path).status == 0
+    for kind in ("train_reward", "train_policy"):
+        expected, given = (metrics_of(only(tmp_path / f"bench/{name}/seed1/runs", f"{kind}*")) for name in "wc")
+        assert given == expected
+    job = json.loads((tmp_path / "bench/c/seed1/job.json").read_text())
+    assert job["starts"] == 2 and job["finished"]
