@@ -353,7 +353,7 @@ def summary(verdict: pd.DataFrame) -> list[str]:
 
 
 def number(value: float) -> str:
-    return "?" if math.isnan(value) else f"{value:.3g}"
+    return "?" if math.isnan(value) else f"{value:.3g}" if abs(value) > 1e-12 else "0"  # smaller is rounding
 
 
 def markdown(rows: Iterable[dict[str, str]]) -> str:
