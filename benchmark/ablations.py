@@ -91,7 +91,10 @@ ABLATIONS = {
     "positions-count-padding": Ablation(
         "D14",
         "position ids count the padding",
-        lines={POSITIONS: "position_ids = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)"},
+        # As if the padding of a query stood to its left and the library numbered the columns.
+        lines={
+            POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
+        },
         own_reward_model=True,
     ),
     "no-score-penalty": Ablation(
@@ -186,10 +189,10 @@ class Args:
     """where runs are kept"""
     output: Path = ROOT / "benchmark" / "results" / "ablations"
     """folder that gets ablations.csv, ablations.md and ablations.png"""
-    policy: str = "--preset tales --ppo.total_episodes 3840 --log_interval 0"
-    """arguments of every train_policy.py: 60 updates"""
-    reward: str = "--preset tales"
-    """arguments of every train_reward.py"""
+    policy: str = "ppo_rlhf/train_policy.py --preset tales --ppo.total_episodes 3840 --log_interval 0"
+    """what trains a policy: 60 updates"""
+    reward: str = "ppo_rlhf/train_reward.py --preset tales"
+    """what trains a reward model"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
 
@@ -202,7 +205,7 @@ def jobs_of(args: Args, name: str, kind: str, words: Callable[[int], str]) -> li
     """The jobs of one ablation, one for each seed: its reward models or its policies."""
     jobs = []
     for seed in range(1, args.seeds + 1):
-        command = f"python {__file__} with {name} ppo_rlhf/train_{kind}.py --exp_name {name} {words(seed)}"
+        command = f"python {__file__} with {name} {words(seed)} --exp_name {name}"
         experiment = benchmark.Args(
             command, f"{kind}-{name}", 1, seed, folder=args.folder, any_commit=args.any_commit
         )

@@ -1,24 +1,54 @@
 #!/usr/bin/env bash
 # The canonical commands of chapter 1, one experiment for each word given:
 #
-#     bash benchmark/chapter1.sh tales tales-descriptiveness
+#     WORKERS=2 bash benchmark/chapter1.sh tales tales-descriptiveness
 #
-# WORKERS (default 1) seeds run at once. Give the line again to go on after an interruption.
+# WORKERS (default 1): how many seeds run at once. TEMPLATE: a Slurm template, to submit job arrays instead. Give a line
+# again to go on after an interruption.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-WORKERS=${WORKERS:-1}
 
 seeds() { # name, number of seeds, command
-    "${PYTHON:-.venv/bin/python}" benchmark/benchmark.py --name "$1" --num_seeds "$2" --workers "$WORKERS" --command "$3"
+    "${PYTHON:-.venv/bin/python}" benchmark/benchmark.py --name "$1" --num_seeds "$2" --command "$3" \
+        --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"}
 }
+
+eight="accelerate launch --num_processes 8"
+one="accelerate launch --num_processes 1"
+both=ppo_rlhf/train_both.py
+track="--reward.track --policy.track"
 
 for experiment in "$@"; do
     case "$experiment" in
-        # A CPU, no network.
-        tales | tales-descriptiveness)
-            seeds "$experiment" 10 "python ppo_rlhf/train_both.py --preset $experiment" ;;
-        *)
-            echo "error: $experiment is none of the experiments in $0" >&2
-            exit 2 ;;
+    # OpenAI's tasks, GPT-2 124M. On one GPU the same algorithm, in smaller pieces.
+    sentiment | descriptiveness)
+        seeds "$experiment" 10 "$eight $both --preset $experiment $track" ;;
+    sentiment-1gpu | descriptiveness-1gpu)
+        pieces="--policy.ppo.local_micro_batch_size 64 --policy.ppo.local_rollout_batch_size 128"
+        pieces+=" --reward.local_rollout_batch_size 128"
+        seeds "$experiment" 10 "$one $both --preset ${experiment%-1gpu} $track $pieces" ;;
+
+    # The small world, on a CPU, without a network.
+    tales | tales-descriptiveness)
+        seeds "$experiment" 10 "python $both --preset $experiment" ;;
+    overoptimisation-*) # the controller off and nearly no penalty; the number is that of the labels
+        labels="--reward.num_train ${experiment#*-} --reward.batch_size 8"
+        if [ "${experiment#*-}" = 4992 ]; then labels=""; fi
+        free="--policy.rewards.adaptive_kl.target None --policy.rewards.kl_coef 0.001"
+        seeds "$experiment" 4 "python $both --preset tales $labels $free" ;;
+
+    # The ablations of lm-human-preference-details, on its task. Its Pythia runs read labels that are GPT-2's ids with
+    # Pythia's tokenizer; here they would be refused.
+    torch-adam)
+        seeds "$experiment" 10 "$eight benchmark/ablations.py with torch-adam $both --preset descriptiveness $track" ;;
+    gradient-accumulation) # 64 pieces of one episode; here a memory knob, so nothing may happen
+        pieces="--policy.ppo.local_micro_batch_size 1 --reward.local_micro_batch_size 1"
+        seeds "$experiment" 5 "$eight $both --preset descriptiveness $track $pieces" ;;
+    gpt2-medium | gpt2-large | gpt2-xl | cerebras/Cerebras-GPT-111M | tiiuae/falcon-rw-1b)
+        pieces="--policy.ppo.local_micro_batch_size 16 --reward.local_rollout_batch_size 16"
+        seeds "${experiment#*/}" 5 "$eight $both --preset descriptiveness --base_model $experiment $track $pieces" ;;
+    *)
+        echo "error: $0 has no experiment $experiment" >&2
+        exit 2 ;;
     esac
 done
