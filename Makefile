@@ -6,7 +6,7 @@ THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
 .PHONY: demo test lint install
 
-demo: install
+demo: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/tales.py
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) ppo_rlhf/train_both.py --preset tales
@@ -18,12 +18,17 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-install: $(VENV)/installed
+install: $(VENV)/tested
 
 # The versions of poetry.lock. torch goes first, so that a CPU build that is at hand is not replaced.
 $(VENV)/installed: pyproject.toml poetry.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PYTHON) .ci/constraints.py > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable .
+	touch $@
+
+# What the tests and benchmark/ need besides.
+$(VENV)/tested: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev,benchmark]'
 	touch $@

@@ -95,8 +95,8 @@ class Args:
     """folder that gets curves.csv, verdict.md, verdict.csv and one picture per task"""
     metrics: tuple[str, ...] = METRICS
     """which metrics, where both sides have them"""
-    figure: str = ""
-    """name of one picture of all tasks together, in place of one picture per task"""
+    figure: Path | None = None
+    """draw one picture of all tasks here, a column per metric, and write nothing else"""
     title: str = "ppo_rlhf"
     """what to call ours"""
 
@@ -426,15 +426,17 @@ def main(args: Args) -> int:
     tasks = list(ours["task"].unique())
     sides = [ours, theirs] if args.theirs else [ours]
 
+    if args.figure:
+        args.figure.parent.mkdir(parents=True, exist_ok=True)
+        draw(sides, tasks, args.metrics, len(args.metrics), args.figure)
+        return 0
+
     args.output.mkdir(parents=True, exist_ok=True)
     facts["command"] = [shlex.join(["python", "benchmark/compare.py", *sys.argv[1:]])]
     write_json(args.output / "facts.json", facts)
     ours.to_csv(args.output / "curves.csv", index=False, float_format="%.6g")
-    if args.figure:
-        draw(sides, tasks, args.metrics, len(args.metrics), args.output / args.figure)
-    else:
-        for task in tasks:
-            draw(sides, [task], args.metrics, 4, args.output / f"{task}.png")
+    for task in tasks:
+        draw(sides, [task], args.metrics, 4, args.output / f"{task}.png")
     header = "".join(f"{name}: {'; '.join(values)}\\n" for name, values in facts.items()) + "\n"
     if not args.theirs:
         (args.output / "table.md").write_text(header + markdown(curve_rows(ours)))

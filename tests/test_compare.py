@@ -186,12 +186,29 @@ def test_aggregation_alone(tmp_path):
     for seed in (1, 2):
         write_run(tmp_path / "runs", seed, line() * seed, preset="tales")
     write_run(tmp_path / "runs", 3, line(), preset="tales", finished=False)
-    result = launch(COMPARE, "--ours", "runs/*", "--output", "out", "--figure", "both.png", folder=tmp_path)
+    result = launch(COMPARE, "--ours", "runs/*", "--output", "out", folder=tmp_path)
     assert result.status == 0 and "left out, because it is not finished: runs/train_policy__tales__3" in result.stdout
     assert "| tales | `objective/scores` | 20 | 2 | 1.5 ± 0.707 | 1.5 [1, 2] |" in result.stdout
-    assert (tmp_path / "out/both.png").exists() and not (tmp_path / "out/tales.png").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "curves.csv",
+        "facts.json",
+        "table.md",
+        "tales.png",
+    }
     facts = json.loads((tmp_path / "out/facts.json").read_text())
     assert facts["commit"] == ["c"] and facts["device"] == ["cpu: d, 1 x 1 threads"]
+    picture = [
+        "--ours",
+        "out/curves.csv",
+        "--metrics",
+        "objective/kl",
+        "--figure",
+        "new/picture.png",
+        "--output",
+        "b",
+    ]
+    assert launch(COMPARE, *picture, folder=tmp_path).status == 0
+    assert (tmp_path / "new/picture.png").exists() and not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(
