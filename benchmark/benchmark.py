@@ -20,7 +20,6 @@ this file. Where several commands of more than one process run at once, let each
 """
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -35,7 +34,7 @@ from typing import Any
 
 import tyro
 
-from ppo_rlhf.run import InputError, commit, exit_with, lock_folder, print_table, write_json
+from ppo_rlhf.run import InputError, commit, exit_with, lock_folder, print_table, read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES = 15  # of a command that failed
@@ -79,6 +78,10 @@ class Job:
     started: float = 0.0
 
     @property
+    def name(self) -> str:
+        return f"{self.folder.parent.name} seed {self.seed}"
+
+    @property
     def seconds(self) -> float:
         return self.record.get("seconds", 0.0) + (time.time() - self.started if self.process else 0.0)
 
@@ -112,8 +115,7 @@ def find_jobs(args: Args) -> list[Job]:
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
         job = Job(seed, args.folder.resolve() / args.name / f"seed{seed}", args.command)
         jobs.append(job)
-        with contextlib.suppress(FileNotFoundError):
-            job.record = json.loads((job.folder / "job.json").read_text())
+        job.record = read_record(job.folder)
         if not job.record:
             continue
         if job.record["command"] != args.command:
@@ -132,6 +134,17 @@ def find_jobs(args: Args) -> list[Job]:
     return jobs
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """What job.json says of a seed; nothing if it was never started."""
+    if not (folder / "job.json").exists():
+        return {}
+    try:
+        record = read_json(folder / "job.json")
+        return {key: record[key] for key in ("command", "commit", "finished", "status", "starts")} | record
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'job.json'} was damaged ({error}); remove that folder to begin anew") from error
+
+
 def run_to_resume(folder: Path) -> Path | None:
     """The newest run of a seed that can go on. Folders of runs that never got as far as meta.json are removed."""
     runs = sorted((folder / "runs").glob("*"), key=lambda run: run.stat().st_mtime)
@@ -144,7 +157,7 @@ def run_to_resume(folder: Path) -> Path | None:
 def all_finished(folder: Path) -> bool:
     """Whether every run of a seed has reached its end: a command that was told to stop also ends with status 0."""
     metas = (folder / "runs").glob("*/meta.json")
-    return all(json.loads(meta.read_text()).get("finished", True) for meta in metas)
+    return all(read_json(meta).get("finished", True) for meta in metas)
 
 
 def words_of(job: Job) -> list[str]:
@@ -197,8 +210,7 @@ def start(job: Job, workers: int) -> bool:
     except InputError:
         job.state = "elsewhere"
         return False
-    with contextlib.suppress(FileNotFoundError):
-        job.record = json.loads((job.folder / "job.json").read_text())
+    job.record = read_record(job.folder)
     if job.record.get("finished"):
         job.state = "finished"
         release(job)
@@ -254,7 +266,7 @@ def rows_of(jobs: list[Job]) -> list[dict[str, Any]]:
     """The table of progress."""
     return [
         {
-            "seed": job.seed,
+            "experiment": job.name,
             "state": job.state,
             "minutes": f"{job.seconds / 60:.1f}",
             "starts": job.record.get("starts", 0),
@@ -273,7 +285,7 @@ def live_table(jobs: list[Job], title: str) -> Iterator[Any]:
         if job:
             states = [job.state for job in jobs]
             counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-            print(f"seed {job.seed} {job.state} after {job.seconds / 60:.1f} min ({counts})", flush=True)
+            print(f"{job.name}: {job.state} after {job.seconds / 60:.1f} min ({counts})", flush=True)
 
     if not sys.stdout.isatty():
         yield say_line
@@ -293,7 +305,7 @@ def live_table(jobs: list[Job], title: str) -> Iterator[Any]:
 
 
 def run_here(args: Args, jobs: list[Job]) -> None:
-    """Run all jobs that are not finished, `workers` at a time."""
+    """Run all jobs that are not finished, `workers` at a time. SIGTERM and Ctrl-C stop them."""
     stopping = False
 
     def stop(signal_number: int, frame: Any) -> None:
@@ -332,9 +344,7 @@ def report(args: Args, jobs: list[Job]) -> int:
     print_table(args.name, rows_of(jobs), show_lines=False)
     for job in jobs:
         if job.state == "failed":
-            print(
-                f"\nseed {job.seed} failed with status {job.record['status']}; the end of {job.folder / 'log.txt'}:"
-            )
+            print(f"\n{job.name} failed with status {job.record['status']}; the end of {job.folder / 'log.txt'}:")
             print(*(f"    {line}" for line in job.last_lines(LOG_LINES)), sep="\n")
     return 0 if all(job.state == "finished" for job in jobs) else 1
 

@@ -105,7 +105,7 @@ def test_a_failure_is_reported_with_its_log_and_tried_again(home):
     (home / "behaviour").write_text("fails 2")
     first = start(home)
     assert first.status == 1
-    assert "seed 2 failed with status 1" in first.stdout and "    it broke" in first.stdout
+    assert "test seed 2 failed with status 1" in first.stdout and "    it broke" in first.stdout
     assert [record(home, seed)["finished"] for seed in (1, 2, 3)] == [True, False, True]
     (home / "behaviour").write_text("")
     second = start(home)
@@ -223,6 +223,9 @@ def test_other_commands_and_other_commits_are_refused(home):
     other = start(home, seeds=1)
     assert other.status == 2 and "was begun at commit 0123456" in other.stderr
     assert start(home, "--any_commit", seeds=1).status == 0
+    job.write_text("{")
+    damaged = start(home, seeds=1)
+    assert damaged.status == 2 and f"{job} was damaged" in damaged.stderr
 
 
 def test_a_real_run_that_is_killed_goes_on_and_gives_the_same_numbers(tiny_world, tmp_path):
