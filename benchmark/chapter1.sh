@@ -31,11 +31,11 @@ for experiment in "$@"; do
     # The small world, on a CPU, without a network.
     tales | tales-descriptiveness)
         seeds "$experiment" 10 "python $both --preset $experiment" ;;
-    overoptimisation-*) # the controller off and nearly no penalty; the number is that of the labels
-        labels="--reward.num_train ${experiment#*-} --reward.batch_size 8"
-        if [ "${experiment#*-}" = 4992 ]; then labels=""; fi
+    overoptimisation-320 | overoptimisation-4992) # labels; the controller is off and the coefficient small
+        labels="--reward.num_train ${experiment#*-}"
+        if [ "$experiment" = overoptimisation-320 ]; then labels+=" --reward.batch_size 4"; fi
         free="--policy.rewards.adaptive_kl.target None --policy.rewards.kl_coef 0.001"
-        seeds "$experiment" 4 "python $both --preset tales $labels $free" ;;
+        seeds "$experiment" 4 "python $both --preset tales $labels $free --policy.ppo.total_episodes 9600" ;;
 
     # The ablations of lm-human-preference-details, on its task. Its Pythia runs read labels that are GPT-2's ids with
     # Pythia's tokenizer; here they would be refused.
