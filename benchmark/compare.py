@@ -397,7 +397,7 @@ def draw(
     first = sides[0]
     panels = [(task, metric) for task in tasks for metric in metrics if len(curve_of(first, task, metric))]
     lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(2.5 * columns, 1.9 * lines + 0.4), layout="constrained")
+    figure = Figure(figsize=(10, 1.9 * lines + 0.4), layout="constrained")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes, (task, metric) in zip(grid, panels, strict=False):
         for side, color in zip(sides, COLORS, strict=False):
@@ -414,7 +414,8 @@ def draw(
     names = [f"{name}, {int(side['seeds'].max())} seeds" for name, side in zip(names, sides, strict=True)]
     handles = [Line2D([], [], color=color, linewidth=2) for color in COLORS[: len(sides)]]
     figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=10, frameon=False)
-    figure.supxlabel("update; for train_reward, step of its own training", fontsize=9)
+    of_reward = any(metric.startswith("train_reward") for _, metric in panels)
+    figure.supxlabel(f"update{'; for train_reward, step of its own training' if of_reward else ''}", fontsize=9)
     figure.savefig(path, dpi=100)
 
 
