@@ -10,8 +10,9 @@ Every seed gets a folder of its own, <folder>/<name>/seed<seed>/, and the comman
     job.json         command, commit, how often it was started, how it ended
 
 Give the same line again after an interruption, however hard: what is finished is skipped, what was cut off goes on
-from its last checkpoint, what failed is tried again. Ctrl-C and SIGTERM let the commands write a checkpoint first.
-Several launchers may share one folder; a seed is run by one of them. The exit status is 0 if every seed is finished.
+from its last checkpoint, what failed is tried again. Ctrl-C and SIGTERM let the commands write a checkpoint first; a
+second one kills them. Several launchers may share one folder; a seed is run by one of them. The exit status is 0 if
+every seed is finished.
 
 Words of the command with a slash in them that name an existing file are made absolute. `{seed}` in a word becomes the
 seed; without any, `--seed <seed>` is appended. `python`, `accelerate` and `torchrun` are those of the environment of
@@ -305,15 +306,15 @@ def live_table(jobs: list[Job], title: str) -> Iterator[Any]:
 
 
 def run_here(args: Args, jobs: list[Job]) -> None:
-    """Run all jobs that are not finished, `workers` at a time. SIGTERM and Ctrl-C stop them."""
+    """Run all jobs that are not finished, `workers` at a time. SIGTERM and Ctrl-C stop them, a second one kills."""
     stopping = False
 
     def stop(signal_number: int, frame: Any) -> None:
         nonlocal stopping
-        stopping = True
         for job in running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.process.pid, signal.SIGTERM)
+                os.killpg(job.process.pid, signal.SIGKILL if stopping else signal.SIGTERM)
+        stopping = True
 
     waiting, running = [job for job in jobs if job.state != "finished"], []
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -391,7 +392,11 @@ def main(args: Args) -> int:
         raise InputError("--num_seeds and --workers must be at least 1, --start_seed at least 0")
     if Path(args.name).name != args.name:
         raise InputError(f"--name {args.name!r}: must be the name of a folder, not a path")
-    if not args.command.strip():
+    try:
+        empty = not shlex.split(args.command)
+    except ValueError as error:
+        raise InputError(f"--command {args.command}: {error}") from error
+    if empty:
         raise InputError("--command is empty")
     jobs = find_jobs(args)
     if args.slurm_template:

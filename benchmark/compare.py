@@ -27,7 +27,6 @@ inside, 1 if not, 2 for bad input.
 """
 
 import glob
-import json
 import math
 import shlex
 import sys
@@ -45,7 +44,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rliable import library as rliable
 
-from ppo_rlhf.run import InputError, exit_with, write_json
+from ppo_rlhf.run import InputError, exit_with, read_meta, write_json
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 GRID = 10_000  # points per curve, and
@@ -118,8 +117,8 @@ def read_runs(folders: Iterable[Path]) -> tuple[dict[str, list[pd.DataFrame]], d
     arguments: dict[tuple, dict[str, Any]] = {}
     facts: dict[str, set[str]] = {"commit": set(), "device": set(), "versions": set()}
     for folder in sorted(folders):
+        meta = read_meta(folder)
         try:
-            meta = json.loads((folder / "meta.json").read_text())
             table = pd.read_csv(folder / "metrics.csv", index_col="step")
         except (OSError, ValueError) as error:
             raise InputError(f"{folder} is not the folder of a run: {error}") from error

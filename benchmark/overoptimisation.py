@@ -31,7 +31,7 @@ import tyro
 from compare import COLORS, markdown
 from matplotlib.figure import Figure
 
-from ppo_rlhf.run import InputError, exit_with
+from ppo_rlhf.run import InputError, exit_with, read_meta
 
 WINDOW = 5  # updates of a run that are averaged for a point of the picture
 RESAMPLINGS = 2000
@@ -48,8 +48,8 @@ class Args:
 
 def read_run(folder: Path) -> pd.DataFrame:
     """One row per update of a policy run: seed, update, d, and gold and proxy as the module's docstring has them."""
+    meta = read_meta(folder)
     try:
-        meta = json.loads((folder / "meta.json").read_text())
         metrics = pd.read_csv(folder / "metrics.csv")
         rows = [json.loads(line) for line in (folder / "comparison.jsonl").read_text().splitlines()]
     except (OSError, ValueError) as error:

@@ -44,7 +44,7 @@ import tyro
 from openrlbenchmark.offline_db import OfflineRun, OfflineRunTag, Tag, database_proxy
 
 from ppo_rlhf.data import read_info
-from ppo_rlhf.run import InputError, exit_with, find_folder, flatten
+from ppo_rlhf.run import InputError, exit_with, find_folder, flatten, read_meta
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds
@@ -106,8 +106,8 @@ def dotted(config: dict[str, Any]) -> dict[str, Any]:
 
 def our_run(folder: Path) -> CachedRun:
     """A policy run of ours, as --track would have sent it to W&B."""
+    meta = read_meta(folder)
     try:
-        meta = json.loads((folder / "meta.json").read_text())
         table = pd.read_csv(folder / "metrics.csv")
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error

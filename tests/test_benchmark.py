@@ -39,8 +39,8 @@ if behaviour == "meets":  # two that wait for each other
     (home / f"here{seed}").touch()
     while len(list(home.glob("here*"))) < 2:
         time.sleep(0.01)
-if behaviour == "stops when told":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if behaviour in ("stops when told", "stops at nothing"):
+    signal.signal(signal.SIGTERM, (lambda *_: sys.exit(0)) if "told" in behaviour else (lambda *_: print("no")))
     (home / "started").touch()
     while "--resume" not in sys.argv:
         time.sleep(0.01)
@@ -151,6 +151,17 @@ def test_sigterm_reaches_the_command_and_nothing_more_starts(home):
     assert start(home).status == 0 and len(calls(home)) == 4
 
 
+def test_a_second_sigterm_kills(home):
+    (home / "behaviour").write_text("stops at nothing")
+    launched = Launched(LAUNCHER, *arguments(home, seeds=1), folder=home)
+    wait_for(home / "started")
+    for _ in range(2):
+        os.kill(launched.process.pid, signal.SIGTERM)
+        time.sleep(0.5)
+    result = launched.wait(60)
+    assert result.status == 1 and record(home, 1)["status"] == -signal.SIGKILL and "cut off" in result.stdout
+
+
 def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(home):
     (home / "behaviour").write_text("stops when told")
     launched = Launched(LAUNCHER, *arguments(home, seeds=1), folder=home)
@@ -203,6 +214,7 @@ def test_words_of_the_command(home):
         (["--name", "a/b"], "must be the name of a folder"),
         (["--num_seeds", "0"], "must be at least 1"),
         (["--command", " "], "--command is empty"),
+        (["--command", "python 'x"], "--command python 'x: No closing quotation"),
         (["--command", "no-such-program"], "no-such-program: No such file"),
         (["--slurm_template", "nowhere"], "--slurm_template nowhere: No such file"),
     ],
