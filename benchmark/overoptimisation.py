@@ -1,6 +1,6 @@
 """Over-optimisation on tales: gold score and proxy score against the distance from the language model.
 
-    python benchmark/overoptimisation.py --runs 'few labels=benchmark/runs/overoptimisation-320/*/runs/train_policy*'
+    python benchmark/overoptimisation.py --runs 'few labels=benchmark/runs/overoptimisation-640/*/runs/train_policy*'
 
 PPO sees the proxy, a reward model. What we want is the gold score, which only a simulated annotator can know. Without
 a controller and with a small KL coefficient the policy wanders off, and the two part. Both are drawn over d = sqrt(KL
