@@ -111,7 +111,7 @@ def main(args: Args) -> int:
             axes.plot(smooth["d"], smooth["gold"], color=COLORS[0], linewidth=0.8, alpha=0.5)
         d = np.linspace(0.05, table["d"].max(), 200)
         axes.plot(d, d * (alpha - beta * np.log(d)), color="black", linestyle="--", linewidth=1.5)
-        axes.set_title(name, fontsize=10)
+        axes.set_title(f"{name}: $\\alpha$ = {alpha:.2f}, $\\beta$ = {beta:.2f}", fontsize=10)
         axes.set_xlabel("d = sqrt(KL from the language model)", fontsize=9)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("standard deviations of the language model", fontsize=9)

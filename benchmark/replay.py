@@ -92,6 +92,8 @@ class CachedRun:
     id: str
     name: str
     url: str
+    state: str
+    """finished, or running: the tool leaves those out"""
     config: dict[str, Any]
     tags: tuple[str, ...]
     table: pd.DataFrame
@@ -118,8 +120,9 @@ def our_run(folder: Path) -> CachedRun:
         info = read_info(find_folder(trained_model, folder.resolve().parent.parent))
         config["rewards"]["label_dataset"] = info["label_dataset"]
     table = table.rename(columns={"step": "_step"}).assign(_runtime=table["elapsed/time"])
-    name = folder.name
-    return CachedRun("local", "ppo_rlhf", name, name, str(folder), dotted(config), tuple(meta.get("tags", ())), table)
+    name, state = folder.name, "finished" if meta["finished"] else "running"
+    tags = tuple(meta.get("tags", ()))
+    return CachedRun("local", "ppo_rlhf", name, name, str(folder), state, dotted(config), tags, table)
 
 
 def published_runs() -> list[CachedRun]:
@@ -153,7 +156,7 @@ def published_run(implementation: str, task: str, seed: int, table: pd.DataFrame
             "rewards.value.label_dataset": f"{task}/offline_5k.json",
         }
     name = f"{task}-stand-in-{seed}"
-    return CachedRun("openrlbenchmark", project, name, name, "published figure", config, (), table)
+    return CachedRun("openrlbenchmark", project, name, name, "published figure", "finished", config, (), table)
 
 
 def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
@@ -174,7 +177,7 @@ def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
                 facts = {
                     "id": run.id,
                     "name": run.name,
-                    "state": "finished",
+                    "state": run.state,
                     "url": run.url,
                     "path": [entity, project, run.id],
                     "project": project,
