@@ -31,9 +31,9 @@ for experiment in "$@"; do
     # The small world, on a CPU, without a network.
     tales | tales-descriptiveness)
         seeds "$experiment" 10 "python $both --preset $experiment" ;;
-    overoptimisation-640 | overoptimisation-4992) # labels, in as many steps; the controller off, a small coefficient
+    overoptimisation-320 | overoptimisation-640 | overoptimisation-4992) # labels; controller off, small coefficient
         labels="--reward.num_train ${experiment#*-}"
-        if [ "$experiment" = overoptimisation-640 ]; then labels+=" --reward.batch_size 4"; fi
+        if [ "$experiment" != overoptimisation-4992 ]; then labels+=" --reward.batch_size 4"; fi
         free="--policy.rewards.adaptive_kl.target None --policy.rewards.kl_coef 0.001"
         seeds "$experiment" 4 "python $both --preset tales $labels $free --policy.ppo.total_episodes 9600" ;;
 

@@ -1,6 +1,6 @@
 """Over-optimisation on tales: gold score and proxy score against the distance from the language model.
 
-    python benchmark/overoptimisation.py --runs 'few labels=benchmark/runs/overoptimisation-640/*/runs/train_policy*'
+    python benchmark/overoptimisation.py --runs '320 labels=benchmark/runs/overoptimisation-320/*/runs/*'
 
 PPO sees the proxy, a reward model. What we want is the gold score, which only a simulated annotator can know. Without
 a controller and with a small KL coefficient the policy wanders off, and the two part. Both are drawn over d = sqrt(KL
@@ -31,7 +31,7 @@ import tyro
 from compare import COLORS, markdown
 from matplotlib.figure import Figure
 
-from ppo_rlhf.run import InputError, exit_with, read_meta
+from ppo_rlhf.run import InputError, exit_with, find_folder, read_meta
 
 WINDOW = 5  # updates of a run that are averaged for a point of the picture
 RESAMPLINGS = 2000
@@ -47,7 +47,10 @@ class Args:
 
 
 def read_run(folder: Path) -> pd.DataFrame:
-    """One row per update of a policy run: seed, update, d, and gold and proxy as the module's docstring has them."""
+    """One row per update of a policy run: seed, update, d, and gold and proxy as the module's docstring has them.
+
+    And what share of held-out comparisons the reward model finds: accuracy, in %.
+    """
     meta = read_meta(folder)
     try:
         metrics = pd.read_csv(folder / "metrics.csv")
@@ -59,7 +62,9 @@ def read_run(folder: Path) -> pd.DataFrame:
     for name, column, key in (("gold", GOLD, "base gold"), ("proxy", PROXY, "base score")):
         own = [row[key] for row in rows]
         table[name] = (metrics[column] - statistics.fmean(own)) / statistics.stdev(own)
-    return table.assign(commit=meta["commit"])
+    trained_model = find_folder(meta["args"]["rewards"]["trained_model"], folder.resolve().parent.parent)
+    learned = read_meta(folder.parent / trained_model.parent.name)["results"]
+    return table.assign(commit=meta["commit"], accuracy=100 * learned["test_accuracy"])
 
 
 def fit(d: np.ndarray, gold: np.ndarray) -> tuple[float, float]:
@@ -84,9 +89,9 @@ def main(args: Args) -> int:
     tables = {}
     for word in args.runs:
         name, _, pattern = word.partition("=")
-        folders = sorted(glob.glob(pattern))
+        folders = [folder for folder in sorted(glob.glob(pattern)) if (Path(folder) / "comparison.jsonl").exists()]
         if not folders:
-            raise InputError(f"--runs {word}: no such folder; write name=pattern")
+            raise InputError(f"--runs {word}: no finished policy run of train_both.py; write name=pattern")
         tables[name] = pd.concat([read_run(Path(folder)) for folder in folders], ignore_index=True)
     args.output.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(5 * len(tables), 3.6), layout="constrained")
@@ -99,6 +104,7 @@ def main(args: Args) -> int:
             {
                 "experiment": name,
                 "seeds": str(table["seed"].nunique()),
+                "reward models find": ", ".join(f"{x:.0f} %" for x in table.groupby("seed")["accuracy"].first()),
                 "alpha": f"{alpha:.2f} [{low[0]:.2f}, {high[0]:.2f}]",
                 "beta": f"{beta:.2f} [{low[1]:.2f}, {high[1]:.2f}]",
                 "largest d seen": f"{table['d'].max():.1f}",

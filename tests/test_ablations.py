@@ -228,7 +228,11 @@ def test_overoptimisation_of_made_up_runs(tmp_path):
             "objective/raw_score": 3 * d,
         }
         pd.DataFrame(columns).to_csv(run / "metrics.csv", index=False)
-        (run / "meta.json").write_text(json.dumps({"args": {"seed": seed}, "commit": "abc"}))
+        args = {"seed": seed, "rewards": {"trained_model": f"models/reward{seed}/reward"}}
+        (run / "meta.json").write_text(json.dumps({"args": args, "commit": "abc"}))
+        (tmp_path / f"runs/reward{seed}").mkdir()
+        reward = {"args": {}, "results": {"test_accuracy": seed / 10}}
+        (tmp_path / f"runs/reward{seed}/meta.json").write_text(json.dumps(reward))
         own = [{"base gold": 1 + sign * math.sqrt(2), "base score": sign / math.sqrt(2)} for sign in (-1, 1)]
         (run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     script = ABLATIONS.parent / "overoptimisation.py"
@@ -236,8 +240,8 @@ def test_overoptimisation_of_made_up_runs(tmp_path):
     assert result.status == 0, result
     (row,) = [line for line in result.stdout.splitlines() if "made up" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:4] == ["3", "1.50 [1.50, 1.50]", "0.50 [0.50, 0.50]"]
-    assert float(cells[5]) == pytest.approx(math.exp(1.5 / 0.5 - 1), abs=0.05)
+    assert cells[1:5] == ["3", "10 %, 20 %, 30 %", "1.50 [1.50, 1.50]", "0.50 [0.50, 0.50]"]
+    assert float(cells[6]) == pytest.approx(math.exp(1.5 / 0.5 - 1), abs=0.05)
     table = pd.read_csv(tmp_path / "out/overoptimisation.csv")
     np.testing.assert_allclose(table["proxy"], 3 * table["d"], rtol=1e-3)
     assert (tmp_path / "out/overoptimisation.png").exists()
