@@ -94,7 +94,7 @@ def main(args: Args) -> int:
             raise InputError(f"--runs {word}: no finished policy run of train_both.py; write name=pattern")
         tables[name] = pd.concat([read_run(Path(folder)) for folder in folders], ignore_index=True)
     args.output.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(5 * len(tables), 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
     rows = []
     panels = figure.subplots(1, len(tables), sharey=True, sharex=True, squeeze=False)[0]
     for axes, (name, table) in zip(panels, tables.items(), strict=True):
@@ -108,7 +108,7 @@ def main(args: Args) -> int:
                 "alpha": f"{alpha:.2f} [{low[0]:.2f}, {high[0]:.2f}]",
                 "beta": f"{beta:.2f} [{low[1]:.2f}, {high[1]:.2f}]",
                 "largest d seen": f"{table['d'].max():.1f}",
-                "R is largest at d =": f"{peak:.1f}" if peak < 1000 else "-",
+                "R is largest at d =": f"{peak:.1f}" if peak < table["d"].max() else "not seen",
             }
         )
         for _, seed in table.groupby("seed"):
@@ -117,7 +117,7 @@ def main(args: Args) -> int:
             axes.plot(smooth["d"], smooth["gold"], color=COLORS[0], linewidth=0.8, alpha=0.5)
         d = np.linspace(0.05, table["d"].max(), 200)
         axes.plot(d, d * (alpha - beta * np.log(d)), color="black", linestyle="--", linewidth=1.5)
-        axes.set_title(f"{name}: $\\alpha$ = {alpha:.2f}, $\\beta$ = {beta:.2f}", fontsize=10)
+        axes.set_title(f"{name}\n$\\alpha$ = {alpha:.2f}, $\\beta$ = {beta:.2f}", fontsize=10)
         axes.set_xlabel("d = sqrt(KL from the language model)", fontsize=9)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("standard deviations of the language model", fontsize=9)
