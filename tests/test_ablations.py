@@ -10,6 +10,7 @@ import numpy as np
 import overoptimisation
 import pandas as pd
 import pytest
+import torch
 from processes import launch
 from runs import both_arguments, metrics_of, only, policy_arguments, reward_arguments, world_arguments
 
@@ -105,6 +106,16 @@ def test_a_line_that_is_gone_is_an_error(monkeypatch):
     gone = ablations.Ablation("D00", "nothing", lines={"no such line": ""})
     with pytest.raises(ValueError, match="not in the training scripts any more"):
         ablations.change_scripts(gone)
+
+
+def test_positions_that_count_padding_by_hand():
+    """As if the padding before the last real token stood to the left of the row."""
+    (expression,) = ablations.ABLATIONS["positions-count-padding"].lines.values()
+    mask = torch.tensor([[1, 0, 0, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 0, 1, 0]]).bool()
+    names = {"mask": mask}
+    exec(expression, names)
+    real = [row[kept].tolist() for row, kept in zip(names["position_ids"], mask, strict=True)]
+    assert real == [[2, 3, 4], [2, 3, 4], [0, 1, 2], [2, 3]]
 
 
 def test_positions_with_padding(tiny_world, tmp_path):

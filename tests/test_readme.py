@@ -60,6 +60,29 @@ def test_kl_of_the_last_updates():
     )
 
 
+def test_over_optimisation():
+    """The sentences about the three numbers of labels hold in the committed curves."""
+    table = pd.read_csv(ROOT / "benchmark/results/overoptimisation/overoptimisation.csv")
+    ends, peaks, accuracy = {}, {}, {}
+    for (labels, seed), run in table.groupby(["experiment", "seed"]):
+        smooth = run[["d", "gold", "proxy"]].rolling(5).mean()
+        ends[labels, seed], peaks[labels, seed] = smooth.iloc[-1], smooth.loc[smooth["gold"].idxmax()]
+        accuracy[labels, seed] = run["accuracy"].iloc[0]
+    learned = [key for key in ends if key[0] == "320 labels" and accuracy[key] > 30]
+    assert [round(accuracy[key]) for key in learned] == [46, 38]
+    for key, proxy in zip(learned, (6, 5), strict=True):
+        assert 0.9 < peaks[key]["gold"] < 1.3 and 8.5 < peaks[key]["d"] < 11 and abs(ends[key]["gold"]) < 0.1
+        assert ends[key]["proxy"] == pytest.approx(proxy, abs=0.1)
+    ahead = [key for key in ends if key[0] == "640 labels" and ends[key]["proxy"] > ends[key]["gold"] + 1]
+    assert len(ahead) == 1
+    for key in ends:
+        if key[0] == "640 labels":
+            assert ends[key]["gold"] > peaks[key]["gold"] - 0.5
+        if key[0] == "4,992 labels":
+            assert ends[key]["gold"] > ends[key]["proxy"] + 1 and ends[key]["gold"] > peaks[key]["gold"] - 0.5
+            assert round(accuracy[key]) in (79, 80)
+
+
 def last_twentieth(curve: pd.DataFrame) -> tuple[float, float]:
     """Mean of mean and deviation over the last 5 % of the updates."""
     rows = curve[curve["update"] >= 0.95 * curve["update"].max()]
