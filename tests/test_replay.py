@@ -1,8 +1,10 @@
 """benchmark/replay.py: openrlbenchmark draws two small runs of ours against OpenAI's curves, with no network."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +104,16 @@ def test_the_stand_ins_have_the_published_mean_and_deviation():
     np.testing.assert_allclose(scores.std(0, ddof=1), curve["std"].fillna(0), atol=1e-12)
     # 16,908 seconds in the mean over the last twentieth of the updates
     assert runs[0].table["_runtime"].iloc[-1] == pytest.approx(16_908, rel=0.03)
+
+
+def test_a_run_that_is_not_finished_counts_as_running(two_runs, tmp_path):
+    """Which the tool leaves out."""
+    run = tmp_path / "runs/unfinished"
+    shutil.copytree(only(two_runs, "runs/*__1__*"), run)
+    assert replay.our_run(run).state == "finished"
+    meta = json.loads((run / "meta.json").read_text())
+    (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
+    assert replay.our_run(run).state == "running"
 
 
 def test_bad_input(tmp_path, two_runs):
