@@ -281,6 +281,12 @@ def read_effects(args: Args) -> tuple[pd.DataFrame, set[str]]:
     return pd.DataFrame(rows), commits
 
 
+def failures(args: Args, name: str) -> int:
+    """How many seeds of an ablation's policy ended in an error: mostly a number that was not finite any more."""
+    folders = [args.folder / f"policy-{name}" / f"seed{seed}" for seed in range(1, args.seeds + 1)]
+    return sum(bool(benchmark.read_record(folder).get("status")) for folder in folders)
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half the width of its 95 % interval, by Student's distribution; nan with fewer than two values."""
     count = len(values)
@@ -321,7 +327,8 @@ def report(args: Args) -> int:
         name, sign = row["ablation"], "" if row["ablation"] == "baseline" else "+"
         link = f"[{row['detail']}](../../../DETAILS.md#{row['detail']})" if row["detail"] else ""
         cells = {"detail": link, "ablation": f"`{name}`", "what is different": ABLATIONS[name].what}
-        cells["seeds"] = str(row["seeds"])
+        failed = failures(args, name)
+        cells["seeds"] = f"{row['seeds']}, {failed} failed" if failed else str(row["seeds"])
         for effect in EFFECTS:
             mean, half = row[effect], row[f"{effect} +-"]
             text = f"{mean:{sign}.2f} ± {half:.2f}"

@@ -175,12 +175,14 @@ def test_report(tmp_path):
     for seed in (1, 2, 3):
         write_policy(tmp_path / "runs", "baseline", seed, kl=1.0 + seed)
         write_policy(tmp_path / "runs", "one-epoch", seed, kl=1.5 + seed, finished=seed < 3)
+    record = {"command": "", "commit": "", "finished": False, "status": 2, "starts": 1}
+    (tmp_path / "runs/policy-one-epoch/seed3/job.json").write_text(json.dumps(record))
     arguments = ["--folder", "runs", "--output", "out"]
     result = launch(ABLATIONS, "report", *arguments, folder=tmp_path)
     assert result.status == 0, result
     (row,) = [line for line in result.stdout.splitlines() if "`one-epoch`" in line]
     assert re.search(
-        r"\[D62\].*#D62.*\| 2 \| \*\*\+0.50 ± 0.00\*\* \| \*\*\+0.50 ± 0.00\*\* \| \+0.00 ± 0.00", row
+        r"\[D62\].*#D62.*\| 2, 1 failed \| \*\*\+0.50 ± 0.00\*\* \| \*\*\+0.50 ± 0.00\*\* \| \+0.00 ± 0.00", row
     ), row
     assert "commit: abc" in (tmp_path / "out/ablations.md").read_text()
     assert (tmp_path / "out/ablations.png").read_bytes()[:4] == b"\x89PNG"
