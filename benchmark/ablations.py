@@ -7,14 +7,15 @@
 
 The training scripts have no switches for this. Where an argument turns a detail off, it is given. Where none does,
 the script's own lines are replaced before it runs, and the replacement is written here in full. Each ablation and the
-baseline start from the same models, see the same queries and draw with the same random numbers, seed by seed. So the
-effect of a detail is the mean over seeds of a difference, and its 95 % interval is Student's: with three seeds, 4.3
-standard errors. An interval that holds 0 shows nothing.
+baseline start from the same language model, see the same queries and draw with the same random numbers, seed by seed.
+They share the reward model too, unless the detail concerns it. So the effect of a detail is the mean over seeds of a
+difference, and its 95 % interval is Student's: with three seeds, 4.3 standard errors. An interval that holds 0 shows
+nothing. One in twenty of the others is chance.
 """
 
 import importlib.util
-import json
 import math
+import shlex
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -25,11 +26,11 @@ from typing import Any
 import pandas as pd
 import scipy.stats
 import tyro
-from compare import markdown
+from compare import markdown, read_numbers
 from matplotlib.figure import Figure
 
 import benchmark
-from ppo_rlhf.run import InputError, exit_with, run_script
+from ppo_rlhf.run import InputError, exit_with, read_meta, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both")
@@ -91,7 +92,8 @@ ABLATIONS = {
     "positions-count-padding": Ablation(
         "D14",
         "position ids count the padding",
-        # As if the padding of a query stood to its left and the library numbered the columns.
+        # As if the padding of a query stood to its left and the library numbered the columns: a whole row is moved on
+        # by its padding. In [x, pad, pad, a, b], x is at 2, a at 3, b at 4; without the ablation at 0, 1, 2.
         lines={
             POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
         },
@@ -128,29 +130,28 @@ ABLATIONS = {
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def replaced(source: str, lines: dict[str, str]) -> tuple[str, int]:
-    """A script's text with the lines of an ablation in it, and how many of them it had."""
-    found = 0
-    for old, new in lines.items():
-        found += old in source
-        source = source.replace(old, new)
+def replaced(source: str, lines: dict[str, str]) -> tuple[str, set[str]]:
+    """A script's text with the lines of an ablation in it, and those that it had."""
+    found = {old for old in lines if old in source}
+    for old in found:
+        source = source.replace(old, lines[old])
     return source, found
 
 
 def change_scripts(ablation: Ablation) -> dict[str, types.ModuleType]:
-    """The training scripts as modules, with the ablation's lines in them. Raises InputError if no line is there."""
+    """The training scripts as modules, with the ablation's lines in them. Raises InputError if a line is nowhere."""
     modules: dict[str, types.ModuleType] = {}
-    found = 0
+    missing = set(ablation.lines)
     for name in SCRIPTS:
         spec = importlib.util.find_spec(f"ppo_rlhf.{name}")
         modules[name] = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = modules[name]  # train_both.py imports the other two
         setattr(sys.modules["ppo_rlhf"], name, modules[name])
-        source, count = replaced(Path(spec.origin).read_text(), ablation.lines)
-        found += count
+        source, found = replaced(Path(spec.origin).read_text(), ablation.lines)
+        missing -= found
         exec(compile(source, spec.origin, "exec"), modules[name].__dict__)
-    if ablation.lines and not found:
-        raise InputError("the lines that this ablation replaces are not in the training scripts any more")
+    if missing:
+        raise InputError(f"no training script has what this ablation replaces: {'; '.join(sorted(missing))}")
     return modules
 
 
@@ -197,7 +198,8 @@ class Args:
     """go on with runs that another commit of this project began"""
 
 
-def own_reward_model(name: str) -> bool:
+def trains_reward_model(name: str) -> bool:
+    """Whether an ablation has reward models of its own; the others share the baseline's."""
     return name == "baseline" or bool(ABLATIONS[name].reward) or ABLATIONS[name].own_reward_model
 
 
@@ -205,19 +207,23 @@ def jobs_of(args: Args, name: str, kind: str, words: Callable[[int], str]) -> li
     """The jobs of one ablation, one for each seed: its reward models or its policies."""
     jobs = []
     for seed in range(1, args.seeds + 1):
-        command = f"python {__file__} with {name} {words(seed)} --exp_name {name}"
         experiment = benchmark.Args(
-            command, f"{kind}-{name}", 1, seed, folder=args.folder, any_commit=args.any_commit
+            name=f"{kind}-{name}",
+            command=f"python {shlex.quote(__file__)} with {name} {words(seed)} --exp_name {name}",
+            num_seeds=1,
+            start_seed=seed,
+            folder=args.folder,
+            any_commit=args.any_commit,
         )
         jobs += benchmark.find_jobs(experiment)
     return jobs
 
 
-def reward_model(args: Args, name: str, seed: int) -> Path:
+def reward_model(args: Args, name: str, seed: int) -> str:
     """The reward model that an ablation's policy of this seed trains against."""
-    owner = name if own_reward_model(name) else "baseline"
+    owner = name if trains_reward_model(name) else "baseline"
     (folder,) = (args.folder / f"reward-{owner}" / f"seed{seed}" / "models").glob("*/reward")
-    return folder
+    return str(folder)
 
 
 def run(args: Args) -> int:
@@ -228,24 +234,18 @@ def run(args: Args) -> int:
     rewards = [
         job
         for name in names
-        if own_reward_model(name)
+        if trains_reward_model(name)
         for job in jobs_of(args, name, "reward", lambda seed: args.reward)
     ]
-    launcher = benchmark.Args("", "ablations", workers=args.workers)
+    launcher = benchmark.Args(name="ablations", workers=args.workers)
     benchmark.run_here(launcher, rewards)
     if any(job.state != "finished" for job in rewards):
         return benchmark.report(launcher, rewards)
 
-    policies = [
-        job
-        for name in names
-        for job in jobs_of(
-            args,
-            name,
-            "policy",
-            lambda seed, name=name: f"{args.policy} --rewards.trained_model {reward_model(args, name, seed)}",
-        )
-    ]
+    def train_policy(name: str) -> Callable[[int], str]:
+        return lambda seed: f"{args.policy} --rewards.trained_model {shlex.quote(reward_model(args, name, seed))}"
+
+    policies = [job for name in names for job in jobs_of(args, name, "policy", train_policy(name))]
     policies.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
     benchmark.run_here(launcher, policies)
     report(args)
@@ -270,11 +270,11 @@ def read_effects(args: Args) -> tuple[pd.DataFrame, set[str]]:
     rows, commits = [], set()
     for name in ABLATIONS:
         for seed in range(1, args.seeds + 1):
-            for folder in (args.folder / f"policy-{name}" / f"seed{seed}" / "runs").glob("*"):
-                meta = json.loads((folder / "meta.json").read_text())
+            for file in (args.folder / f"policy-{name}" / f"seed{seed}" / "runs").glob("*/meta.json"):
+                meta = read_meta(file.parent)
                 if not meta["finished"]:
                     continue
-                table = pd.read_csv(folder / "metrics.csv")
+                table = read_numbers(file.with_name("metrics.csv"))
                 commits.add(meta["commit"])
                 effects = {effect: float(take(table[column])) for effect, (column, take) in EFFECTS.items()}
                 rows.append({"ablation": name, "seed": seed, **effects})
@@ -282,7 +282,7 @@ def read_effects(args: Args) -> tuple[pd.DataFrame, set[str]]:
 
 
 def failures(args: Args, name: str) -> int:
-    """How many seeds of an ablation's policy ended in an error: mostly a number that was not finite any more."""
+    """How many seeds of an ablation's policy ended in an error, such as a number that was not finite any more."""
     folders = [args.folder / f"policy-{name}" / f"seed{seed}" for seed in range(1, args.seeds + 1)]
     return sum(bool(benchmark.read_record(folder).get("status")) for folder in folders)
 
@@ -304,7 +304,7 @@ def differences(effects: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for name in effects["ablation"].unique():
         own = by_seed.loc[name]
-        values = own if name == "baseline" else (own - baseline).dropna()
+        values = own if name == "baseline" else (own - baseline).dropna()  # of seeds that both have
         if not len(values):
             continue
         row: dict[str, Any] = {"ablation": name, "detail": ABLATIONS[name].detail, "seeds": len(values)}
@@ -314,30 +314,40 @@ def differences(effects: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def row_of(name: str, effects: dict[str, Any] | None, failed: int) -> dict[str, str]:
+    """An ablation's row of the table. effects: its row of `differences`; None if no seed is finished."""
+    detail = ABLATIONS[name].detail
+    cells = {
+        "detail": f"[{detail}](../../../DETAILS.md#{detail})" if detail else "",
+        "ablation": f"`{name}`",
+        "what is different": ABLATIONS[name].what,
+        "seeds": f"{effects['seeds'] if effects else 0}{f', {failed} failed' if failed else ''}",
+    }
+    for effect in EFFECTS:
+        if not effects:
+            cells[effect] = ""
+            continue
+        mean, half = effects[effect], effects[f"{effect} +-"]
+        text = f"{mean:{'' if name == 'baseline' else '+'}.2f} ± {half:.2f}"
+        cells[effect] = f"**{text}**" if name != "baseline" and abs(mean) > half else text
+    return cells
+
+
 def report(args: Args) -> int:
     """Write table and picture of what is finished."""
     effects, commits = read_effects(args)
     if effects.empty or "baseline" not in set(effects["ablation"]):
         raise InputError(f"no baseline in {args.folder} is finished yet")
-    table = differences(effects)
     args.output.mkdir(parents=True, exist_ok=True)
     effects.to_csv(args.output / "ablations.csv", index=False, float_format="%.6g")
-    rows = []
-    for row in table.to_dict("records"):
-        name, sign = row["ablation"], "" if row["ablation"] == "baseline" else "+"
-        link = f"[{row['detail']}](../../../DETAILS.md#{row['detail']})" if row["detail"] else ""
-        cells = {"detail": link, "ablation": f"`{name}`", "what is different": ABLATIONS[name].what}
-        failed = failures(args, name)
-        cells["seeds"] = f"{row['seeds']}, {failed} failed" if failed else str(row["seeds"])
-        for effect in EFFECTS:
-            mean, half = row[effect], row[f"{effect} +-"]
-            text = f"{mean:{sign}.2f} ± {half:.2f}"
-            seen = name != "baseline" and abs(mean) > half
-            cells[effect] = f"**{text}**" if seen else text
-        rows.append(cells)
-    (args.output / "ablations.md").write_text(markdown(rows) + f"\ncommit: {', '.join(sorted(commits))}\n")
+    table = differences(effects)
+    finished = {row["ablation"]: row for row in table.to_dict("records")}
+    failed = {name: failures(args, name) for name in ABLATIONS}
+    names = [name for name in ABLATIONS if name in finished or failed[name]]
+    text = markdown([row_of(name, finished.get(name), failed[name]) for name in names])
+    (args.output / "ablations.md").write_text(f"{text}\ncommit: {', '.join(sorted(commits))}\n")
     draw(table, args.output / "ablations.png")
-    print(markdown(rows))
+    print(text)
     return 0
 
 

@@ -21,6 +21,7 @@ this file. Where several commands of more than one process run at once, let each
 """
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -35,7 +36,8 @@ from typing import Any
 
 import tyro
 
-from ppo_rlhf.run import InputError, commit, exit_with, lock_folder, print_table, read_json, write_json
+from ppo_rlhf import run as ppo_run
+from ppo_rlhf.run import InputError, exit_with, lock_folder, print_table, read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES = 15  # of a command that failed
@@ -43,10 +45,10 @@ LOG_LINES = 15  # of a command that failed
 
 @dataclass(frozen=True)
 class Args:
-    command: str
-    """what to run for each seed"""
     name: str
     """name of the experiment: its folder"""
+    command: str = ""
+    """what to run for each seed; with --show, without it: whatever was run"""
     num_seeds: int = 10
     """how many seeds"""
     start_seed: int = 1
@@ -102,6 +104,13 @@ class Job:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def commit() -> str:
+    """The commit of this checkout when the launcher first asked: one for all of its seeds."""
+    return ppo_run.commit()
+
+
+@functools.cache
 def describe() -> str:
     """The checkout in git's words, for people: the last tag and the commits since, or the commit."""
     command = ["git", "-C", str(ROOT), "describe", "--tags", "--always", "--dirty"]
@@ -111,15 +120,19 @@ def describe() -> str:
 
 
 def find_jobs(args: Args) -> list[Job]:
-    """The jobs of an experiment, with the state that their folders show."""
+    """The jobs of an experiment, with the state that their folders show; without a command, those that have one."""
     jobs = []
-    for seed in range(args.start_seed, args.start_seed + args.num_seeds):
+    seeds = range(args.start_seed, args.start_seed + args.num_seeds)
+    if not args.command:
+        names = [folder.name.removeprefix("seed") for folder in (args.folder / args.name).glob("seed*")]
+        seeds = sorted(int(name) for name in names if name.isdigit())
+    for seed in seeds:
         job = Job(seed, args.folder.resolve() / args.name / f"seed{seed}", args.command)
         jobs.append(job)
         job.record = read_record(job.folder)
         if not job.record:
             continue
-        if job.record["command"] != args.command:
+        if args.command and job.record["command"] != args.command:
             raise InputError(
                 f"{job.folder} holds another command's run: {job.record['command']}; give another --name"
             )
@@ -127,6 +140,12 @@ def find_jobs(args: Args) -> list[Job]:
             job.state = "finished"
             continue
         job.state = "failed" if job.record["status"] else "cut off"
+        if args.show:
+            try:
+                job.lock = lock_folder(job.folder)
+                release(job)
+            except InputError:
+                job.state = "running"
         if job.record["commit"] != commit() and not (args.any_commit or args.show):
             raise InputError(
                 f"{job.folder} was begun at commit {job.record['commit']}, and this is {commit()}; "
@@ -148,7 +167,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def run_to_resume(folder: Path) -> Path | None:
     """The newest run of a seed that can go on. Folders of runs that never got as far as meta.json are removed."""
-    runs = sorted((folder / "runs").glob("*"), key=lambda run: run.stat().st_mtime)
+    runs = [run for run in (folder / "runs").glob("*") if run.is_dir()]
+    runs.sort(key=lambda run: run.stat().st_mtime)
     for run in [run for run in runs if not (run / "meta.json").exists()]:
         shutil.rmtree(run)
         runs.remove(run)
@@ -157,8 +177,11 @@ def run_to_resume(folder: Path) -> Path | None:
 
 def all_finished(folder: Path) -> bool:
     """Whether every run of a seed has reached its end: a command that was told to stop also ends with status 0."""
-    metas = (folder / "runs").glob("*/meta.json")
-    return all(read_json(meta).get("finished", True) for meta in metas)
+    try:
+        metas = [read_json(meta) for meta in (folder / "runs").glob("*/meta.json")]
+        return all(meta["finished"] for meta in metas)
+    except (ValueError, KeyError, TypeError):  # damaged; once the seed is started again, its script says so
+        return False
 
 
 def words_of(job: Job) -> list[str]:
@@ -192,6 +215,7 @@ def environment_of(job: Job, workers: int) -> dict[str, str]:
     return environment
 
 
+@functools.cache
 def visible_gpus() -> list[str]:
     """Ids of the GPUs that this process may use."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -235,6 +259,8 @@ def start(job: Job, workers: int) -> bool:
                 pass_fds=[] if job.lock is None else [job.lock],
             )
         except OSError as error:
+            if job.record["starts"] == 1:  # nothing has run: the name stays free for the corrected command
+                (job.folder / "job.json").unlink()
             release(job)
             raise InputError(f"--command: {words[0]}: {error.strerror}") from error
     job.state, job.started = "running", time.time()
@@ -242,12 +268,12 @@ def start(job: Job, workers: int) -> bool:
 
 
 def end(job: Job, stopping: bool) -> None:
-    """Record how a seed's process has ended."""
-    status = job.process.returncode
-    finished = status == 0 and not stopping and all_finished(job.folder)
-    job.state = "finished" if finished else "cut off" if status == 0 or stopping else "failed"
-    job.record |= {"finished": finished, "status": status, "seconds": round(job.seconds, 1)}
+    """Record how a seed's process has ended. What was told to stop has no status of its own."""
+    seconds, status = round(job.seconds, 1), None if stopping else job.process.returncode
     job.process = None
+    finished = status == 0 and all_finished(job.folder)
+    job.state = "finished" if finished else "failed" if status else "cut off"
+    job.record |= {"finished": finished, "status": status, "seconds": seconds}
     write_json(job.folder / "job.json", job.record)
     release(job)
 
@@ -293,12 +319,13 @@ def live_table(jobs: list[Job], title: str) -> Iterator[Any]:
         return
     from rich.live import Live
     from rich.table import Table
+    from rich.text import Text
 
     def table() -> Table:
         rows = rows_of(jobs)
         shown = Table(*rows[0], title=title)
         for row in rows:
-            shown.add_row(*map(str, row.values()))
+            shown.add_row(*(Text(str(value)) for value in row.values()))  # not markup
         return shown
 
     with Live(table(), refresh_per_second=2) as live:
@@ -307,37 +334,43 @@ def live_table(jobs: list[Job], title: str) -> Iterator[Any]:
 
 def run_here(args: Args, jobs: list[Job]) -> None:
     """Run all jobs that are not finished, `workers` at a time. SIGTERM and Ctrl-C stop them, a second one kills."""
-    stopping = False
-
-    def stop(signal_number: int, frame: Any) -> None:
-        nonlocal stopping
-        for job in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.process.pid, signal.SIGKILL if stopping else signal.SIGTERM)
-        stopping = True
-
+    received: list[int] = []
+    passed_on = 0
     waiting, running = [job for job in jobs if job.state != "finished"], []
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    # The handler only takes note, so that a signal that comes while a seed is being started reaches that one too.
+    handlers = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         with live_table(jobs, args.name) as say:
-            while running or (waiting and not stopping):
-                while waiting and len(running) < args.workers and not stopping:
+            while running or (waiting and not received):
+                while waiting and len(running) < args.workers and not received:
                     job = waiting.pop(0)
                     job.slot = min(set(range(args.workers)) - {other.slot for other in running})
                     if start(job, args.workers):
                         running.append(job)
                     say(job)
+                if passed_on < len(received):
+                    send(running, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
+                    passed_on = len(received)
                 time.sleep(0.2)
                 for job in [job for job in running if job.process.poll() is not None]:
-                    end(job, stopping)
                     running.remove(job)
+                    end(job, stopping=bool(received))
                     say(job)
                 say(None)
     finally:
-        for job in running:  # only after an error of our own
-            os.killpg(job.process.pid, signal.SIGTERM)
+        send(running, signal.SIGTERM)  # only after an error of our own
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def send(jobs: list[Job], signal_number: int) -> None:
+    """A signal to the commands, and to everything that they started."""
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(job.process.pid, signal_number)
 
 
 def report(args: Args, jobs: list[Job]) -> int:
@@ -364,7 +397,7 @@ def submit(args: Args) -> None:
         "name": args.name,
         "folder": str(folder),
         "array": f"{args.start_seed}-{args.start_seed + args.num_seeds - 1}%{args.workers}",
-        "root": str(ROOT),
+        "here": shlex.quote(os.getcwd()),
         "benchmark": shlex.join(own) + ' --start_seed "$SLURM_ARRAY_TASK_ID"',
     }
     try:
@@ -390,16 +423,18 @@ def submit(args: Args) -> None:
 def main(args: Args) -> int:
     if min(args.num_seeds, args.workers) < 1 or args.start_seed < 0:
         raise InputError("--num_seeds and --workers must be at least 1, --start_seed at least 0")
-    if Path(args.name).name != args.name:
+    if Path(args.name).name != args.name or args.name in ("", ".."):
         raise InputError(f"--name {args.name!r}: must be the name of a folder, not a path")
     try:
         empty = not shlex.split(args.command)
     except ValueError as error:
         raise InputError(f"--command {args.command}: {error}") from error
-    if empty:
-        raise InputError("--command is empty")
+    if empty and not args.show:
+        raise InputError("--command is missing; only --show can do without")
     jobs = find_jobs(args)
-    if args.slurm_template:
+    if not jobs:
+        raise InputError(f"--show: {args.folder / args.name} holds no seeds")
+    if args.slurm_template and not args.show:
         submit(args)
         return 0
     if not args.show:
@@ -410,5 +445,5 @@ def main(args: Args) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
-    except InputError as error:
+    except (InputError, OSError) as error:  # such as a full disk
         exit_with(str(error))

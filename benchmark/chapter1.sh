@@ -1,16 +1,28 @@
 #!/usr/bin/env bash
-# The canonical commands of chapter 1, one experiment for each word given:
+# The canonical commands of chapter 1 (Ziegler et al. 2019) and of what came after it, one experiment for each word:
 #
 #     WORKERS=2 bash benchmark/chapter1.sh tales tales-descriptiveness
 #
-# WORKERS (default 1): how many seeds run at once. TEMPLATE: a Slurm template, to submit job arrays instead. Give a line
-# again to go on after an interruption.
+#     sentiment descriptiveness                   OpenAI's tasks, GPT-2 124M, ten seeds on eight GPUs
+#     sentiment-1gpu descriptiveness-1gpu         the same on one GPU
+#     tales tales-descriptiveness                 the small world, ten seeds on a CPU
+#     overoptimisation-320 -640 -4992             the small world, that many labels and no controller, four seeds
+#     torch-adam gradient-accumulation            what lm-human-preference-details varied, on eight GPUs
+#     gpt2-medium gpt2-large gpt2-xl              other base models, on eight GPUs
+#     cerebras/Cerebras-GPT-111M tiiuae/falcon-rw-1b
+#
+# WORKERS (default 1): how many seeds run at once. TEMPLATE: a Slurm template, to submit job arrays instead. SHOW=1:
+# print the table of progress and run nothing. Give a line again to go on after an interruption.
 set -euo pipefail
+if [ $# = 0 ]; then
+    sed -n '2,/^set/{/^#/p}' "$0" >&2
+    exit 2
+fi
 cd "$(dirname "$0")/.."
 
 seeds() { # name, number of seeds, command
     "${PYTHON:-.venv/bin/python}" benchmark/benchmark.py --name "$1" --num_seeds "$2" --command "$3" \
-        --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"}
+        --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"} ${SHOW:+--show}
 }
 
 eight="accelerate launch --num_processes 8"
@@ -37,8 +49,8 @@ for experiment in "$@"; do
         free="--policy.rewards.adaptive_kl.target None --policy.rewards.kl_coef 0.001"
         seeds "$experiment" 4 "python $both --preset tales $labels $free --policy.ppo.total_episodes 9600" ;;
 
-    # The ablations of lm-human-preference-details, on its task. Its Pythia runs read labels that are GPT-2's ids with
-    # Pythia's tokenizer; here they would be refused.
+    # The ablations of lm-human-preference-details, on its task. Pythia is missing: the labels are token ids of GPT-2,
+    # and train_reward.py refuses to read them with another tokenizer.
     torch-adam)
         seeds "$experiment" 10 "$eight benchmark/ablations.py with torch-adam $both --preset descriptiveness $track" ;;
     gradient-accumulation) # 64 pieces of one episode; here a memory knob, so nothing may happen

@@ -15,22 +15,24 @@ of an implementation in reference/lm_human_preferences.csv. Runs are grouped by 
 
 All are smoothed as the published figures were: every run is interpolated onto 10,000 points, mean and deviation are
 taken at each, and both are averaged over a centred window of 100 points, one hundredth of the figure's x axis.
+Between two updates the noise of both is averaged, so these deviations are up to a fifth below those at single
+updates.
 
 The verdict takes the difference of the two means at a few updates and divides it by its standard error:
 
     z = (ours - theirs) / sqrt(std_ours^2 / n_ours + std_theirs^2 / n_theirs + reading_error^2)
 
-Inside is |z| <= 3. With ten seeds on either side that is a distance of 1.3 standard deviations over seeds. The
-deviations are those of single updates and the means are smoothed, so z is too small rather than too large. A
-deviation that could not be read from a figure is taken to be the other side's. The exit status is 0 if all are
-inside, 1 if not, 2 for bad input.
+Inside is |z| <= 3. With ten seeds on either side that is a distance of 1.3 standard deviations over seeds. The means
+are averaged over a window and the deviations are not those of such averages but larger, so with ten seeds z is too
+small rather than too large, and a small difference may pass. With few seeds the deviations themselves are uncertain,
+and points fall outside by chance. A deviation that could not be read from a figure, or that of a single seed, is
+taken to be the other side's. The exit status is 0 if all are inside, 1 if not, 2 for bad input.
 """
 
 import glob
 import math
 import shlex
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +55,9 @@ POINTS = 100  # of a curve in curves.csv, at most
 CHECKPOINTS = (100, 250, 500, 1000, 1500)  # updates, and the last
 Z_LIMIT = 3.0
 BOOTSTRAP = 2000  # resamplings
+PUBLISHED_FIGURES = ("ours1.png", "lm-human-preference.png")  # the first shows deviations
 PUBLISHED_SEEDS = {"sentiment": 10, "descriptiveness": 10, "tldr": 1}
+FEW_SEEDS = 5
 HIDDEN_PIXELS = 1.7  # a band that the line hides is narrower than this
 COLORS = ("#0072b2", "#d55e00")
 
@@ -82,6 +86,10 @@ METRICS = (
     "ppo/val/var_explained",
     "train_reward/minibatch/loss",
 )
+NEVER_NEGATIVE = {
+    *("objective/kl_coef", "ppo/loss/value", "ppo/policy/clipfrac", "ppo/policy/entropy", "ppo/policy/approxkl"),
+    *("ppo/returns/var", "ppo/val/clipfrac", "ppo/val/error", "ppo/val/var", "train_reward/minibatch/loss"),
+}
 
 
 @dataclass(frozen=True)
@@ -118,17 +126,18 @@ def read_runs(folders: Iterable[Path]) -> tuple[dict[str, list[pd.DataFrame]], d
     facts: dict[str, set[str]] = {"commit": set(), "device": set(), "versions": set()}
     for folder in sorted(folders):
         meta = read_meta(folder)
+        table = read_numbers(folder / "metrics.csv").set_index("step")
         try:
-            table = pd.read_csv(folder / "metrics.csv", index_col="step")
-        except (OSError, ValueError) as error:
-            raise InputError(f"{folder} is not the folder of a run: {error}") from error
-        if not meta["finished"]:
+            finished, task, seed = meta["finished"], meta["args"]["preset"], meta["args"]["seed"]
+        except KeyError as error:
+            raise InputError(f"{folder / 'meta.json'} was damaged: it has no {error}") from error
+        if not finished:
             print(f"left out, because it is not finished: {folder}")
             continue
-        task, seed, kind = meta["args"]["preset"], meta["args"]["seed"], meta["args"]["exp_name"]
+        kind = "policy" if "ppo" in meta["args"] else "reward model"
         if (task, kind, seed) in seen:
             raise InputError(
-                f"{folder} and {seen[task, kind, seed]} are both {kind}, {task}, seed {seed}; choose one"
+                f"{folder} and {seen[task, kind, seed]} are both a {kind}, {task}, seed {seed}; choose one"
             )
         seen[task, kind, seed] = folder
         own = shared_arguments(meta["args"])
@@ -175,11 +184,8 @@ def interquartile_means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
     def iqm(scores: np.ndarray) -> np.ndarray:  # (seeds, 1, columns): rliable resamples the seeds
         return scipy.stats.trim_mean(scores[:, 0], proportiontocut=0.25, axis=0)
 
-    with warnings.catch_warnings():  # rliable 1.2 seeds its generator in a way that is going out of use
-        warnings.filterwarnings("ignore", "random_state is deprecated", FutureWarning)
-        point, interval = rliable.get_interval_estimates(
-            {"": values[:, None]}, iqm, reps=BOOTSTRAP, random_state=np.random.RandomState(0)
-        )
+    np.random.seed(0)  # rliable 1.2 draws from numpy's global generator, whatever its random_state is
+    point, interval = rliable.get_interval_estimates({"": values[:, None]}, iqm, reps=BOOTSTRAP)
     return point[""], *interval[""]
 
 
@@ -188,9 +194,11 @@ def aggregate(runs: dict[str, list[pd.DataFrame]], title: str, metrics: Sequence
     curves = []
     for task, tables in runs.items():
         for metric in metrics:
-            seeds = [table[metric].dropna() for table in tables if metric in table]
+            seeds = [table[metric] for table in tables if metric in table]
             if not seeds:
                 continue
+            if any(len(series) == 0 or series.isna().any() for series in seeds):
+                raise InputError(f"{metric} of {task} has gaps")
             length = int(seeds[0].index[-1])
             if any(series.index[-1] != length for series in seeds):
                 raise InputError(f"the seeds of {task} differ in length")
@@ -216,17 +224,40 @@ def aggregate(runs: dict[str, list[pd.DataFrame]], title: str, metrics: Sequence
 
 
 def published(implementation: str) -> pd.DataFrame:
-    """The curves of one implementation in reference/: from the figure that shows deviations, else from the other."""
+    """The curves of one implementation in reference/, with their errors and the window of their smoothing."""
     table = pd.read_csv(REFERENCE / "lm_human_preferences.csv", keep_default_na=False, na_values=["NaN", ""])
     table = table[table["implementation"] == implementation]
-    table = table.merge(pd.read_csv(REFERENCE / "errors.csv"), how="left")
-    table["window"] = table.groupby(["source_figure", "task"])["step"].transform("max") * WINDOW / GRID
+    errors = pd.read_csv(REFERENCE / "errors.csv")
+    table = table.merge(errors, how="left", on=["source_figure", "implementation", "task", "metric"])
+
+    # Where two figures show a curve, the one that shows deviations.
+    preference = table["source_figure"].map(PUBLISHED_FIGURES.index)
+    table = table[preference == preference.groupby([table["task"], table["metric"]]).transform("min")].copy()
+
+    # A window is a hundredth of the x axis of its figure.
+    length = table.groupby(["source_figure", "task"])["step"].transform("max")
+    table["window"] = length * WINDOW / GRID
     table["update"] = table["update"].fillna(table["step"])  # of the reward model's own training
     table["seeds"] = table["task"].map(PUBLISHED_SEEDS)
+
+    # A band that the line hides has a deviation of at most the line's width.
     hidden = table["note"].fillna("").str.contains("std_hidden")
     table.loc[hidden, "std"] = HIDDEN_PIXELS * table.loc[hidden, "pixel"]
-    best = table.groupby(["task", "metric"])["source_figure"].transform("max")  # ours1.png > lm-human-preference.png
-    return table[table["source_figure"] == best]
+    return table
+
+
+def read_numbers(path: Path, columns: Sequence[str] = ()) -> pd.DataFrame:
+    """A table; those columns, or else all, must hold numbers."""
+    try:
+        table = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as a table: {error}") from error
+    if not len(table):
+        raise InputError(f"{path} has no rows")
+    for column in columns or table.columns:
+        if column in table and not pd.api.types.is_numeric_dtype(table[column]):
+            raise InputError(f"{path}: {column} holds something that is not a number")
+    return table
 
 
 def curve_of(curves: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
@@ -235,12 +266,9 @@ def curve_of(curves: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
 
 def read_curves(path: Path) -> pd.DataFrame:
     """A curves.csv that this script wrote."""
-    try:
-        table = pd.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as a table of curves: {error}") from error
-    needed = {"implementation", "task", "metric", "update", "mean", "std", "seeds", "window", "mean_error"}
-    if missing := sorted(needed - set(table)):
+    numbers = ("update", "mean", "std", "seeds", "window", "mean_error")
+    table = read_numbers(path, numbers)
+    if missing := sorted({"implementation", "task", "metric", *numbers} - set(table)):
         raise InputError(f"{path} is not a table of curves: it has no column {', '.join(missing)}")
     return table
 
@@ -327,6 +355,18 @@ def compare(ours: pd.DataFrame, theirs: pd.DataFrame, metrics: Sequence[str]) ->
     return pd.DataFrame(rows)
 
 
+def not_compared(ours: pd.DataFrame, theirs: pd.DataFrame) -> list[str]:
+    """One line for each task of ours of which they lack all curves or some."""
+    lines = []
+    for task in ours["task"].unique():
+        own, known = (curves[curves["task"] == task]["metric"].unique() for curves in (ours, theirs))
+        lacking = [metric for metric in own if metric not in known]
+        if lacking:
+            what = "everything" if len(lacking) == len(own) else ", ".join(lacking)
+            lines.append(f"{task}, not compared, because the other side does not have it: {what}")
+    return lines
+
+
 def summary(verdict: pd.DataFrame) -> list[str]:
     """One line per task, and one for all."""
     lines = []
@@ -378,10 +418,12 @@ def verdict_rows(verdict: pd.DataFrame, ours: str, theirs: str) -> list[dict[str
 
 def curve_rows(curves: pd.DataFrame) -> list[dict[str, str]]:
     """The first update and the checkpoints of curves that are compared with nothing."""
+    names = ("mean", "std", "iqm", "iqm_low", "iqm_high")
+    curves = curves.reindex(columns=[*curves.columns, *(name for name in names if name not in curves)])
     rows = []
     for (task, metric), curve in curves.groupby(["task", "metric"], sort=False):
-        for update in [0, *checkpoints(curve["update"].max())]:
-            at = {name: value_at(curve, name, update) for name in ("mean", "std", "iqm", "iqm_low", "iqm_high")}
+        for update in [0, *checkpoints(int(curve["update"].max()))]:
+            at = {name: value_at(curve, name, update) for name in names}
             interval = f"{number(at['iqm'])} [{number(at['iqm_low'])}, {number(at['iqm_high'])}]"
             value = f"{number(at['mean'])} ± {number(at['std'])}"
             who = {"task": task, "metric": f"`{metric}`", "update": str(update), "seeds": str(curve["seeds"].iloc[0])}
@@ -395,6 +437,8 @@ def draw(
     """Small multiples: one panel per task and metric that the first side has; mean and one deviation of each side."""
     first = sides[0]
     panels = [(task, metric) for task in tasks for metric in metrics if len(curve_of(first, task, metric))]
+    if not panels:
+        raise InputError(f"there are no curves of {', '.join(metrics)}")
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(10, 1.9 * lines + 0.4), layout="constrained")
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
@@ -402,6 +446,8 @@ def draw(
         for side, color in zip(sides, COLORS, strict=False):
             curve = curve_of(side, task, metric)
             low, high = curve["mean"] - curve["std"], curve["mean"] + curve["std"]
+            if metric in NEVER_NEGATIVE:
+                low = low.clip(lower=0)
             axes.fill_between(curve["update"], low, high, color=color, alpha=0.2, linewidth=0)
             axes.plot(curve["update"], curve["mean"], color=color, linewidth=1.4)
         axes.set_title(metric if len(tasks) == 1 else f"{task}\n{metric}", fontsize=9)
@@ -423,10 +469,14 @@ def main(args: Args) -> int:
     if args.theirs:
         theirs, _ = load([args.theirs], args.theirs, args.metrics, theirs)
     ours, facts = load(args.ours, args.title, args.metrics, theirs)
+    if args.theirs and theirs["implementation"].iloc[0] == ours["implementation"].iloc[0]:
+        theirs = theirs.assign(implementation=args.theirs)
     tasks = list(ours["task"].unique())
     sides = [ours, theirs] if args.theirs else [ours]
 
     if args.figure:
+        if args.figure.suffix not in (".png", ".pdf", ".svg"):
+            raise InputError(f"--figure {args.figure}: must end in .png, .pdf or .svg")
         args.figure.parent.mkdir(parents=True, exist_ok=True)
         draw(sides, tasks, args.metrics, len(args.metrics), args.figure)
         return 0
@@ -437,13 +487,15 @@ def main(args: Args) -> int:
     ours.to_csv(args.output / "curves.csv", index=False, float_format="%.6g")
     for task in tasks:
         draw(sides, [task], args.metrics, 4, args.output / f"{task}.png")
-    header = "".join(f"{name}: {'; '.join(values)}\\n" for name, values in facts.items()) + "\n"
+    header = "".join(f"{name}: {'; '.join(values)}\n\n" for name, values in facts.items())
     if not args.theirs:
         (args.output / "table.md").write_text(header + markdown(curve_rows(ours)))
         print(markdown(curve_rows(ours)))
         return 0
     verdict = compare(ours, theirs, args.metrics)
-    lines = summary(verdict)
+    lines = not_compared(ours, theirs) + summary(verdict)
+    if (fewest := int(ours["seeds"].min())) < FEW_SEEDS:
+        lines.insert(0, f"seeds: {fewest}; with fewer than {FEW_SEEDS}, points may be outside by chance")
     names = [side["implementation"].iloc[0] for side in sides]
     verdict.to_csv(args.output / "verdict.csv", index=False, float_format="%.6g")
     table = markdown(verdict_rows(verdict, *names))
@@ -455,5 +507,5 @@ def main(args: Args) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
-    except InputError as error:
+    except (InputError, OSError) as error:
         exit_with(str(error))

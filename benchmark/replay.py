@@ -1,6 +1,7 @@
 """openrlbenchmark without a network: our run folders and the published curves, as it would find them on W&B.
 
-    # our runs against OpenAI's curves, all metrics of the published figure; draws replay.png and more
+    # our runs against OpenAI's curves, all metrics of the published figure; draws replay.png and more.
+    # Runs of tales are drawn beside OpenAI's task sentiment: another task and another model, for the shapes only
     python benchmark/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*'
     # any arguments of openrlbenchmark.rlops_multi_metrics in place of ours, after two dashes
     python benchmark/replay.py --runs 'runs/train_policy*' -- --env-ids tales --filters \\
@@ -49,6 +50,7 @@ from ppo_rlhf.run import InputError, exit_with, find_folder, flatten, read_meta
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds
 SEEDS = 10
+MARK = "made_by_replay"  # an empty file in a folder that this script may replace
 OPENAI, DETAILS = "openai/lm-human-preferences", "lm-human-preference-details"
 
 # Of the published figure: name in our runs, in OpenAI's on W&B, in those of the reproduction.
@@ -102,8 +104,11 @@ class CachedRun:
 
 def dotted(config: dict[str, Any]) -> dict[str, Any]:
     """Configuration with the keys that the tool asks for: {"ppo": {"lr": 1}} becomes {"ppo.value.lr": 1}."""
-    first_and_rest = {name: name.partition(".") for name in flatten(config)}
-    return {f"{first}.value{dot}{rest}": flatten(config)[name] for name, (first, dot, rest) in first_and_rest.items()}
+    keys = {}
+    for name, value in flatten(config).items():
+        first, dot, rest = name.partition(".")
+        keys[f"{first}.value{dot}{rest}"] = value
+    return keys
 
 
 def our_run(folder: Path) -> CachedRun:
@@ -192,32 +197,24 @@ def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
 def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
     """The published command: our runs against OpenAI's, all metrics, one column per task."""
     presets = sorted({run.config["preset.value"] for run in ours}, key=lambda preset: preset != "sentiment")
-    theirs = [task if task in TASKS else TASKS["descriptiveness" in task] for task in presets]
     names = sorted({run.config["exp_name.value"] for run in ours})
+    columns = max(1, 6 // len(presets)) * len(presets)  # a metric's panels beside each other, about six in a line
 
-    def query(where: str, column: int) -> str:
-        return f"?{where}&" + "&".join(f"metrics={metric[column]}" for metric in METRICS)
+    def query(place: str, column: int) -> str:
+        return f"?{place}&xaxis=_step&" + "&".join(f"metrics={metric[column]}" for metric in METRICS)
 
-    return [
-        *("--filters", query("we=local&wpn=ppo_rlhf&xaxis=_step&ceik=preset&cen=exp_name", 0)),
-        *(f"{name}?cl=ppo_rlhf, {name}" for name in names),
-        "--filters",
-        query(
-            "we=openrlbenchmark&wpn=lm-human-preferences&xaxis=_step&ceik=task_id&cen=task.value.policy.initial_model",
-            1,
-        ),
-        f"124M?cl={OPENAI}, 124M",
-        *("--env-ids", *presets, "--env-ids", *theirs),
-        *(
-            "--no-check-empty-runs",
-            "--pc.ncols",
-            str(6 // len(presets) * len(presets)),
-            "--pc.ncols-legend",
-            "1",
-            "--pc.xlabel",
-            "update",
-        ),
-    ]
+    our_place = "we=local&wpn=ppo_rlhf&ceik=preset&cen=exp_name"
+    their_place = "we=openrlbenchmark&wpn=lm-human-preferences&ceik=task_id&cen=task.value.policy.initial_model"
+    arguments = ["--filters", query(our_place, 0), *(f"{name}?cl=ppo_rlhf, {name}" for name in names)]
+    arguments += ["--filters", query(their_place, 1), f"124M?cl={OPENAI}, 124M"]
+    arguments += ["--env-ids", *presets, "--env-ids", *map(original_task, presets)]
+    arguments += ["--no-check-empty-runs", "--pc.ncols", str(columns), "--pc.ncols-legend", "1"]
+    return [*arguments, "--pc.xlabel", "update"]
+
+
+def original_task(preset: str) -> str:
+    """The task of OpenAI's that is drawn beside ours: the same, or the one that the small world imitates."""
+    return "descriptiveness" if "descriptiveness" in preset else "sentiment"
 
 
 TOOL = """
@@ -233,10 +230,14 @@ def main(args: Args, tool_arguments: list[str]) -> int:
     if not folders:
         raise InputError(f"--runs {' '.join(args.runs)}: no such folder")
     ours = [our_run(folder) for folder in folders]
-    if args.folder.exists():
-        if {path.name for path in args.folder.iterdir()} - {"dataset"}:
-            raise InputError(f"--folder {args.folder} holds other things; give another one")
-        shutil.rmtree(args.folder)
+    if twice := [run.name for i, run in enumerate(ours) if run.name in {other.name for other in ours[:i]}]:
+        raise InputError(f"--runs: {twice[0]} is there twice")
+    mark = args.folder / MARK
+    if args.folder.exists() and not mark.exists():
+        raise InputError(f"--folder {args.folder} was not made by this script; give another one")
+    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True)
+    mark.touch()
     write_cache(args.folder, [*ours, *published_runs()])
     command = [sys.executable, "-c", TOOL, str(args.folder.resolve())]
     command += [*(tool_arguments or default_arguments(ours)), "--output-filename", str(args.output)]
@@ -249,5 +250,5 @@ if __name__ == "__main__":
     split = words.index("--") if "--" in words else len(words)
     try:
         sys.exit(main(tyro.cli(Args, args=words[:split], description=__doc__), words[split + 1 :]))
-    except InputError as error:
+    except (InputError, OSError) as error:
         exit_with(str(error))

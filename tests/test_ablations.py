@@ -99,12 +99,13 @@ def test_lines_are_where_they_were():
             assert any(old in source for source in sources.values()) and old != new, name
             for source in sources.values():
                 changed, found = ablations.replaced(source, {old: new})
-                assert (old in source) == bool(found) and old not in changed.replace(new, "")
+                assert found == ({old} if old in source else set()) and old not in changed.replace(new, "")
 
 
 def test_a_line_that_is_gone_is_an_error(monkeypatch):
-    gone = ablations.Ablation("D00", "nothing", lines={"no such line": ""})
-    with pytest.raises(ValueError, match="not in the training scripts any more"):
+    """Also where another of its lines is still there."""
+    gone = ablations.Ablation("D00", "nothing", lines={ablations.POSITIONS: "pass", "no such line": ""})
+    with pytest.raises(ValueError, match="no training script has what this ablation replaces: no such line"):
         ablations.change_scripts(gone)
 
 
@@ -168,7 +169,7 @@ def write_policy(folder: Path, name: str, seed: int, kl: float, **meta) -> None:
     columns = {column: np.full(20, kl) for column, _ in ablations.EFFECTS.values()}
     columns["objective/kl"] = np.where(np.arange(20) == 5, 30.0, kl)
     pd.DataFrame(columns).to_csv(run / "metrics.csv")
-    (run / "meta.json").write_text(json.dumps({"finished": True, "commit": "abc"} | meta))
+    (run / "meta.json").write_text(json.dumps({"args": {}, "finished": True, "commit": "abc"} | meta))
 
 
 def test_report(tmp_path):
@@ -177,6 +178,9 @@ def test_report(tmp_path):
         write_policy(tmp_path / "runs", "one-epoch", seed, kl=1.5 + seed, finished=seed < 3)
     record = {"command": "", "commit": "", "finished": False, "status": 2, "starts": 1}
     (tmp_path / "runs/policy-one-epoch/seed3/job.json").write_text(json.dumps(record))
+    (tmp_path / "runs/policy-one-epoch/seed3/runs/began").mkdir()  # and never got as far as meta.json
+    write_policy(tmp_path / "runs", "no-kl", 1, kl=1.0, finished=False)
+    (tmp_path / "runs/policy-no-kl/seed1/job.json").write_text(json.dumps(record))
     arguments = ["--folder", "runs", "--output", "out"]
     result = launch(ABLATIONS, "report", *arguments, folder=tmp_path)
     assert result.status == 0, result
@@ -184,6 +188,8 @@ def test_report(tmp_path):
     assert re.search(
         r"\[D62\].*#D62.*\| 2, 1 failed \| \*\*\+0.50 ± 0.00\*\* \| \*\*\+0.50 ± 0.00\*\* \| \+0.00 ± 0.00", row
     ), row
+    (gone,) = [line for line in result.stdout.splitlines() if "`no-kl`" in line]
+    assert gone.endswith("| 0, 1 failed |  |  |  |  |")
     assert "commit: abc" in (tmp_path / "out/ablations.md").read_text()
     assert (tmp_path / "out/ablations.png").read_bytes()[:4] == b"\x89PNG"
     nothing = launch(ABLATIONS, "report", "--folder", "nowhere", folder=tmp_path)
@@ -251,11 +257,21 @@ def test_overoptimisation_of_made_up_runs(tmp_path):
     script = ABLATIONS.parent / "overoptimisation.py"
     result = launch(script, "--runs", "made up=runs/*", "--output", "out", folder=tmp_path)
     assert result.status == 0, result
-    (row,) = [line for line in result.stdout.splitlines() if "made up" in line]
+    row, *seeds = [line for line in result.stdout.splitlines() if "made up" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:5] == ["3", "10 %, 20 %, 30 %", "1.50 [1.50, 1.50]", "0.50 [0.50, 0.50]"]
     assert cells[6] == "not seen"  # exp(alpha / beta - 1) is 7.4, and d ends at 5
     table = pd.read_csv(tmp_path / "out/overoptimisation.csv")
     np.testing.assert_allclose(table["proxy"], 3 * table["d"], rtol=1e-3)
+    assert [line.split(" | ")[1:3] for line in seeds] == [["1", "10 %"], ["2", "20 %"], ["3", "30 %"]]
+    d = 5.03 - 2 * 4.9 / 39  # the middle of the last five updates of seed 3; a mean of five is a little lower
+    assert seeds[2].split(" | ")[3] == f"{d * (1.5 - 0.5 * math.log(d)):.1f} at d = {d:.1f}"
     assert (tmp_path / "out/overoptimisation.png").exists()
+    more = "--runs", "out/overoptimisation.csv", "--output", "again", "--figure", "new/picture.png"
+    again = launch(script, *more, folder=tmp_path)
+    assert again.status == 0 and again.stdout == result.stdout and (tmp_path / "new/picture.png").exists()
+    csvs = [(tmp_path / f"{folder}/overoptimisation.csv").read_text() for folder in ("out", "again")]
+    assert csvs[0] == csvs[1]
+    (tmp_path / "damaged.csv").write_text("a,b\n1,2\n")
+    assert launch(script, "--runs", "damaged.csv", folder=tmp_path).status == 2
     assert launch(script, "--runs", "x=nowhere/*", "--output", "out", folder=tmp_path).status == 2

@@ -95,6 +95,12 @@ def test_each_seed_runs_once_in_a_folder_of_its_own(home):
     assert more.status == 0 and calls(home)[3:][0]["argv"] == ["--seed", "4"] and len(calls(home)) == 4
 
 
+def test_the_table_needs_no_command(home):
+    start(home)
+    shown = launch(LAUNCHER, "--name", "test", "--folder", str(home / "bench"), "--show", folder=home)
+    assert shown.status == 0 and shown.stdout.count("finished") == 3 and len(calls(home)) == 3
+
+
 def test_tags_name_description_and_commit(home):
     start(home, seeds=1, WANDB_TAGS="mine")
     tags = calls(home)[0]["WANDB_TAGS"].split(",")
@@ -123,6 +129,43 @@ def test_what_was_cut_off_goes_on(home):
     assert calls(home)[1]["argv"] == ["--seed", "1", "--resume", str(run)]
 
 
+def test_a_damaged_run_is_not_finished(home):
+    """And a stray file among the runs is left alone."""
+    (home / "behaviour").write_text("meets")  # two that write at the same time; the second is not disturbed
+    command = f"bash -c '{sys.executable} {home}/job.py --seed {{seed}}; touch runs/stray; "
+    command += "if [ {seed} = 1 ]; then echo [1 > runs/run1/meta.json; fi'"
+    result = start(home, "--command", command, "--workers", "2", seeds=2)
+    assert result.status == 1 and "cut off" in result.stdout and record(home, 2)["finished"], result
+    (home / "behaviour").write_text("")
+    assert start(home, "--command", command, "--workers", "2", seeds=2).status == 1
+    assert record(home, 1)["starts"] == 2 and (home / "bench/test/seed1/runs/stray").exists()
+
+
+def test_a_signal_that_comes_while_a_seed_is_started(home):
+    """The command starts after the signal and is told to stop all the same."""
+    (home / "behaviour").write_text("stops when told")
+    slow = home / "bin/git"  # which the launcher asks for its commit before it starts a seed
+    slow.parent.mkdir()
+    slow.write_text(f"#!/bin/bash\ntouch {home}/asked\nsleep 2\n")
+    slow.chmod(0o755)
+    path = {"PATH": f"{slow.parent}{os.pathsep}{os.environ['PATH']}"}
+    launched = Launched(LAUNCHER, *arguments(home, "--workers", "2"), folder=home, **path)
+    wait_for(home / "asked")
+    os.kill(launched.process.pid, signal.SIGTERM)
+    result = launched.wait(60)
+    assert result.status == 1 and "cut off" in result.stdout and result.stdout.count("waiting") >= 2
+    assert not record(home, 1)["finished"] and not (home / "bench/test/seed2").exists()
+
+
+def test_an_error_of_the_launcher_stops_the_commands(home):
+    """A seed that removes its own folder: one line, and no command goes on."""
+    command = f"bash -c 'if [ {{seed}} = 1 ]; then sleep 1; rm -rf {home}/bench/test/seed1; else exec sleep 77; fi'"
+    result = start(home, "--command", command, "--workers", "2", seeds=2)
+    assert result.status == 2 and result.stderr.count("\n") == 1 and "seed1" in result.stderr, result
+    time.sleep(0.2)
+    assert not subprocess.run(["pgrep", "-f", "sleep 77"], capture_output=True, text=True).stdout
+
+
 def test_a_run_that_never_began_is_begun_anew(home):
     husk = home / "bench/test/seed1/runs/husk"
     husk.mkdir(parents=True)
@@ -145,7 +188,7 @@ def test_sigterm_reaches_the_command_and_nothing_more_starts(home):
     os.kill(launched.process.pid, signal.SIGTERM)
     result = launched.wait(60)
     assert result.status == 1 and len(calls(home)) == 1
-    assert record(home, 1) | {"seconds": 0} == record(home, 1) | {"seconds": 0, "finished": False, "status": 0}
+    assert record(home, 1) | {"seconds": 0} == record(home, 1) | {"seconds": 0, "finished": False, "status": None}
     assert "cut off" in result.stdout and "waiting" in result.stdout
     (home / "behaviour").write_text("")
     assert start(home).status == 0 and len(calls(home)) == 4
@@ -159,7 +202,8 @@ def test_a_second_sigterm_kills(home):
         os.kill(launched.process.pid, signal.SIGTERM)
         time.sleep(0.5)
     result = launched.wait(60)
-    assert result.status == 1 and record(home, 1)["status"] == -signal.SIGKILL and "cut off" in result.stdout
+    assert result.status == 1 and record(home, 1)["status"] is None and "cut off" in result.stdout
+    assert not subprocess.run(["pgrep", "-f", f"{home}/job.py"], capture_output=True, text=True).stdout
 
 
 def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(home):
@@ -168,6 +212,8 @@ def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(hom
     wait_for(home / "started")
     launched.process.kill()
     launched.process.join()
+    shown = launch(LAUNCHER, "--name", "test", "--folder", str(home / "bench"), "--show", folder=home)
+    assert "running" in shown.stdout
     second = start(home, seeds=1)
     assert second.status == 1 and "elsewhere" in second.stdout and len(calls(home)) == 1
     running = subprocess.run(["pgrep", "-f", f"{home}/job.py"], capture_output=True, text=True).stdout.split()
@@ -188,6 +234,7 @@ def test_slurm(home):
     path = {"PATH": f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}"}
     template = str(ROOT / "benchmark/slurm_template.sh")
     more = ["--start_seed", "5", "--workers", "2", "--slurm_template", template]
+    assert start(home, "--show", *more, seeds=2, **path).status == 1 and not (home / "calls").exists()
     result = start(home, *more, seeds=2, **path)
     assert result.status == 0, result
     script = (home / "bench/test/slurm.sh").read_text()
@@ -212,8 +259,10 @@ def test_words_of_the_command(home):
     "more, message",
     [
         (["--name", "a/b"], "must be the name of a folder"),
+        (["--name", ".."], "must be the name of a folder"),
         (["--num_seeds", "0"], "must be at least 1"),
-        (["--command", " "], "--command is empty"),
+        (["--command", " "], "--command is missing"),
+        (["--command", "", "--show", "--name", "none"], "holds no seeds"),
         (["--command", "python 'x"], "--command python 'x: No closing quotation"),
         (["--command", "no-such-program"], "no-such-program: No such file"),
         (["--slurm_template", "nowhere"], "--slurm_template nowhere: No such file"),
@@ -222,6 +271,7 @@ def test_words_of_the_command(home):
 def test_bad_input(home, more, message):
     result = start(home, *more)
     assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1, result
+    assert not list((home / "bench").glob("*/*/job.json"))  # nothing has run, and the name is still free
 
 
 def test_other_commands_and_other_commits_are_refused(home):

@@ -21,7 +21,8 @@ def write_run(folder: Path, seed: int, table: pd.DataFrame, preset: str = "senti
     run = folder / f"train_policy__{preset}__{seed}__1"
     run.mkdir(parents=True)
     table.rename_axis("step").to_csv(run / "metrics.csv")
-    args = {"preset": preset, "seed": seed, "exp_name": "train_policy", "rewards": {"trained_model": f"m{seed}"}}
+    args = {"preset": preset, "seed": seed, "exp_name": "train_policy", "ppo": {}}
+    args["rewards"] = {"trained_model": f"m{seed}"}
     meta = {"finished": True, **FACTS, "args": args} | changes
     (run / "meta.json").write_text(json.dumps(meta))
     return run
@@ -138,6 +139,9 @@ def test_interquartile_means():
     by_hand = np.sort(values, axis=0)[2:8].mean(0)  # a quarter of ten seeds, rounded down, goes at either end
     np.testing.assert_allclose(point, by_hand)
     assert (low < point).all() and (point < high).all() and (high - low < 4 * np.arange(1, 8)).all()
+    np.random.random(3)  # whatever else draws from numpy's global generator, the intervals are the same
+    again = compare.interquartile_means(values)
+    np.testing.assert_array_equal(np.stack(again), np.stack([point, low, high]))
 
 
 def test_aggregate_of_one_table_by_hand():
@@ -195,6 +199,7 @@ def test_aggregation_alone(tmp_path):
         "table.md",
         "tales.png",
     }
+    assert (tmp_path / "out/table.md").read_text().startswith("commit: c\n\ndevice: cpu: d, 1 x 1 threads\n\n")
     facts = json.loads((tmp_path / "out/facts.json").read_text())
     assert facts["commit"] == ["c"] and facts["device"] == ["cpu: d, 1 x 1 threads"]
     picture = [
@@ -209,12 +214,51 @@ def test_aggregation_alone(tmp_path):
     ]
     assert launch(COMPARE, *picture, folder=tmp_path).status == 0
     assert (tmp_path / "new/picture.png").exists() and not (tmp_path / "b").exists()
+    for wrong in (["--figure", "p.xyz"], ["--figure", "p.png", "--metrics", "none"], ["--output", "out/curves.csv"]):
+        result = launch(COMPARE, "--ours", "out/curves.csv", *wrong, folder=tmp_path)
+        assert result.status == 2 and result.stderr.count("\n") == 1, result
+
+
+def test_published_curves_alone(tmp_path):
+    """They have no interquartile means, and of the small figure no deviations: question marks."""
+    result = launch(COMPARE, "--ours", "openai/lm-human-preferences", "--output", "out", folder=tmp_path)
+    assert result.status == 0, result
+    assert "| sentiment | `objective/kl` | 100 | 10 | 6.45 ± 0.403 | ? [?, ?] |" in result.stdout
+    assert "| tldr | `objective/kl` | 31249 | 1 |" in result.stdout
+
+
+def test_few_seeds_are_said(tmp_path):
+    write_run(tmp_path / "runs", 1, line(), preset="tales")
+    assert launch(COMPARE, "--ours", "runs/*", "--output", "out", folder=tmp_path).status == 0
+    few = launch(COMPARE, "--ours", "runs/*", "--theirs", "out/curves.csv", folder=tmp_path)
+    assert "seeds: 1; with fewer than 5, points may be outside by chance" in few.stdout
+    names = "| task | metric | update | ppo_rlhf | out/curves.csv | z |  |"  # both sides are called ppo_rlhf
+    assert names in few.stdout and "| tales | `objective/scores` | 20 | 1 ± ? | 1 ± ? | ? |" in few.stdout
+
+
+def test_what_the_other_side_lacks_is_said(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", seed, line() * seed, preset="tales")
+        write_run(tmp_path / "runs", seed, line() * seed, preset="mine")
+    (tmp_path / "part").mkdir()
+    for seed in (1, 2):
+        write_run(tmp_path / "part", seed, line()[["objective/kl"]] * seed, preset="tales")
+    assert launch(COMPARE, "--ours", "part/*", "--output", "out", folder=tmp_path).status == 0
+    result = launch(COMPARE, "--ours", "runs/*", "--theirs", "out/curves.csv", folder=tmp_path)
+    lines = result.stdout.splitlines()
+    assert "mine, not compared, because the other side does not have it: everything" in lines
+    assert "tales, not compared, because the other side does not have it: objective/scores" in lines
+    assert result.status == 0 and lines[-1] == "all 1 are inside"
 
 
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("twice", "are both train_policy, sentiment, seed 1; choose one"),
+        ("twice", "are both a policy, sentiment, seed 1; choose one"),
+        ("another experiment", "has other arguments than another seed of sentiment: exp_name"),
+        ("gaps", "objective/kl of sentiment has gaps"),
+        ("words", "holds something that is not a number"),
+        ("no rows", "metrics.csv has no rows"),
         ("other", "has other arguments than another seed of sentiment: ppo"),
         ("longer", "the seeds of sentiment differ in length"),
         ("unfinished", "none of these runs is finished"),
@@ -232,6 +276,13 @@ def test_bad_input(tmp_path, name, message):
         write_run(tmp_path / "b", 1, line())
     elif name == "other":
         write_run(tmp_path / "b", 2, line(), args=args | {"seed": 2, "ppo": {"lr": 1}})
+    elif name == "another experiment":
+        write_run(tmp_path / "b", 2, line(), args=args | {"seed": 2, "exp_name": "no-kl"})
+    elif name in ("gaps", "words"):
+        bad = {"gaps": "", "words": "much"}[name]
+        (run / "metrics.csv").write_text(f"step,objective/kl,objective/scores\n0,1,1\n1,{bad},1\n")
+    elif name == "no rows":
+        (run / "metrics.csv").write_text("step,objective/kl\n")
     elif name == "longer":
         write_run(tmp_path / "b", 2, line(22))
     elif name == "no meta":

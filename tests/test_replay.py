@@ -119,11 +119,14 @@ def test_a_run_that_is_not_finished_counts_as_running(two_runs, tmp_path):
 def test_bad_input(tmp_path, two_runs):
     result = launch(REPLAY, "--runs", "nowhere*", folder=tmp_path)
     assert result.status == 2 and result.stderr == "error: --runs nowhere*: no such folder\n"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/letter").touch()
+    (tmp_path / "mine/dataset").mkdir(parents=True)
+    (tmp_path / "mine/dataset/letter").touch()
     runs = str(only(two_runs, "runs/*__1__*"))
     result = launch(REPLAY, "--runs", runs, "--folder", "mine", folder=tmp_path)
-    assert result.status == 2 and "--folder mine holds other things" in result.stderr
-    assert (tmp_path / "mine/letter").exists()
+    assert result.status == 2 and "--folder mine was not made by this script" in result.stderr
+    assert (tmp_path / "mine/dataset/letter").exists()
+    shutil.copytree(runs, tmp_path / "copy" / Path(runs).name)
+    result = launch(REPLAY, "--runs", runs, "copy/*", folder=tmp_path)
+    assert result.status == 2 and result.stderr.endswith("is there twice\n")
     result = launch(REPLAY, "--runs", str(tmp_path / "mine"), folder=tmp_path)
     assert result.status == 2 and "is not the folder of a run" in result.stderr
