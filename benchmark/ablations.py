@@ -261,8 +261,9 @@ EFFECTS: dict[str, tuple[str, Callable[[pd.Series], float]]] = {
     "gold score": ("objective/gold_scores", lambda values: values[-LAST:].mean()),
     "KL": ("objective/kl", lambda values: values[-LAST:].mean()),
     "highest KL": ("objective/kl", max),
-    "value error": ("ppo/val/error", lambda values: values[-LAST:].mean()),
+    "explained variance": ("ppo/val/var_explained", lambda values: values[-LAST:].mean()),
 }
+LOGARITHMIC = {"KL": 1, "highest KL": 1}  # in the picture, beyond so much; without a penalty it is far away
 
 
 def read_effects(args: Args) -> tuple[pd.DataFrame, set[str]]:
@@ -362,12 +363,16 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         for i, (mean, half) in enumerate(zip(means, halves, strict=True)):
             axes.errorbar(mean, i, xerr=half, fmt="o", markersize=4, color="#d55e00" if seen[i] else "#888888")
         axes.axvline(0, color="black", linewidth=0.8)
-        reach = 1.15 * max(1e-9, *means.abs())
-        axes.set_xlim(-1.6 * reach, 1.6 * reach)
-        axes.set_title(f"{effect}, against the baseline", fontsize=9)
+        reach = 1.5 * max(1e-9, *(means.abs() + halves.where(seen, 0)))
+        if effect in LOGARITHMIC:
+            axes.set_xscale("symlog", linthresh=LOGARITHMIC[effect])
+            axes.set_xticks([-100, -10, -1, 0, 1, 10, 100], ["-100", "-10", "-1", "0", "1", "10", "100"])
+        axes.set_xlim(-reach, reach)
+        axes.set_title(effect, fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
     panels[0].set_yticks(range(len(others)), others["ablation"], fontsize=8)
+    figure.supxlabel("difference from the baseline; colour where the 95 % interval leaves out 0", fontsize=9)
     figure.savefig(path, dpi=110)
 
 

@@ -13,6 +13,7 @@ import overoptimisation
 import pandas as pd
 import pytest
 import replay
+import scipy.stats
 
 import benchmark
 from ppo_rlhf import sample, tales, train_both, train_policy, train_reward
@@ -86,6 +87,53 @@ def test_over_optimisation():
         if key[0] == "4,992 labels":
             assert ends[key]["gold"] > ends[key]["proxy"] + 1 and ends[key]["gold"] > peaks[key]["gold"] - 0.5
             assert round(accuracy[key]) in (79, 80)
+
+
+def effects_of_ablations() -> dict[str, dict[str, tuple[float, float]]]:
+    """Of each ablation and effect: mean and half of the 95 % interval, from the committed numbers of single runs."""
+    runs = pd.read_csv(ROOT / "benchmark/results/ablations/ablations.csv").set_index("seed")
+    baseline = runs[runs["ablation"] == "baseline"].drop(columns="ablation")
+    effects = {}
+    for name, own in runs.groupby("ablation"):
+        values = own.drop(columns="ablation") - (0 if name == "baseline" else baseline)
+        assert sorted(values.index) == [1, 2, 3]
+        tests = {effect: scipy.stats.ttest_1samp(values[effect], 0).confidence_interval(0.95) for effect in values}
+        effects[name] = {effect: ((i.low + i.high) / 2, (i.high - i.low) / 2) for effect, i in tests.items()}
+    return effects
+
+
+def test_table_of_ablations():
+    table = (ROOT / "benchmark/results/ablations/ablations.md").read_text()
+    effects = effects_of_ablations()
+    assert set(effects) == set(ablations.ABLATIONS)
+    for name, expected in effects.items():
+        (row,) = [line for line in table.splitlines() if f"| `{name}` |" in line]
+        cells = [cell.strip() for cell in row.split("|")][5:-1]
+        for cell, (mean, half) in zip(cells, expected.values(), strict=True):
+            numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", cell)]
+            assert numbers == pytest.approx([mean, half], abs=0.0051)
+            assert cell.startswith("**") == (name != "baseline" and abs(mean) > half)
+
+
+def test_sentences_about_ablations():
+    effects = effects_of_ablations()
+
+    def seen(name: str, effect: str) -> bool:
+        mean, half = effects[name][effect]
+        return abs(mean) > half
+
+    assert [round(effects["baseline"][effect][0], 1) for effect in ("gold score", "KL")] == [3.5, 3.4]
+    gold = {"lambda-0": -3.6, "gamma-0.9": -2.0, "one-epoch": -1.9, "lambda-1": 1.0}
+    kl = {"no-kl": 76.3, "not-normalised-after": 5.2, "constant-learning-rate": 2.7, "fixed-kl": -1.3}
+    for effect, changes in {"gold score": gold, "KL": kl}.items():
+        for name, change in changes.items():
+            assert seen(name, effect) and effects[name][effect][0] == pytest.approx(change, abs=0.06)
+    assert seen("random-value-head", "explained variance")
+    assert round(effects["random-value-head"]["explained variance"][0], 2) == 0.35
+    assert effects["baseline"]["explained variance"][0] < 0
+    nothing = ("no-policy-clipping", "no-value-clipping", "no-advantage-whitening", "torch-adam", "no-score-penalty")
+    for name in (*nothing, "not-normalised-before", "positions-count-padding"):
+        assert not any(seen(name, effect) for effect in ("gold score", "KL", "highest KL")), name
 
 
 def last_twentieth(curve: pd.DataFrame) -> tuple[float, float]:
