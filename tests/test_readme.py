@@ -131,6 +131,9 @@ def test_sentences_about_ablations():
     assert seen("random-value-head", "explained variance")
     assert round(effects["random-value-head"]["explained variance"][0], 2) == 0.35
     assert effects["baseline"]["explained variance"][0] < 0
+    curves = pd.read_csv(ROOT / "benchmark/results/tales/curves.csv")
+    critic = curves.query("task == 'tales' and metric == 'ppo/val/var_explained'")["mean"].iloc[-1]
+    assert round(critic, 2) == 0.63
     nothing = ("no-policy-clipping", "no-value-clipping", "no-advantage-whitening", "torch-adam", "no-score-penalty")
     for name in (*nothing, "not-normalised-before", "positions-count-padding"):
         assert not any(seen(name, effect) for effect in ("gold score", "KL", "highest KL")), name
