@@ -140,18 +140,16 @@ def replaced(source: str, lines: dict[str, str]) -> tuple[str, set[str]]:
 
 def change_scripts(ablation: Ablation) -> dict[str, types.ModuleType]:
     """The training scripts as modules, with the ablation's lines in them. Raises InputError if a line is nowhere."""
+    specs = {name: importlib.util.find_spec(f"ppo_rlhf.{name}") for name in SCRIPTS}
+    changed = {name: replaced(Path(spec.origin).read_text(), ablation.lines) for name, spec in specs.items()}
+    if missing := set(ablation.lines).difference(*(found for _, found in changed.values())):
+        raise InputError(f"no training script has what this ablation replaces: {'; '.join(sorted(missing))}")
     modules: dict[str, types.ModuleType] = {}
-    missing = set(ablation.lines)
-    for name in SCRIPTS:
-        spec = importlib.util.find_spec(f"ppo_rlhf.{name}")
+    for name, spec in specs.items():
         modules[name] = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = modules[name]  # train_both.py imports the other two
         setattr(sys.modules["ppo_rlhf"], name, modules[name])
-        source, found = replaced(Path(spec.origin).read_text(), ablation.lines)
-        missing -= found
-        exec(compile(source, spec.origin, "exec"), modules[name].__dict__)
-    if missing:
-        raise InputError(f"no training script has what this ablation replaces: {'; '.join(sorted(missing))}")
+        exec(compile(changed[name][0], spec.origin, "exec"), modules[name].__dict__)
     return modules
 
 
