@@ -667,6 +667,10 @@ def load_pretrained(
                 setattr(config, name, 0.0)
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       openai/lm-human-preferences lm_human_preferences/language/model.py#L14-L73 @cbfd210
+        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        for name, value in vars(config).items():
+            if value == "gelu_new":
+                setattr(config, name, "gelu_pytorch_tanh")
         if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
             raise OSError("its attention is code from the hub; --trust_remote_code runs it, if you trust it")
         if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):
@@ -771,12 +775,24 @@ def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) 
 
 
 @torch.no_grad()
-def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int) -> None:
-    """Raise if a base model cannot read so many tokens or ids, or if its logits are not just its output layer's."""
+def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
+    """Raise if a base model cannot read so many tokens or ids, or if reading them our way gives other logits.
+
+    read_tokens: of the script, (model, tokens, pad_id, columns) -> hidden states.
+    """
     check_size(model, f"--base_model {base_model}", length, vocab_size)
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    logits = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
-    if not torch.allclose(logits, model(input_ids=tokens).logits, rtol=1e-3, atol=1e-3):
+    tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
+    logits, output_layer = model(input_ids=tokens).logits, model.get_output_embeddings()
+    if not torch.allclose(output_layer(model.base_model(tokens).last_hidden_state), logits, rtol=1e-3, atol=1e-3):
         raise InputError(
             f"--base_model {base_model} changes its logits after the output layer, which is not supported"
+        )
+    try:
+        hidden_states = read_tokens(model, tokens, vocab_size, slice(None))
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        raise InputError(f"--base_model {base_model} does not take an attention mask of 4 dimensions") from error
+    if not torch.allclose(output_layer(hidden_states), logits, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            f"--base_model {base_model} does not attend to all of {length} tokens, query and response, which is not "
+            f"supported; if it attends within a window, shorten --task.query_length or --task.response_length"
         )

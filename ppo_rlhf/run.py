@@ -14,6 +14,7 @@ on from its newest checkpoint and gives the numbers of a run that nothing happen
 
 import contextlib
 import csv
+import ctypes
 import dataclasses
 import errno
 import functools
@@ -258,6 +259,18 @@ def exit_with(message: str, status: int = 2) -> None:
     sys.exit(status)
 
 
+def keep_freed_memory() -> None:
+    """Let the C library keep what a tensor leaves for the next tensor, instead of giving it back to the kernel.
+
+    Otherwise a large tensor is new memory each time, which the kernel clears page by page as it is touched: a fifth
+    of the training time of GPT-2 on a CPU. glibc only; elsewhere nothing happens.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None:
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
+        mallopt(m_trim_threshold, -1)  # and the heap never shrinks
+
+
 def make_accelerator() -> Accelerator:
     """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
     environment_number("RANK", default=0, least=0)
@@ -277,6 +290,7 @@ def make_accelerator() -> Accelerator:
         )
     if accelerator.device.type == "cpu":
         torch.set_num_threads(threads)
+        keep_freed_memory()
     return accelerator
 
 

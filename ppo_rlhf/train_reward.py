@@ -35,6 +35,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StaticCache,
 )
 
 from ppo_rlhf.data import (
@@ -193,6 +194,18 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def causal_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+
+    mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
+    """
+    # [D15] A position sees the real tokens before it and itself, so that padding also sees something.
+    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L101-L159 @cbfd210
+    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
+    return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
+
+
 def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int, columns: slice) -> torch.Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
@@ -205,10 +218,9 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
     # [D14] The position of a token is the number of real tokens before it: [x, pad, pad, a, b] gives [0, 1, 1, 1, 2].
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L265-L269 @cbfd210
     position_ids = mask.cumsum(1) - mask.long()
-    # [D15] The library makes attention causal and hides the padding, also where a row has nothing else to attend to.
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L101-L159 @cbfd210
+    attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
     hidden_states = lm_backbone.base_model(
-        input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state  # (batch, sequence_length, width)
     # [D16] A padding position shows what the nearest real token to its left shows: [0, 0, 0, 3, 4] in the example.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L333-L341 @cbfd210
@@ -346,18 +358,26 @@ def generate(
     """
     # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
     tokens = left_pad(contexts, pad_id)
-    mask = tokens != pad_id  # (batch, columns so far)
+    mask = tokens != pad_id  # (batch, context_length)
     position_ids = mask.cumsum(1) - mask.long()
     tokens = tokens.masked_fill(~mask, 0)
-    cache, responses, logprobs, hidden_states = None, [], [], []
+    # Keys and values of a whole episode have their place from the start: every step has the same shapes.
+    length = contexts.shape[1] + uniforms.shape[1]
+    cache = StaticCache(config=lm_backbone.config, max_cache_len=length)
+    attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
+    rows = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # of the context, of each token
+    responses, logprobs, hidden_states = [], [], []
     # [D22] Always response_length tokens; nothing stops a response early.
     # [D24] No top-k, no top-p.
     #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L84 @cbfd210
     for column in range(uniforms.shape[1]):
-        output = lm_backbone.base_model(
-            input_ids=tokens, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
-        )
-        cache, hidden = output.past_key_values, output.last_hidden_state[:, -1]  # (batch, width)
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=rows[column],
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
         #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
@@ -370,7 +390,6 @@ def generate(
         logprobs.append(all_logprobs.gather(1, tokens))
         hidden_states.append(hidden)
         position_ids = position_ids[:, -1:] + 1
-        mask = torch.cat([mask, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
 
 
@@ -668,7 +687,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L191-L200 @cbfd210
     stream = QueryStream(args.task, tokenizer)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
-    check_model(language_model, args.base_model, ids.context_length + args.task.response_length, ids.pad)
+    longest = ids.context_length + args.task.response_length
+    check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
     with model_errors(args.base_model), torch.device("meta"):  # what it is saved as exists for this kind of model
         AutoModelForSequenceClassification.from_config(
             language_model.config, trust_remote_code=args.trust_remote_code

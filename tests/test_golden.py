@@ -87,6 +87,7 @@ class IdentityModel(torch.nn.Module):
 
     def __init__(self, hidden_states: torch.Tensor):
         super().__init__()
+        self.dtype = hidden_states.dtype
         self.base_model = lambda **inputs: type("Output", (), {"last_hidden_state": hidden_states})
         self.get_output_embeddings = lambda: torch.nn.Identity()
 

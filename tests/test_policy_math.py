@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.data import TaskArgs, load_pretrained, trim_query
+from ppo_rlhf.data import TaskArgs, check_model, load_pretrained, trim_query
+from ppo_rlhf.run import InputError
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     AdaptiveKLController,
@@ -491,6 +493,20 @@ def test_log_probs_and_values_look_only_back(tiny_models, architecture):
     assert ((other_values[:, t + 1 :] - values[:, t + 1 :]).abs() > 1e-3).all()
 
 
+@pytest.mark.parametrize("script", [train_policy, train_reward])
+def test_what_each_position_sees(script):
+    """x: a real token; P: padding. A row is a position, a column what it may look at."""
+    real = torch.tensor([[True, False, True, True], [False, False, True, True]])  # x P x x, P P x x
+    seen = [
+        ["x...", "xP..", "x.x.", "x.xx"],
+        ["P...", ".P..", "..x.", "..xx"],
+    ]
+    mask = script.causal_mask(real, torch.float64)
+    assert mask.shape == (2, 1, 4, 4) and mask.dtype == torch.float64
+    assert (mask[:, 0] == 0).tolist() == [[[c != "." for c in row] for row in rows] for rows in seen]
+    assert (mask[mask != 0] == torch.finfo(torch.float64).min).all()
+
+
 def test_position_ids_count_real_tokens(tiny_models):
     model, seen = tiny_models("gpt2"), []
     hook = model.base_model.wpe.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].tolist()))
@@ -506,6 +522,39 @@ def test_forward_in_train_mode_repeats_itself(tiny_models, tmp_path):
     policy = PolicyWithValueHead(load_pretrained(str(tmp_path), torch.float32)).train()
     first, second = (policy(UNPADDED, PAD, QUERY - 2, TEMPERATURE) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_gelu_of_a_loaded_gpt2_is_the_same_function(tiny_models, tmp_path):
+    """In another kernel: `gelu_pytorch_tanh` in place of `gelu_new`."""
+    model = tiny_models("gpt2").double()
+    model.save_pretrained(tmp_path)
+    loaded = load_pretrained(str(tmp_path), torch.float64)
+    assert (model.config.activation_function, loaded.config.activation_function) == ("gelu_new", "gelu_pytorch_tanh")
+    logits, expected = (lm(input_ids=UNPADDED).logits for lm in (loaded, model))
+    assert_close(logits, expected, atol=1e-12, rtol=0)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}
+UNSUPPORTED = {  # the library's name of an architecture, what makes it small, what the message says
+    "window": (
+        "mistral",
+        {"intermediate_size": 32, "num_key_value_heads": 2, "sliding_window": 7},
+        "within a window",
+    ),
+    "alibi": ("bloom", {}, "attention mask of 4 dimensions"),
+    "capped logits": ("gemma2", {"num_key_value_heads": 2, "final_logit_softcapping": 1e-3}, "changes its logits"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_models_that_read_otherwise_are_refused(name):
+    architecture, extra, message = UNSUPPORTED[name]
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **SMALL, **extra, **tokens))
+    with pytest.raises(InputError, match=message):
+        check_model(model, name, QUERY + RESPONSE, VOCAB, read_tokens)
+    if name == "window":
+        check_model(model, name, 7, VOCAB, read_tokens)
 
 
 def test_value_head_starts_at_zero(tiny_models):
@@ -577,8 +626,8 @@ class GivenLogits(torch.nn.Module):
 
     def __init__(self, logits: torch.Tensor):
         super().__init__()
-        output = type("Output", (), {"past_key_values": None})
-        output.last_hidden_state = logits.view(1, 1, -1)
+        output = type("Output", (), {"last_hidden_state": logits.view(1, 1, -1)})
+        self.config, self.dtype = GPT2Config(n_layer=1), torch.float32
         self.base_model = lambda **inputs: output
         self.get_output_embeddings = lambda: torch.nn.Identity()
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from ppo_rlhf.data import Labels, load_tokenizer
+from ppo_rlhf.data import Labels, load_pretrained, load_tokenizer
 from ppo_rlhf.run import InputError, NumericalError
 from ppo_rlhf.train_policy import load_reward_model
 from ppo_rlhf.train_reward import (
@@ -244,7 +244,9 @@ def test_training_learns_the_choices(tiny_models):
 def saved(request, tiny_models, tiny_tokenizer, tmp_path):
     """A trained model as training has it, on a backbone without an output layer, and the folder it was saved in."""
     tiny_models(request.param, ARCHITECTURES[request.param]).save_pretrained(tmp_path / "base")
-    reward_model = tiny_reward_model(lambda *_: AutoModel.from_pretrained(tmp_path / "base"))
+    reward_model = tiny_reward_model(
+        lambda *_: load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=AutoModel)
+    )
     save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {"vocab_size": VOCAB})
     return request.param, reward_model, tmp_path / "reward"
 

@@ -548,3 +548,26 @@ def test_numbers_that_are_not_finite_are_named(value):
 def test_numbers_that_must_be_above_zero_are_named(field):
     args = train_policy.Args(ppo=train_policy.PpoArgs(**{field: 0.0}))
     assert f"ppo.{field} is 0.0" in error_line(train_policy.check_arguments, args)
+
+
+ALLOCATE = """
+import resource, torch
+from ppo_rlhf import run
+{keep}
+faults = []
+for _ in range(10):
+    torch.ones(2**24)  # 64 MB: 16,384 pages
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[2])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
+def test_freed_memory_is_kept():
+    """The next tensor takes the pages of the last one; else the kernel would clear new ones, one fault for each."""
+
+    def faults(keep: str) -> int:
+        command = [sys.executable, "-c", ALLOCATE.format(keep=keep)]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    assert 5 * faults("run.keep_freed_memory()") < faults("")
