@@ -1,0 +1,255 @@
+"""The processes that speed.py starts: one training run each, of ours or of a peer, with the times of its updates.
+
+    python speed_runs.py ours|trl|details <settings.json> <result.json>
+
+settings.json is made by speed.py. The result holds: `updates`, the time (seconds since the epoch) at which each
+update ended; `phases`, seconds in each part of each update (ours only); `peak_memory` in bytes (on a CPU, the
+resident memory of the process, on a GPU, its tensors); `matmul_rate` in FLOP/s; and `device`. A peer runs in an
+environment of its own, so nothing of ppo_rlhf is imported before it is known to be ours.
+"""
+
+import json
+import os
+import resource
+import runpy
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Settings = dict[str, Any]
+Result = dict[str, Any]
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Square matrix products on this device now, in FLOP/s: the median of twenty."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(25):
+        synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(seconds[5:])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def as_argv(flags: dict[str, Any]) -> list[str]:
+    return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+
+
+def finish(updates: list[float], device: torch.device, settings: Settings, **more: Any) -> Result:
+    """Everything that is measured at the end of a run."""
+    if device.type == "cuda":
+        peak_memory = torch.cuda.max_memory_allocated(device)
+    else:
+        peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    rate = matmul_rate(device, getattr(torch, settings["dtype"]))
+    return {"updates": updates, "peak_memory": peak_memory, "matmul_rate": rate, "device": name} | more
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Ours
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Seconds spent in functions. On a GPU, events in its stream are read at the end, so that nothing waits."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.spans: dict[str, list[tuple]] = defaultdict(list)
+
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def around(self, phase: str, function: Callable) -> Callable:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self.mark()
+            result = function(*args, **kwargs)
+            self.spans[phase].append((start, self.mark()))
+            return result
+
+        return timed
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, over the whole run."""
+        if self.device.type != "cuda":
+            return {phase: sum(end - start for start, end in spans) for phase, spans in self.spans.items()}
+        torch.cuda.synchronize()
+        return {phase: sum(s.elapsed_time(e) for s, e in spans) / 1000 for phase, spans in self.spans.items()}
+
+
+def ours(settings: Settings) -> Result:
+    """ppo_rlhf/train_policy.py as it is, with a stopwatch around the functions that it calls."""
+    from ppo_rlhf import train_policy
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    watch, updates, phases = Stopwatch(device), [], []
+
+    def load_scorer(*args: Any) -> tuple[Callable, dict]:
+        score, info = load_untimed_scorer(*args)
+        return watch.around("scoring", score), info
+
+    def log(run: Any, step: int, metrics: dict[str, float]) -> None:
+        updates.append(time.time())
+        phases.append(watch.seconds())
+        watch.spans.clear()
+        log_untimed(run, step, metrics)
+
+    load_untimed_scorer, train_policy.load_scorer = train_policy.load_scorer, load_scorer
+    log_untimed, train_policy.Run.log = train_policy.Run.log, log
+    train_policy.respond = watch.around("generation", train_policy.respond)
+    train_policy.reference_logprobs = watch.around("scoring", train_policy.reference_logprobs)
+    train_policy.ppo_update = watch.around("training", train_policy.ppo_update)
+
+    flags = {
+        "base_model": settings["model"],
+        "dtype": settings["dtype"],
+        "log_interval": 0,
+        "save_interval": 0,
+        "task.query_dataset": settings["texts"],
+        "task.query_length": settings["query_length"],
+        "task.start_text": None,
+        "task.end_text": None,
+        "task.response_length": settings["response_length"],
+        "task.truncate_after": 0,
+        "rewards.trained_model": settings["reward"],
+        "ppo.total_episodes": settings["batch_size"] * settings["updates"],
+        "ppo.batch_size": settings["batch_size"],
+        "ppo.noptepochs": settings["epochs"],
+        "ppo.whiten_groups": settings["whiten_groups"],
+        "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
+    }
+    argv = as_argv(flags) + (["--compile"] if settings["compile"] else [])
+    train_policy.train(train_policy.parse_args(train_policy.PRESETS, argv))
+    return finish(updates, device, settings, phases=phases)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Peers
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def trl(settings: Settings) -> Result:
+    """TRL's PPOTrainer, with a value network of its own as it wants it."""
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+    )
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    updates = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            updates.append(time.time())
+
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    texts = [json.loads(line) for line in Path(settings["texts"]).read_text().splitlines()]
+    queries = [tokenizer.encode(text)[: settings["query_length"]] for text in texts]
+    policy, reference = (AutoModelForCausalLM.from_pretrained(settings["model"]) for _ in range(2))
+    reward, value = (
+        AutoModelForSequenceClassification.from_pretrained(settings["model"], num_labels=1) for _ in range(2)
+    )
+    micro_batch_size = settings["micro_batch_size"]
+    config = PPOConfig(
+        output_dir=settings["folder"],
+        total_episodes=settings["batch_size"] * settings["updates"],
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=settings["batch_size"] // micro_batch_size,
+        local_rollout_forward_batch_size=settings["batch_size"],
+        num_mini_batches=1,
+        num_ppo_epochs=settings["epochs"],
+        response_length=settings["response_length"],
+        temperature=0.7,
+        learning_rate=1e-5,
+        bf16=settings["dtype"] == "bfloat16",
+        num_sample_generations=0,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    dataset = Dataset.from_dict({"input_ids": queries})
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=reference,
+        reward_model=reward,
+        value_model=value,
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return finish(updates, trainer.accelerator.device, settings)
+
+
+def details(settings: Settings) -> Result:
+    """lm-human-preference-details, its script unmodified.
+
+    What is put under it: a function of PyTorch that the script imports and that is gone, and our texts in place of
+    a data set of the hub. It cuts queries to the length of the responses.
+    """
+    import datasets
+    from torch.utils.tensorboard import SummaryWriter
+
+    updates = []
+
+    def add_scalar(writer: SummaryWriter, tag: str, *args: Any, **kwargs: Any) -> None:
+        if tag == "ppo/episode":  # the last number of an update
+            updates.append(time.time())
+        add_scalar_untimed(writer, tag, *args, **kwargs)
+
+    texts = [json.loads(line) for line in Path(settings["texts"]).read_text().splitlines()]
+    sys.modules["torch.optim.optimizer"]._dispatch_sqrt = lambda x: x**0.5
+    datasets.load_dataset = lambda name, split: datasets.Dataset.from_dict({"text": texts})
+    add_scalar_untimed, SummaryWriter.add_scalar = SummaryWriter.add_scalar, add_scalar
+    flags = {
+        "base_model": settings["model"],
+        "rewards.trained_model": "",
+        "save_path": "",
+        "print_sample_output_freq": 0,
+        "task.query_length": settings["query_length"],
+        "task.response_length": settings["response_length"],
+        "ppo.total_episodes": settings["batch_size"] * settings["updates"],
+        "ppo.local_batch_size": settings["batch_size"],
+        "ppo.gradient_accumulation_steps": settings["batch_size"] // settings["micro_batch_size"],
+        "ppo.noptepochs": settings["epochs"],
+    }
+    sys.argv = [
+        settings["details_script"],
+        *(word for flag, value in flags.items() for word in (f"--{flag}", str(value))),
+    ]
+    runpy.run_path(settings["details_script"], run_name="__main__")
+    return finish(updates, torch.device("cuda" if torch.cuda.is_available() else "cpu"), settings)
+
+
+if __name__ == "__main__":
+    kind, settings_file, result_file = sys.argv[1:]
+    run = {"ours": ours, "trl": trl, "details": details}[kind]
+    result = run(json.loads(Path(settings_file).read_text()))
+    if os.environ.get("RANK", "0") == "0":
+        Path(result_file).write_text(json.dumps(result))

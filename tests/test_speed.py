@@ -1,0 +1,293 @@
+"""Speed: benchmark/speed.py, and what can be proven of it without a GPU and without a clock."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import speed
+import torch
+from processes import launch
+from runs import metrics_of, only, policy_arguments, world_arguments
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from ppo_rlhf import train_policy
+from ppo_rlhf.data import TaskIds
+from ppo_rlhf.train_policy import (
+    AdamTensorFlowStyle,
+    PolicyWithValueHead,
+    PpoArgs,
+    RewardModel,
+    Rollout,
+    draw_permutations,
+    episode_noise,
+    ppo_update,
+    reference_logprobs,
+    respond,
+)
+
+ROOT = Path(__file__).parent.parent
+SPEED = ROOT / "benchmark/speed.py"
+VOCAB = PAD = 29
+QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
+
+# ----------------------------------------------------------------------------------------------------------------
+# Nothing inside an update waits for the device
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def update(model, device: str, batch: int = 16, query: int = QUERY, sgd: bool = False) -> None:
+    """A rollout and the epochs of PPO on it."""
+    model = model.to(device)
+    policy, reward_model = PolicyWithValueHead(model, VOCAB).to(device), RewardModel(model).to(device)
+    contexts = torch.ones(batch, query, dtype=torch.long, device=device)
+    ids = TaskIds(prefix=[], suffix=[], pad=PAD, eos=VOCAB - 1, stop=None, context_length=query)
+    with torch.no_grad():
+        noise = episode_noise(1, 0, batch, RESPONSE).to(device)
+        query_responses, logprobs, values, _ = respond(policy, ids, TEMPERATURE, contexts, noise)
+        reference_logprobs(model, ids, TEMPERATURE, query_responses)
+        reward_model(query_responses, PAD)
+    optimizer = (torch.optim.SGD if sgd else AdamTensorFlowStyle)(policy.parameters(), lr=1e-4)
+    ppo = PpoArgs(batch_size=batch, whiten_groups=2, noptepochs=2)
+    permutations = draw_permutations(1, 0, ppo.noptepochs, range(2), batch // 2)
+    rollout = Rollout(query_responses, logprobs, values, torch.zeros_like(logprobs))
+    ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
+
+
+def without_data(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update on tensors that have shapes and no numbers: whoever looks at a number gets an error.
+
+    With SGD, because the fused Adam does not know such tensors; it is the subject of `on_the_cpu`.
+    """
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # unknown on this device,
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # and so is this
+    update(model, "meta", sgd=True)
+
+
+WAITS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2")
+}
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations on tensors, and refuses those that hand a number to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        chosen = args[1] if function is torch.ops.aten.index.Tensor else ()  # a mask: how many are there?
+        if function in WAITS or any(index is not None and index.dtype == torch.bool for index in chosen):
+            raise RuntimeError(f"{function} waits for the device")
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def on_the_cpu(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Operations():
+        update(model, "cpu")
+
+
+WAYS = {"without data": without_data, "on the CPU": on_the_cpu}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+def test_an_update_waits_for_nothing(tiny_models, monkeypatch, way, architecture):
+    WAYS[way](tiny_models(architecture), monkeypatch)
+
+
+WAITING = {
+    "a number": lambda values: values.mean().item(),
+    "a condition": lambda values: 1 if (values > 0).all() else 2,
+    "a choice": lambda values: values[values > 0].sum(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wait", WAITING)
+def test_waiting_is_noticed(tiny_models, monkeypatch, way, wait):
+    whiten = train_policy.whiten
+
+    def waiting_whiten(values, *, keep_mean):
+        WAITING[wait](values)
+        return whiten(values, keep_mean=keep_mean)
+
+    monkeypatch.setattr(train_policy, "whiten", waiting_whiten)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        WAYS[way](tiny_models("gpt2"), monkeypatch)
+
+
+def test_work_of_python_does_not_grow_with_batch_and_length(tiny_models):
+    counts = []
+    for batch, query in ((16, QUERY), (64, QUERY), (16, 4 * QUERY)):
+        with Operations() as operations:
+            update(tiny_models("gpt2"), "cpu", batch, query)
+        counts.append(operations.count)
+    assert counts[0] == counts[1] == counts[2] > 1_000
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# benchmark/speed.py
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tales", "gpt2", "pythia-160m"])
+def test_flops_equal_those_that_pytorch_counts(name):
+    """For linear layers. Of the attention, which is `bmm`, PyTorch counts all pairs of tokens; half are work."""
+    config, batch, length = speed.SHAPES[name](), 2, 12
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        tokens = torch.zeros(batch, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.base_model(tokens).last_hidden_state
+        model.get_output_embeddings()(hidden[:, 7:])  # a response of 5 tokens
+    counted = counter.get_flop_counts()["Global"]
+    linear = sum(flops for operation, flops in counted.items() if "bmm" not in str(operation))
+    pairs = batch * length * (length + 1) // 2
+    attention = 4 * pairs * config.hidden_size * config.num_hidden_layers
+    ours = speed.flops_per_episode(config, query_length=7, response_length=5, epochs=3)
+    assert batch * ours["generation"] == linear + attention
+    assert ours["training"] == 3 * 3 * ours["generation"]
+    logits = 2 * 5 * config.hidden_size * config.vocab_size
+    assert ours["scoring"] == 2 * ours["generation"] - logits
+
+
+SMALL = [
+    *("--batch_size", "16", "--query_length", "8", "--response_length", "8", "--epochs", "2"),
+    *("--pairs", "1", "--updates", "2", "--device", "cpu"),
+]
+
+
+def test_speed_of_ours(tmp_path):
+    more = [
+        "--dtype",
+        "float32",
+        "bfloat16",
+        "--folder",
+        str(tmp_path / "speed"),
+        "--output",
+        str(tmp_path / "out.json"),
+    ]
+    result = launch(SPEED, *SMALL, *more, folder=tmp_path)
+    assert result.status == 0, result.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert set(report["runs"]) == {"ours, float32", "ours, bfloat16"}
+    for (run,) in report["runs"].values():
+        assert len(run["updates"]) == len(run["phases"]) == 3
+        seconds = (run["updates"][2] - run["updates"][0]) / 2
+        assert run["seconds_per_update"] == pytest.approx(seconds)
+        assert run["episodes_per_second"] == pytest.approx(16 / seconds)
+        for phases in run["phases"]:
+            assert set(phases) == {"generation", "scoring", "training"} and min(phases.values()) > 0
+        assert 0 < sum(sum(phases.values()) for phases in run["phases"][1:]) < run["updates"][2] - run["updates"][0]
+        assert 0 < run["start_to_first_update"] < 300
+        assert 1e8 < run["peak_memory"] < 1e10 and run["matmul_rate"] > 1e9
+    assert [row[""] for row in report["speed"]] == ["ours, float32", "ours, bfloat16"]
+    for table in (report["speed"], report["utilisation"]):
+        for row in table:
+            assert f"| {' | '.join(row.values())} |" in result.stdout
+    assert report["machine"]["cores"] == os.cpu_count()
+    assert "path" not in json.dumps(report["arguments"]) and str(tmp_path) not in json.dumps(report["arguments"])
+
+    again = launch(SPEED, *SMALL, *more, folder=tmp_path)
+    assert again.status == 2 and "out.json exists" in again.stderr and "Traceback" not in again.stderr
+
+
+def test_speed_of_two_processes(tmp_path):
+    result = launch(SPEED, *SMALL, "--processes", "2", "--folder", str(tmp_path / "speed"), folder=tmp_path)
+    assert result.status == 0, result.stderr
+    assert re.search(r"1/1 ours: [0-9.]+ episodes/s", result.stdout)
+
+
+# A script as lm-human-preference-details has one: what it imports, how it is called, what it logs.
+DETAILS = """
+import sys, time
+from datasets import load_dataset
+from torch.optim.optimizer import _dispatch_sqrt
+from torch.utils.tensorboard import SummaryWriter
+if __name__ == "__main__":
+    assert _dispatch_sqrt(9) == 3
+    texts = load_dataset("bookcorpus", split="train")["text"]
+    assert len(texts) > 100 and len(texts[0].split()) > 20
+    flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    assert int(flags["--task.query_length"]) == int(flags["--task.response_length"]) == 8
+    writer = SummaryWriter("events")
+    for update in range(int(flags["--ppo.total_episodes"]) // int(flags["--ppo.local_batch_size"])):
+        time.sleep(0.5)
+        writer.add_scalar("ppo/loss", 0.0, update)
+        writer.add_scalar("ppo/episode", update, update)
+"""
+
+
+def test_speed_of_a_peer_beside_ours(tmp_path):
+    package = tmp_path / "details/lm_human_preference_details"
+    package.mkdir(parents=True)
+    (package / "train_policy_accelerate.py").write_text(DETAILS)
+    environment = tmp_path / "speed/peers"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (environment / "bin/python").chmod(0o755)
+    (environment / "installed").touch()
+    more = ["--peer", "details", "--details_path", str(tmp_path / "details"), "--folder", str(tmp_path / "speed")]
+    result = launch(SPEED, *SMALL, *more, "--output", str(tmp_path / "out.json"), folder=tmp_path)
+    assert result.status == 0, result.stdout + result.stderr
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert 0.5 <= runs["details"][0]["seconds_per_update"] < 60
+    ratio = runs["ours"][0]["episodes_per_second"] / runs["details"][0]["episodes_per_second"]
+    assert f"{ratio:.3g} [{ratio:.3g}, {ratio:.3g}]" in result.stdout
+
+
+BAD = {
+    "no checkout": (["--peer", "details"], "--details_path"),
+    "another checkout": (["--peer", "details", "--details_path", "."], "train_policy_accelerate.py"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(tmp_path, name):
+    more, message = BAD[name]
+    result = launch(SPEED, *more, "--folder", str(tmp_path), folder=tmp_path)
+    assert result.status == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_run_that_fails_is_told(tmp_path):
+    result = launch(SPEED, *SMALL, "--query_length", "200", "--folder", str(tmp_path), folder=tmp_path)
+    assert result.status == 2 and "reads at most 128 tokens" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ours ended with status 1")
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "benchmark/results/speed").glob("*.json")), ids=lambda file: file.stem
+)
+def test_tables_of_committed_results_follow_from_their_runs(file):
+    report = json.loads(file.read_text())
+    args, runs = speed.Args(**report["arguments"]), report["runs"]
+    assert re.fullmatch("[0-9a-f]{40}", report["commit"])
+    assert report["speed"] == speed.speed_table(args, runs)
+    ours = {name: measured for name, measured in runs.items() if name.startswith("ours")}
+    assert report["utilisation"] == speed.utilisation_table(args, ours)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# torch.compile
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_models_give_the_same_run(tiny_world, tiny_reward, tmp_path):
+    arguments = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.trained_model", str(tiny_reward)]
+    runs = []
+    for folder, more in ((tmp_path / "plain", []), (tmp_path / "compiled", ["--compile"])):
+        folder.mkdir()
+        result = launch("train_policy.py", *arguments, *more, folder=folder)
+        assert result.status == 0, result.stderr
+        runs.append(metrics_of(only(folder, "runs/*")))
+    for plain, compiled in zip(*runs, strict=True):
+        assert compiled == pytest.approx(plain, rel=1e-4, abs=1e-5)
