@@ -73,9 +73,10 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }
 REMARKS = {
-    "trl": "TRL trains a value network beside the policy, of the same size; it uses AdamW and whitens no rewards.",
-    "details": "lm-human-preference-details is its published script, with its TensorFlow-style Adam, and whitens the "
-    "whole batch; it cuts queries to the length of the responses.",
+    "trl": "TRL trains a value network beside the policy, of the same size, which nearly doubles its work; it uses "
+    "AdamW and whitens no rewards.",
+    "details": "lm-human-preference-details is its published script, in float32, with its TensorFlow-style Adam; it "
+    "whitens the whole batch at once.",
 }
 
 
@@ -96,7 +97,7 @@ class Args:
     dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32",)
     """arithmetic of ours; with several, ours runs with each"""
     peer_dtype: Literal["float32", "bfloat16"] = "float32"
-    """arithmetic of TRL"""
+    """arithmetic of TRL; lm-human-preference-details has float32"""
     processes: tuple[int, ...] = (1,)
     """processes of ours; with several, ours runs with each"""
     compile: bool = False
@@ -254,9 +255,12 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def spread(values: list[float], digits: int = 3) -> str:
+def spread(values: list[float]) -> str:
     """Median and range."""
-    low, middle, high = (f"{value:.{digits}g}" for value in (min(values), statistics.median(values), max(values)))
+    low, middle, high = (
+        f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        for value in (min(values), statistics.median(values), max(values))
+    )
     return f"{middle} [{low}, {high}]"
 
 
@@ -281,7 +285,7 @@ def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[
                 "episodes/s": spread(speeds),
                 "tokens/s": spread([speed * args.response_length for speed in speeds]),
                 f"{first}, times as fast": spread(ratios) if name != first else "",
-                "start to first update, s": spread([run["start_to_first_update"] for run in measured]),
+                "start to end of first update, s": spread([run["start_to_first_update"] for run in measured]),
                 "peak memory of a process, GB": spread([run["peak_memory"] / 1e9 for run in measured]),
             }
         )
@@ -324,6 +328,13 @@ def utilisation_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list
 
 
 def main(args: Args) -> int:
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda, but PyTorch finds no GPU")
+    for processes in args.processes:
+        if args.micro_batch_size % processes:
+            raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {processes} processes")
+    if "details" in args.peer and args.query_length != args.response_length:
+        raise InputError("--peer details cuts queries to --response_length; give both lengths the same number")
     if "details" in args.peer and args.details_path is None:
         raise InputError("--peer details needs --details_path, a checkout of lm-human-preference-details")
     if "details" in args.peer and not (args.details_path / DETAILS_SCRIPT).exists():
@@ -348,6 +359,7 @@ def main(args: Args) -> int:
     print(f"{args.batch_size} episodes of {args.query_length} + {args.response_length} tokens, {args.epochs} epochs")
     print(f"medians [lowest, highest] of {args.pairs} runs of {args.updates} updates after the first")
     print(*(REMARKS[peer] for peer in args.peer), sep="\n")
+    print(f"arithmetic of TRL: {args.peer_dtype}" if "trl" in args.peer else "")
     if args.output:
         packages = ("torch", "transformers", "accelerate", "tokenizers")
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -790,7 +790,9 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
     try:
         hidden_states = read_tokens(model, tokens, vocab_size, slice(None))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise InputError(f"--base_model {base_model} does not take an attention mask of 4 dimensions") from error
+        raise InputError(
+            f"--base_model {base_model} cannot be read with an attention mask of 4 dimensions: {error}"
+        ) from error
     if not torch.allclose(output_layer(hidden_states), logits, rtol=1e-3, atol=1e-3):
         raise InputError(
             f"--base_model {base_model} does not attend to all of {length} tokens, query and response, which is not "

@@ -36,7 +36,7 @@ import time
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,8 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 KEEP_CHECKPOINTS = 2
 
@@ -265,10 +267,11 @@ def keep_freed_memory() -> None:
     Otherwise a large tensor is new memory each time, which the kernel clears page by page as it is touched: a fifth
     of the training time of GPT-2 on a CPU. glibc only; elsewhere nothing happens.
     """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None:
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
-        mallopt(m_trim_threshold, -1)  # and the heap never shrinks
+        library.mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
+        library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
 
 
 def make_accelerator() -> Accelerator:
@@ -279,6 +282,8 @@ def make_accelerator() -> Accelerator:
     # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
     share = max(1, cores // environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
     threads = environment_number("PPO_RLHF_THREADS", default=share, least=1)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
     try:
         accelerator = Accelerator(cpu=not torch.cuda.is_available())
     except ValueError as error:
@@ -343,6 +348,70 @@ def import_function(name: str, field: str) -> Callable:
     if not callable(function):
         raise InputError(f"--{field} {name}: that is no function")
     return function
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sharding: a process keeps a slice of every weight, gradient and Adam moment
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def shard(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -> None:
+    """Shard a model over all processes (FSDP2) if the launcher asks for it.
+
+    layers: class names of the parts that are gathered one by one. With `fsdp_reshard_after_forward: false` the
+    weights stay whole from forward to backward, and only gradients and moments are sliced: ZeRO-2.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and accelerator.num_processes > 1:
+        if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
+            raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+        for module in [*(m for m in model.modules() if type(m).__name__ in layers), model]:
+            fully_shard(module, reshard_after_forward=reshards_after_forward())
+        # FSDP takes the first module that is called for the outermost one. A rollout calls inner ones, so here is a
+        # call of the outermost before; and back to slices, or what it has gathered now would stay for ever.
+        model.begin = lambda: None
+        register_fsdp_forward_method(model, "begin")
+        model.begin()
+        model.reshard()
+
+
+def reshards_after_forward() -> bool:
+    return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """All weights whole, on every process, for generation, which needs them at each token."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in sharded:
+        module.set_reshard_after_forward(reshards_after_forward(), recurse=False)
+        module.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor from the slices of all processes, which must all call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model saves, tied weights once, from the slices of all processes, which must all call this."""
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return {name: gather_for_saving(tensor) for name, tensor in model.state_dict().items() if name in names}
+
+
+def gather_for_saving(tensor: torch.Tensor) -> torch.Tensor:
+    """As whole, but on the CPU, where all of them have room."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The inverse of whole: this process's slice of a tensor, if `other` is one."""
+    if isinstance(other, DTensor):
+        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
+    return tensor
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -829,11 +898,11 @@ def sealed(state: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and optimiser moments under flat names, for a checkpoint."""
+    """Parameters and optimiser moments under flat names, for a checkpoint. Every process must call this."""
     tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-    return tensors
+    return {name: gather_for_saving(tensor) for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -853,12 +922,13 @@ def restore_training_state(
     if len(steps) != 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
         raise InputError("the checkpoint holds other tensors than the model that its arguments name")
     for name, parameter in model.named_parameters():
-        parameter.copy_(tensors[f"model.{name}"])
-    state = optimizer.state_dict()
+        parameter.copy_(sliced_like(tensors[f"model.{name}"], parameter))
+    state, parameters = optimizer.state_dict(), list(model.parameters())
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, index, moment = name.split(".")
-            state["state"].setdefault(int(index), {})[moment] = tensor
+            slices = tensor if moment == "step" else sliced_like(tensor, parameters[int(index)])
+            state["state"].setdefault(int(index), {})[moment] = slices
     for group in state["param_groups"]:
         (group["steps"],) = steps
     optimizer.load_state_dict(state)

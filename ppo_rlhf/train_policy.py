@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf.data import (
@@ -70,15 +71,19 @@ from ppo_rlhf.run import (
     check_finite,
     check_values,
     find_folder,
+    gathered,
     make_accelerator,
     mean_over_processes,
     parse_args,
     restore_training_state,
     rows_at_a_time,
     run_script,
+    shard,
     split_evenly,
     training_state,
     upload_model,
+    whole,
+    whole_state,
     write_json,
 )
 
@@ -496,11 +501,11 @@ def generate(
     mask = tokens != pad_id  # (batch, context_length)
     position_ids = mask.cumsum(1) - mask.long()
     tokens = tokens.masked_fill(~mask, 0)
-    # Keys and values of a whole episode have their place from the start: every step has the same shapes.
+    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
     cache = StaticCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
-    rows = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # of the context, of each token
+    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []
     # [D22] Always response_length tokens; nothing stops a response early.
     # [D24] No top-k, no top-p.
@@ -508,7 +513,7 @@ def generate(
     for column in range(uniforms.shape[1]):
         hidden = lm_backbone.base_model(
             input_ids=tokens,
-            attention_mask=rows[column],
+            attention_mask=masks[column],
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,
@@ -845,9 +850,9 @@ def ppo_update(
                     **minibatch_stats,
                 }
             )
-        if accelerator is not None:
+        if accelerator is not None and not isinstance(policy, FSDPModule):  # which does it in the backward pass
             average_gradients(policy, accelerator)
-        gradient_norms.append(gradient_norm(policy))
+        gradient_norms.append(whole(gradient_norm(policy)))
         optimizer.step()
     means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
     means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
@@ -1004,11 +1009,21 @@ def finish_metrics(
     return metrics
 
 
-def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, args: Args) -> None:
+def save_policy(
+    folder: Path,
+    policy: PolicyWithValueHead,
+    weights: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    args: Args,
+) -> None:
     """An ordinary Hugging Face folder, with the value head and ppo_rlhf.json beside the weights."""
-    policy.lm_backbone.save_pretrained(folder)
+
+    def of(part: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(part): weight for name, weight in weights.items() if name.startswith(part)}
+
+    policy.lm_backbone.save_pretrained(folder, state_dict=of("lm_backbone."))
     tokenizer.save_pretrained(folder)
-    save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+    save_file(of("value_head."), folder / "value_head.safetensors")
     info = {
         "kind": "policy",
         "base_model": args.base_model,
@@ -1067,6 +1082,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     stream = QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
     policy.forward = autocast()(policy.forward)
+    shard(policy, policy.lm_backbone._no_split_modules or (), accelerator)
+    if args.compile and isinstance(policy, FSDPModule):
+        raise InputError("--compile does not go with FSDP")
     score, score_info = load_scorer(args, tokenizer, dtype, device)
     monitor = load_monitor(args, tokenizer)
     # [D66] All parameters learn, embeddings and value head too.
@@ -1091,7 +1109,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         for update in range(first_update, sizes.updates):
             started = time.time()
             optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            with torch.no_grad(), autocast():
+            with torch.no_grad(), autocast(), gathered(policy):
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
                 queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
                 noise = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
@@ -1161,8 +1179,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 run.save_checkpoint(update + 1, training_state(policy, optimizer), state)
 
     folder = run.model_folder / "policy"
+    weights = whole_state(policy)
     if accelerator.is_main_process:
-        save_policy(folder, policy, tokenizer, args)
+        save_policy(folder, policy, weights, tokenizer, args)
     last = {f"last_{name}": run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
     run.finish(PANELS, **last, skipped_queries=stream.skipped)
     if args.upload_model and accelerator.is_main_process:

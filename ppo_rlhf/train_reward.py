@@ -361,11 +361,11 @@ def generate(
     mask = tokens != pad_id  # (batch, context_length)
     position_ids = mask.cumsum(1) - mask.long()
     tokens = tokens.masked_fill(~mask, 0)
-    # Keys and values of a whole episode have their place from the start: every step has the same shapes.
+    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
     cache = StaticCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
-    rows = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # of the context, of each token
+    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []
     # [D22] Always response_length tokens; nothing stops a response early.
     # [D24] No top-k, no top-p.
@@ -373,7 +373,7 @@ def generate(
     for column in range(uniforms.shape[1]):
         hidden = lm_backbone.base_model(
             input_ids=tokens,
-            attention_mask=rows[column],
+            attention_mask=masks[column],
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,

@@ -14,6 +14,7 @@ import pytest
 from processes import SCRIPTS, Launched, Result, launch, launch_together, start_together
 from runs import both_arguments, metrics_of, only, policy_arguments, reward_arguments, samples_of, world_arguments
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 LIMITED = Path(__file__).parent / "limited_run.py"
 
@@ -359,20 +360,28 @@ def test_a_joint_run_becomes_longer(tiny_world, tmp_path):
     assert len(metrics_of(run)) == 5 and len(metrics_of(only(tmp_path, "runs/train_reward__*"))) == 5
 
 
-def test_two_processes_go_on_as_one_and_one_as_two(cut_off, policy_run, tiny_world, tiny_reward, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_two_processes_go_on_as_one_and_one_as_two(sharded, cut_off, policy_run, tiny_world, tiny_reward, tmp_path):
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
     arguments = [*world_arguments(tiny_world), "--rewards.trained_model", str(tiny_reward), *policy_arguments()]
     folder = tmp_path / "two"
     folder.mkdir()
-    assert [r.status for r in launch_together(2, "train_policy.py", *arguments, folder=folder)] == [0, 0]
+    results = launch_together(2, "train_policy.py", *arguments, folder=folder, **environment)
+    assert [result.status for result in results] == [0, 0], results
     run = only(folder, "runs/*")
     shutil.rmtree(run / "checkpoints" / "4")
     assert resume(run).status == 0
-    results = launch_together(2, "train_policy.py", "--resume", str(cut_off), folder=tmp_path)
+    results = launch_together(2, "train_policy.py", "--resume", str(cut_off), folder=tmp_path, **environment)
     assert [result.status for result in results] == [0, 0], results
     for resumed, processes in ((run, 1), (cut_off, 2)):
         assert json.loads((resumed / "meta.json").read_text())["num_processes"] == processes
         for row, expected in zip(metrics_of(resumed), metrics_of(policy_run), strict=True):
             assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        weights, expected = (
+            load_file(path.parent.parent / "models" / path.name / "policy/model.safetensors")
+            for path in (resumed, policy_run)
+        )
+        assert_close(weights, expected, rtol=0, atol=1e-5)
 
 
 def test_the_reward_trainer_survives_the_same(tiny_world, tmp_path):

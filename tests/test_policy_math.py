@@ -541,7 +541,7 @@ UNSUPPORTED = {  # the library's name of an architecture, what makes it small, w
         {"intermediate_size": 32, "num_key_value_heads": 2, "sliding_window": 7},
         "within a window",
     ),
-    "alibi": ("bloom", {}, "attention mask of 4 dimensions"),
+    "alibi": ("bloom", {}, "cannot be read with an attention mask of 4 dimensions"),
     "capped logits": ("gemma2", {"num_key_value_heads": 2, "final_logit_softcapping": 1e-3}, "changes its logits"),
 }
 

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import replay
 import scipy.stats
+import speed
 
 import benchmark
 from ppo_rlhf import sample, tales, train_both, train_policy, train_reward
@@ -221,7 +222,7 @@ def test_flags_exist():
 
 
 def test_flags_of_the_benchmark_exist():
-    scripts = {script.__name__: script for script in (ablations, benchmark, compare, overoptimisation, replay)}
+    scripts = {script.__name__: script for script in (ablations, benchmark, compare, overoptimisation, replay, speed)}
     commands = re.findall(r"benchmark/(\w+)\.py((?:[^`\n]|\\\n)*)", README + BENCHMARK)
     assert {script for script, _ in commands} == set(scripts)
     for script, words in commands:

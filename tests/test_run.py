@@ -556,7 +556,8 @@ from ppo_rlhf import run
 {keep}
 faults = []
 for _ in range(10):
-    torch.ones(2**24)  # 64 MB: 16,384 pages
+    tensors = [torch.ones(2**22 * size) for size in (1, 4, 2, 3)]  # 160 MB: 40,960 pages
+    del tensors
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 print(faults[-1] - faults[2])
 """

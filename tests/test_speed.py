@@ -248,6 +248,8 @@ def test_speed_of_a_peer_beside_ours(tmp_path):
 BAD = {
     "no checkout": (["--peer", "details"], "--details_path"),
     "another checkout": (["--peer", "details", "--details_path", "."], "train_policy_accelerate.py"),
+    "other lengths": (["--peer", "details", "--details_path", ".", "--query_length", "64"], "the same number"),
+    "micro-batches": (["--micro_batch_size", "3", "--processes", "2"], "does not divide by 2 processes"),
 }
 
 

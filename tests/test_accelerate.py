@@ -1,0 +1,65 @@
+"""benchmark/accelerate: what the launcher makes of each configuration, and what the scripts make of the launcher."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands import launch as launcher
+from accelerate.commands.config.config_args import load_config_from_file
+from processes import launch_together
+from runs import policy_arguments, world_arguments
+
+FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
+CONFIGS = {  # processes, nodes, sharded, weights given back after the forward pass
+    "one_gpu": (1, 1, False, None),
+    "ddp": (8, 1, False, None),
+    "fsdp2": (8, 1, True, "true"),
+    "zero2": (8, 1, True, "false"),
+    "nodes": (16, 2, False, None),
+}
+
+
+def test_all_configurations_are_tested():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_the_launcher_makes_of_it(name, monkeypatch):
+    """On a machine with eight GPUs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    processes, nodes, sharded, reshard = CONFIGS[name]
+    file = str(FOLDER / f"{name}.yaml")
+    assert load_config_from_file(file).num_processes == processes  # it refuses words that it does not know
+    words = ["--config_file", file, "script.py"]
+    args, *_ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(words))
+    assert (args.num_processes, args.num_machines, bool(args.use_fsdp)) == (processes, nodes, sharded)
+    assert args.mixed_precision == "no" and not args.cpu
+    if processes > 1:
+        environment = launcher.prepare_multi_gpu_env(args)
+        assert environment.get("ACCELERATE_USE_FSDP", "false") == str(sharded).lower()
+        assert environment.get("FSDP_VERSION") == ("2" if sharded else None)
+        assert environment.get("FSDP_RESHARD_AFTER_FORWARD") == reshard
+        assert environment.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false") == "false"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_how_to_use_it_stands_in_it(name):
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert f"accelerate launch --config_file benchmark/accelerate/{name}.yaml" in text
+    assert yaml.safe_load(text)["compute_environment"] == "LOCAL_MACHINE"
+
+
+def test_the_slurm_script_is_a_shell_script():
+    script = FOLDER / "slurm.sh"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    assert re.search(r"--config_file benchmark/accelerate/nodes.yaml", script.read_text())
+
+
+def test_deepspeed_is_refused(tiny_world, tmp_path):
+    arguments = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.function", "builtins:len"]
+    for result in launch_together(2, "train_policy.py", *arguments, folder=tmp_path, ACCELERATE_USE_DEEPSPEED="true"):
+        assert result.status == 2 and "Traceback" not in result.stderr
+    assert not (tmp_path / "runs").exists()
