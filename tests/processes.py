@@ -56,7 +56,8 @@ class Launched:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.process.kill()
-            raise TimeoutError(f"no end after {timeout} seconds; so far it said {self.stdout()[-1000:]}")
+            said = self.stdout()[-1000:] + Path(self._paths[1]).read_text(errors="replace")[-1000:]
+            raise TimeoutError(f"no end after {timeout} seconds; so far it said {said}")
         texts = [Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in self._paths]
         return Result(self.process.exitcode, *texts)
 
