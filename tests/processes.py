@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -30,6 +31,8 @@ class Result:
 
 def _run(script: str, arguments: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
     gc.freeze()  # else the first collection looks at everything that the server has imported
+    # Where the tests run in the background of a shell, they ignore Ctrl-C, and so would this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.update(environment)
     for stream, path in zip((1, 2), outputs, strict=True):
