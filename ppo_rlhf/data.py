@@ -9,7 +9,7 @@
     label_dataset   <task>/<file>.json     OpenAI's human labels, from the hub copy LABELS_REPOSITORY; with
                                            query_dataset tales: the simulated labels under the same names
                     <file>.json            a local file in the same format
-    base_model      a name on the hub, a local folder, or `tales`
+    base_model      a name on the hub, a local folder, `tales`, or `tldr-tales` (chapter 2, tldr_tales.py)
 
 The books file of the original is lost. `books` stands in for it: a copy of BookCorpus, whose rows are single
 sentences with spaces around punctuation. We join BOOK_ROWS rows to a passage and undo the spaces, because the task
@@ -41,7 +41,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf import tales
+from ppo_rlhf import tales, tldr_tales
 from ppo_rlhf.run import InputError, fail_together, fits, import_function, read_json
 
 # dataset: (repository, configuration, revision, column). They load without loading scripts.
@@ -728,8 +728,9 @@ def model_errors(base_model: str) -> Iterator[str]:
     """Yields the path or hub name of a base model; turns what goes wrong in loading it into one line."""
     if not base_model:
         raise InputError("--base_model is empty; give a folder, a name on the hub, or tales")
-    path = Path(tales.find_world() / "model" if base_model == "tales" else base_model)
-    if base_model == "tales" and not path.is_dir():
+    worlds = {"tales": tales.find_world, "tldr-tales": tldr_tales.find_world}
+    path = worlds[base_model]() / "model" if base_model in worlds else Path(base_model)
+    if base_model in worlds and not path.is_dir():
         raise InputError(f"{path.parent} is damaged; remove that folder, and the world is built anew")
     if not path.is_dir():
         remedy = "give the folder of a downloaded model, or use --preset tales"

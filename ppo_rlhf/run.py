@@ -171,7 +171,7 @@ def check_same_arguments(saved: Any, args: Any) -> None:
     allowed, refused = [], []
     for name in old:
         if old[name] != new[name] and name != "resume":
-            may_change = name.removeprefix("reward.").removeprefix("policy.") in MAY_CHANGE
+            may_change = re.sub(r"^(sft|reward|policy)\.", "", name) in MAY_CHANGE
             (allowed if may_change else refused).append(f"{name} {old[name]} -> {new[name]}")
     if refused:
         raise InputError(
@@ -351,6 +351,74 @@ def import_function(name: str, field: str) -> Callable:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Several stages in a row
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def flags_of(part: str, args: Any, shared: Collection[str]) -> Iterator[None]:
+    """Name a stage's arguments in its error messages as they are typed: --ppo.lr becomes --policy.ppo.lr.
+
+    shared: arguments that all stages get and that keep their names.
+    """
+    own = [name for name in flatten(dataclasses.asdict(args)) if name.split(".")[0] not in (*shared, "resume")]
+    pattern = rf"(^|--|\(| (?=\w+\.))({'|'.join(map(re.escape, own))})\b"
+    try:
+        yield
+    except (InputError, NumericalError) as error:
+        raise type(error)(re.sub(pattern, rf"\1{part}.\2", str(error))) from error
+
+
+def is_finished(run: Path, args: Any) -> bool:
+    """Whether a run has reached its end, and these arguments do not move that end."""
+    meta = read_meta(run)
+    ppo = getattr(args, "ppo", None)  # other stages have none; their length does not change
+    return meta.get("finished", False) and (not ppo or ppo.total_episodes == meta["args"]["ppo"]["total_episodes"])
+
+
+class Stages:
+    """Trains one stage after another under one time stamp; goes on with the stage that was cut off."""
+
+    def __init__(self, args: Any, shared: Collection[str], accelerator: Accelerator):
+        """args: of the script that runs the stages; args.resume is the folder of one of their runs, or empty."""
+        self.resume, self.shared, self.accelerator = args.resume, shared, accelerator
+        self.runs, self.timestamp = Path("runs"), shared_timestamp()
+        if args.resume:
+            self.runs = Path(args.resume).resolve().parent
+            self.timestamp = read_meta(Path(args.resume))["joint"]["timestamp"]
+        self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
+
+    def run_folder(self, args: Any) -> Path:
+        """The folder of a stage's run, given the stage's arguments."""
+        return self.runs / run_name(args, self.timestamp)
+
+    def train(self, train: Callable[[Any, dict], Path], args: Any, part: str, kind: str) -> Path:
+        """Train one stage, go on with it, or skip it if it is finished; returns models/<run>/<kind>."""
+        run = self.run_folder(args)
+        begun = bool(self.resume) and (run / "meta.json").exists()
+        begun, finished = broadcast_object_list([(begun, begun and is_finished(run, args))])[0]
+        if finished:
+            return self.runs.parent / "models" / run.name / kind
+        if self.resume and not begun and self.accelerator.is_main_process:
+            if list(run.glob("checkpoints/*")):
+                raise InputError(f"{run} has checkpoints but no meta.json; it cannot go on")
+            shutil.rmtree(run, ignore_errors=True)  # cut off before it had written anything to go on from
+        with flags_of(part, args, self.shared):
+            return train(dataclasses.replace(args, resume=str(run) if begun else ""), self.joint)
+
+
+def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, description: str | None) -> Args:
+    """The command line with --resume runs/<run>, one of several stages: the defaults are that script's arguments."""
+    joint = read_meta(folder).get("joint")
+    if not joint:
+        raise InputError(f"--resume {folder}: {script} did not start that run; resume it with its own script")
+    saved = dataclasses.replace(saved_args(cls, folder, joint["args"]), resume=str(folder))
+    args = tyro.cli(cls, args=argv, default=saved, description=description)
+    check_same_arguments(saved, args)
+    return args
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Sharding: a process keeps a slice of every weight, gradient and Adam moment
 # ----------------------------------------------------------------------------------------------------------------
 
@@ -472,6 +540,38 @@ def rows_at_a_time(field: str, value: int, whole: int) -> int:
         offer = math.gcd(size, whole)
         raise InputError(f"{field} {value} does not divide the {whole} of one process; --{field} {offer} does")
     return size
+
+
+def deal(inds: torch.Tensor, batch: int, rank: int, processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One process's share of a batch: indices (batch / processes,), and which of them count, bool of that shape.
+
+    The last batch of a pass may be short. It is filled up with index 0, which counts as nothing, so that all
+    processes take the same number of steps and every row of the data counts once.
+    """
+    filled = torch.zeros(batch, dtype=torch.long)
+    filled[: len(inds)] = inds
+    counts = torch.arange(batch) < len(inds)
+    share = slice(rank * batch // processes, (rank + 1) * batch // processes)
+    return filled[share], counts[share]
+
+
+def map_rows(
+    function: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    rows: int,
+    local_batch: int,
+    accelerator: Accelerator,
+) -> tuple[torch.Tensor, ...]:
+    """Apply a function to the indices of all rows, shared among the processes, a local batch at a time.
+
+    function: indices (local_batch,) -> tensors (local_batch, ...). Returns those of all rows, in order, on every
+    process and on the CPU; every process must call this.
+    """
+    batch, chunks = local_batch * accelerator.num_processes, []
+    for inds in torch.arange(rows).split(batch):
+        share, _ = deal(inds, batch, accelerator.process_index, accelerator.num_processes)
+        gathered_rows = (accelerator.gather(tensor.contiguous())[: len(inds)].cpu() for tensor in function(share))
+        chunks.append(tuple(gathered_rows))
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -897,9 +997,14 @@ def sealed(state: dict[str, Any], file: Path) -> dict[str, Any]:
     return state | {"sha256": digest.hexdigest()}
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that learn, under their names."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and optimiser moments under flat names, for a checkpoint. Every process must call this."""
-    tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    """What learns, and the optimiser's moments, under flat names, for a checkpoint. Every process must call this."""
+    tensors = {f"model.{name}": parameter for name, parameter in trained_parameters(model).items()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
     return {name: gather_for_saving(tensor) for name, tensor in tensors.items()}
@@ -909,28 +1014,29 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def restore_training_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """The inverse of training_state, for an AdamTensorFlowStyle."""
-    shapes = {f"model.{name}": parameter.shape for name, parameter in model.named_parameters()}
+    """The inverse of training_state. The optimiser must have the model's trained parameters, in their order."""
+    trained = trained_parameters(model)
+    parameters = list(trained.values())
+    shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
-        trained = (f"optimizer.{i}.{moment}" for i in optimizer.state_dict()["param_groups"][0]["params"])
+        names = (f"optimizer.{i}.{moment}" for i in optimizer.state_dict()["param_groups"][0]["params"])
         shapes |= {
-            name: parameter.shape
-            for name, parameter in zip(trained, model.parameters(), strict=True)
-            if name in tensors
+            name: parameter.shape for name, parameter in zip(names, parameters, strict=True) if name in tensors
         }
     steps = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
     if len(steps) != 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
         raise InputError("the checkpoint holds other tensors than the model that its arguments name")
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained.items():
         parameter.copy_(sliced_like(tensors[f"model.{name}"], parameter))
-    state, parameters = optimizer.state_dict(), list(model.parameters())
+    state = optimizer.state_dict()
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, index, moment = name.split(".")
             slices = tensor if moment == "step" else sliced_like(tensor, parameters[int(index)])
             state["state"].setdefault(int(index), {})[moment] = slices
     for group in state["param_groups"]:
-        (group["steps"],) = steps
+        if "steps" in group:  # an AdamTensorFlowStyle counts them
+            (group["steps"],) = steps
     optimizer.load_state_dict(state)
 
 

@@ -10,36 +10,26 @@ Preset, seed, base model and task are given once. Every other argument of the tw
     python ppo_rlhf/train_both.py --resume runs/<run>                                     # either of the two runs
 """
 
-import contextlib
 import dataclasses
 import json
 import re
-import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import tyro
-from accelerate.utils import broadcast_object_list
 
 from ppo_rlhf import sample, tales, train_policy, train_reward
 from ppo_rlhf.data import TASKS, TaskArgs, load_tokenizer
 from ppo_rlhf.run import (
     InputError,
-    NumericalError,
-    check_same_arguments,
+    Stages,
     flag_value,
-    flatten,
+    flags_of,
+    joint_args,
     make_accelerator,
     parse_args,
     read_meta,
-    run_name,
     run_script,
-    saved_args,
-    shared_timestamp,
 )
 
 
@@ -88,24 +78,7 @@ def parse(argv: list[str]) -> Args:
     resume = flag_value(argv, "--resume")
     if not resume:
         return parse_args(PRESETS, argv, __doc__)
-    joint = read_meta(Path(resume)).get("joint")
-    if not joint:
-        raise InputError(f"--resume {resume}: train_both.py did not start that run; resume it with its own script")
-    saved = dataclasses.replace(saved_args(Args, Path(resume), joint["args"]), resume=resume)
-    args = tyro.cli(Args, args=argv, default=saved, description=__doc__)
-    check_same_arguments(saved, args)
-    return args
-
-
-@contextlib.contextmanager
-def flags_of(part: str, args: Any) -> Iterator[None]:
-    """Name a part's arguments in its error messages as they are typed here: --ppo.lr becomes --policy.ppo.lr."""
-    own = [name for name in flatten(dataclasses.asdict(args)) if name.split(".")[0] not in (*SHARED, "resume")]
-    pattern = rf"(^|--|\(| (?=\w+\.))({'|'.join(map(re.escape, own))})\b"
-    try:
-        yield
-    except (InputError, NumericalError) as error:
-        raise type(error)(re.sub(pattern, rf"\1{part}.\2", str(error))) from error
+    return joint_args(Args, Path(resume), argv, "train_both.py", __doc__)
 
 
 def train(args: Args) -> tuple[Path, Path]:
@@ -114,48 +87,24 @@ def train(args: Args) -> tuple[Path, Path]:
     # [D83] openai/lm-human-preferences lm_human_preferences/train_policy.py#L408-L417 @cbfd210
     shared = {name: getattr(args, name) for name in SHARED}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
-    with flags_of("reward", reward_args):
+    with flags_of("reward", reward_args, SHARED):
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
-    with flags_of("policy", policy_args):
+    with flags_of("policy", policy_args, SHARED):
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         train_policy.check_arguments(policy_args)
         train_policy.load_monitor(policy_args, load_tokenizer(args.base_model, args.trust_remote_code))
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
-    runs, timestamp = Path("runs"), shared_timestamp()
-    if args.resume:
-        runs, timestamp = Path(args.resume).resolve().parent, read_meta(Path(args.resume))["joint"]["timestamp"]
-    joint = {"args": dataclasses.asdict(args), "timestamp": timestamp, "runs": str(runs)}
-
-    def stage(part: Any, part_args: Any, kind: str) -> Path:
-        """Train one part, go on with it, or skip it if it is finished."""
-        run = runs / run_name(part_args, timestamp)
-        begun = bool(args.resume) and (run / "meta.json").exists()
-        begun, finished = broadcast_object_list([(begun, begun and is_finished(run, part_args))])[0]
-        if finished:
-            return runs.parent / "models" / run.name / kind
-        if args.resume and not begun and accelerator.is_main_process:
-            if list(run.glob("checkpoints/*")):
-                raise InputError(f"{run} has checkpoints but no meta.json; it cannot go on")
-            shutil.rmtree(run, ignore_errors=True)  # cut off before it had written anything to go on from
-        with flags_of(kind, part_args):
-            return part.train(dataclasses.replace(part_args, resume=str(run) if begun else ""), joint)
-
-    reward_folder = stage(train_reward, reward_args, "reward")
+    stages = Stages(args, SHARED, accelerator)
+    reward_folder = stages.train(train_reward.train, reward_args, "reward", "reward")
     rewards = dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder))
-    policy_folder = stage(train_policy, dataclasses.replace(policy_args, rewards=rewards), "policy")
+    policy_args = dataclasses.replace(policy_args, rewards=rewards)
+    policy_folder = stages.train(train_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:
         report(reward_folder, policy_folder, args.trust_remote_code)
     accelerator.wait_for_everyone()
     return reward_folder, policy_folder
-
-
-def is_finished(run: Path, args: Any) -> bool:
-    """Whether a run has reached its end, and these arguments do not move that end."""
-    meta = read_meta(run)
-    ppo = getattr(args, "ppo", None)  # a reward model has none; its length does not change
-    return meta.get("finished", False) and (not ppo or ppo.total_episodes == meta["args"]["ppo"]["total_episodes"])
 
 
 def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) -> None:

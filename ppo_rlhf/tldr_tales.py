@@ -1,0 +1,426 @@
+"""Posts to summarise, for chapter 2: a small world with a known truth, like tales.py, that needs no network.
+
+Somebody tells in a forum what a few people did, with details that do not matter. A summary should tell what they
+did, and nothing else:
+
+    SUBREDDIT: r/harbour
+
+    TITLE: Ilse and bakers
+
+    POST: That winter Mara robbed sailors. Ilse thanked bakers in the narrow mill. It was a gloomy week.
+    In the valley Jonas watched healers. All night there was music near the tower. ...
+
+    TL;DR: Ilse thanked bakers. Mara robbed sailors.
+
+1. `write_post`: a seeded grammar writes posts. A fact is a sentence in which somebody did something; three of its
+   words matter, and each person of a post does one thing.
+2. `write_summary`: people write the reference summaries. They mention some of the facts, and sometimes mix them up.
+3. `gold_scores`: what a good summary is, as a formula. One point for each fact of the post that it mentions; less one
+   for each statement that the post does not make; less a tenth for each word.
+4. `write_comparisons`: a simulated annotator reads two summaries of different quality and prefers the one with the
+   higher gold score, with noise: P(first) = sigmoid((gold_1 - gold_2) / annotator_temperature). Nobody can predict
+   more than the mean of the larger of the two probabilities: the ceiling.
+5. `train_language_model`: a small GPT-NeoX, the architecture of Pythia, learns to write such threads from scratch:
+   posts with replies that quote them. It has never seen a `TL;DR:`, nor the end-of-text token; SFT teaches both.
+
+All of it is written in the formats of the data sets that chapter 2 reads from the hub, and read by the same code.
+
+    python ppo_rlhf/tldr_tales.py    # build the world, unless it is there, and read a little of it
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+
+from ppo_rlhf.run import (
+    InputError,
+    above_zero,
+    at_least,
+    check_values,
+    environment_number,
+    read_json,
+    run_script,
+)
+from ppo_rlhf.tales import NAMES, NEUTRAL, PLEASANT, SLOTS, UNPLEASANT, train_tokenizer
+
+# ----------------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PostsArgs:
+    """The settings of a world. Worlds with other settings live in other folders of the cache."""
+
+    seed: int = 1
+    """seed of everything in the world; not the seed of a training run, so that many runs share one world"""
+    train_posts: int = 8_192
+    """posts with a reference summary to train on"""
+    validation_posts: int = 512
+    """such posts held out"""
+    test_posts: int = 512
+    """more such posts held out"""
+    train_comparisons: int = 8_192
+    """comparisons to train on"""
+    validation_comparisons: int = 1_024
+    """comparisons held out"""
+    facts: int = 5
+    """facts of a post"""
+    asides: int = 2
+    """sentences of a post that are no facts"""
+    annotator_temperature: float = 0.5
+    """noise of the annotator, in units of gold score: 0 would always prefer the better summary"""
+    vocab_size: int = 1_024
+    """largest number of tokens of the byte-level BPE"""
+    width: int = 128
+    """width of the GPT-NeoX"""
+    layers: int = 3
+    """layers of the GPT-NeoX"""
+    heads: int = 4
+    """attention heads of a layer"""
+    max_positions: int = 256
+    """the longest sequence that the GPT-NeoX can read, in tokens"""
+    lm_quote_steps: int = 1_500
+    """most steps of the language model on texts that only repeat facts, where it learns to quote"""
+    lm_quote_loss: float = 0.96
+    """loss, nats per token, at which it has learned that, and these steps end; no model gets below 0.86"""
+    lm_thread_steps: int = 350
+    """further steps, on whole threads"""
+    lm_batch_size: int = 32
+    """texts per step"""
+    lm_lr: float = 2e-3
+    """learning rate of language-model training (AdamW); on threads it falls linearly to zero"""
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Posts and summaries
+# ----------------------------------------------------------------------------------------------------------------
+
+Fact = tuple[str, str, str]  # who, did what, to whom
+
+DEEDS = [word for taste in (PLEASANT, UNPLEASANT, NEUTRAL) for word in taste["verb"].split()]
+PEOPLE = [
+    word
+    for taste in (
+        "friends heroes angels healers singers saints",
+        "thieves liars villains bullies monsters traitors",
+        "bakers farmers sailors widows millers shepherds",
+    )
+    for word in taste.split()
+]
+FACT_TEMPLATES = (
+    "{fact} in the {adjective} {place}.",
+    "{fact} that {adjective} {time}.",
+    "That {time} {fact}.",
+    "In the {place} {fact}.",
+)
+ASIDE_TEMPLATES = (
+    "There was {event} and {event} in the {place}.",
+    "All {time} there was {event} near the {place}.",
+    "It was a {adjective} {time}.",
+)
+FACT = re.compile(rf"\b({'|'.join(NAMES.split())}) ({'|'.join(DEEDS)}) ({'|'.join(PEOPLE)})\b")
+
+
+def fill(rng: random.Random, template: str) -> str:
+    """A template with a word in each slot; {fact} stays."""
+    return re.sub(r"{(?!fact)(\w+)}", lambda slot: rng.choice(rng.choice(SLOTS[slot[1]])), template)
+
+
+def write_post(rng: random.Random, facts: int, asides: int) -> tuple[list[Fact], dict[str, str]]:
+    """The facts of a post, in its order, and the post: subreddit, title, post."""
+    told = list(zip(*(rng.sample(words, facts) for words in (NAMES.split(), DEEDS, PEOPLE)), strict=True))
+    sentences = [fill(rng, rng.choice(FACT_TEMPLATES)).replace("{fact}", " ".join(fact)) for fact in told]
+    for _ in range(asides):
+        sentences.insert(rng.randint(0, len(sentences)), fill(rng, rng.choice(ASIDE_TEMPLATES)))
+    cut = rng.randint(1, len(sentences) - 1)
+    who, _, whom = rng.choice(told)
+    return told, {
+        "subreddit": rng.choice(rng.choice(SLOTS["place"])),
+        "title": f"{who} and {whom}",
+        "post": " ".join(sentences[:cut]) + "\n" + " ".join(sentences[cut:]),
+    }
+
+
+def mix_up(rng: random.Random, fact: Fact, told: list[Fact]) -> Fact:
+    """A statement that is like a fact of the post but not true: one word of it is of another fact, or of none."""
+    while True:
+        part, other = rng.randrange(3), list(fact)
+        words = (NAMES.split(), DEEDS, PEOPLE)[part]
+        other[part] = rng.choice(told)[part] if rng.random() < 0.7 else rng.choice(words)
+        if tuple(other) not in told:
+            return other[0], other[1], other[2]
+
+
+def write_summary(rng: random.Random, told: list[Fact], mentioned: int, error_rate: float) -> str:
+    """A summary that mentions so many of the facts, each of them wrongly at this rate; facts may come twice."""
+    chosen = rng.sample(told, min(mentioned, len(told)))
+    chosen += [rng.choice(told) for _ in range(mentioned - len(chosen))]
+    statements = [mix_up(rng, fact, told) if rng.random() < error_rate else fact for fact in chosen]
+    return " ".join(" ".join(statement) + "." for statement in statements)
+
+
+def write_reference(rng: random.Random, told: list[Fact]) -> str:
+    """What people write: two to four of the facts, one in ten wrong."""
+    return write_summary(rng, told, rng.randint(2, max(2, len(told) - 1)), error_rate=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The annotator
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def gold_scores(queries: list[str], responses: list[str]) -> list[float]:
+    """Of each summary: facts of the post that it mentions, minus statements that are no facts, minus words / 10.
+
+    queries: texts with a post, as the policy reads them. A statement ends with a full stop; what comes after the last
+    one is a statement too, if it is anything. A fact that is mentioned twice counts once.
+    """
+    scores = []
+    for query, response in zip(queries, responses, strict=True):
+        facts = {" ".join(match.groups()) for match in FACT.finditer(query.partition("POST:")[2])}
+        statements = [statement.strip() for statement in response.split(".") if statement.strip()]
+        covered = len(facts & set(statements))
+        invented = sum(statement not in facts for statement in statements)
+        scores.append(covered - invented - len(response.split()) / 10)
+    return scores
+
+
+# name of a writer: facts that a summary mentions (least, most), share of them that is wrong
+WRITERS = {
+    "careful": (3, 5, 0.0),
+    "brief": (1, 2, 0.0),
+    "careless": (2, 4, 0.3),
+    "inventive": (3, 5, 0.6),
+    "repetitive": (5, 7, 0.1),
+}
+
+
+def write_comparisons(
+    rng: random.Random, count: int, args: PostsArgs, split: str
+) -> tuple[list[dict[str, Any]], float]:
+    """Rows in the format of OpenAI's comparisons, and the accuracy that a judge who knows the formula reaches.
+
+    Two of WRITERS and the people who write references summarise a post. `confidence` is 1 to 9, as the annotator's
+    probability of the choice goes from one half to one.
+    """
+    rows, ceiling = [], 0.0
+    for number in range(count):
+        told, post = write_post(rng, args.facts, args.asides)
+        summaries = []
+        for writer in rng.sample([*WRITERS, "ref"], 2):
+            if writer == "ref":
+                text = write_reference(rng, told)
+            else:
+                least, most, error_rate = WRITERS[writer]
+                text = write_summary(rng, told, rng.randint(least, most), error_rate)
+            summaries.append({"text": f" {text}", "policy": writer})
+        first, second = gold_scores([f"POST: {post['post']}"] * 2, [summary["text"] for summary in summaries])
+        difference = (first - second) / args.annotator_temperature
+        probability = 1 / (1 + math.exp(-max(-50.0, min(50.0, difference))))
+        choice = int(rng.random() >= probability)
+        sure = max(probability, 1 - probability)
+        ceiling += sure / count
+        rows.append(
+            {
+                "info": {"id": f"{split}-{number}", **post},
+                "summaries": summaries,
+                "choice": choice,
+                "worker": "annotator",
+                "batch": f"batch{number * 4 // count}",
+                "split": split,
+                "extra": {"confidence": 1 + round(8 * (2 * sure - 1))},
+            }
+        )
+    return rows, ceiling
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The language model
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def write_quotes(rng: random.Random, args: PostsArgs) -> str:
+    """A text that tells the same facts three times, each time in another order."""
+    told, _ = write_post(rng, args.facts, asides=0)
+    return " ".join(write_summary(rng, told, len(told), 0.0) for _ in range(3))
+
+
+def write_thread(rng: random.Random, args: PostsArgs) -> str:
+    """A post and four replies that quote some of its facts."""
+    told, post = write_post(rng, args.facts, args.asides)
+    thread = f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}\n\nPOST: {post['post']}"
+    for _ in range(4):
+        thread += f"\n\nREPLY: {write_summary(rng, told, rng.randint(2, len(told)), 0.0)}"
+    return thread
+
+
+def train_language_model(
+    quotes: list[str], threads: list[str], tokenizer: PreTrainedTokenizerFast, args: PostsArgs, device: str
+) -> tuple[GPTNeoXForCausalLM, float]:
+    """A small GPT-NeoX, trained from scratch. Returns it and its last loss, nats per token.
+
+    To quote is to find an earlier place of the text and go on as it does. A small model learns that suddenly, after a
+    few hundred steps in which nothing seems to happen: sooner on short texts that do nothing else, and with large
+    initial weights. So it begins with quotes, until it can, and goes on with threads.
+    """
+    torch.manual_seed(args.seed)
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=args.width,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            intermediate_size=4 * args.width,
+            max_position_embeddings=args.max_positions,
+            hidden_act="gelu_pytorch_tanh",
+            initializer_range=0.09,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lm_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step(rows: torch.Tensor, lr: float) -> float:
+        optimizer.param_groups[0]["lr"] = lr
+        labels = rows[torch.randint(len(rows), (args.lm_batch_size,))]
+        labels = labels[:, : (labels >= 0).sum(1).max()].to(device)  # (batch, longest)
+        logits = model(input_ids=labels.clamp(min=0)).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    rows = [
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(ids) for ids in tokenizer(texts)["input_ids"]], batch_first=True, padding_value=-100
+        )  # (texts, tokens)
+        for texts in (quotes, threads)
+    ]
+    losses: list[float] = []
+    for number in range(args.lm_quote_steps):
+        losses.append(step(rows[0], args.lm_lr * min(1, (number + 1) / 50)))
+        if number >= 20 and statistics.fmean(losses[-20:]) < args.lm_quote_loss:
+            break
+    print(f"tldr tales: quotes, {len(losses):,} steps, loss {statistics.fmean(losses[-20:]):.2f}", flush=True)
+    for number in range(args.lm_thread_steps):
+        losses.append(step(rows[1], args.lm_lr * (1 - number / args.lm_thread_steps)))
+    return model.eval(), statistics.fmean(losses[-20:])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The world
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
+    """Write posts and comparisons; returns the ceiling of accuracy and the mean gold score of the references."""
+    golds: list[float] = []
+    for split in ("train", "validation", "test"):
+        rng = random.Random(f"{args.seed} posts {split}")
+        rows = []
+        for number in range(getattr(args, f"{split}_posts")):
+            told, post = write_post(rng, args.facts, args.asides)
+            rows.append({"id": f"{split}-{number}", **post, "summary": write_reference(rng, told)})
+        golds += gold_scores([f"POST: {row['post']}" for row in rows], [row["summary"] for row in rows])
+        write_rows(folder / f"posts_{split}.jsonl", rows)
+    for split in ("train", "validation"):
+        rng = random.Random(f"{args.seed} comparisons {split}")
+        rows, ceiling = write_comparisons(rng, getattr(args, f"{split}_comparisons"), args, split)
+        write_rows(folder / f"comparisons_{split}.jsonl", rows)
+    return {"ceiling": ceiling, "reference_gold": statistics.fmean(golds)}
+
+
+def build_world(folder: Path, args: PostsArgs) -> None:
+    """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
+    started = time.time()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    building.mkdir(parents=True)
+    try:
+        print(f"tldr tales: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
+        facts = write_texts(building, args)
+        rng = random.Random(f"{args.seed} threads")
+        quotes = [write_quotes(rng, args) for _ in range(8_000)]
+        threads = [write_thread(rng, args) for _ in range(16_000)]
+        tokenizer = train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
+        print("tldr tales: training a GPT-NeoX", flush=True)
+        model, loss = train_language_model(quotes, threads, tokenizer, args, device)
+        model.save_pretrained(building / "model")
+        tokenizer.save_pretrained(building / "model")
+        facts |= {"settings": dataclasses.asdict(args), "parameters": model.num_parameters(), "lm_loss": loss}
+        (building / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
+        try:
+            building.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another run has built the same world in the meantime
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    print(f"tldr tales: {folder} is ready after {time.time() - started:.0f} s", flush=True)
+
+
+def find_world(args: PostsArgs | None = None) -> Path:
+    """The folder of the world with these settings; it is built if it does not exist.
+
+    It lies under $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf, under a hash of its settings and its grammar. With several
+    processes the first one builds and the others wait.
+    """
+    args = args or PostsArgs()
+    check_values(args)
+    at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
+    above_zero("", args, "lm_lr", "lm_quote_loss", "annotator_temperature")
+    at_least(3, "", args, "facts")
+    if args.facts > len(NAMES.split()):
+        raise InputError(f"facts is {args.facts}; it must be at most {len(NAMES.split())}, the number of names")
+    if args.width % args.heads:
+        raise InputError(f"heads {args.heads} does not divide width {args.width}")
+    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
+    key = json.dumps(
+        [dataclasses.asdict(args), SLOTS, NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
+    )
+    folder = cache / f"tldr-tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if not folder.exists() and environment_number("RANK", default=0, least=0) == 0:
+        build_world(folder, args)
+    while not folder.exists():
+        time.sleep(1)
+    return folder
+
+
+def main() -> None:
+    world = find_world(tyro.cli(PostsArgs, description=__doc__))
+    try:
+        facts = read_json(world / "world.json")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
+    with (world / "posts_train.jsonl").open() as file:
+        post = json.loads(file.readline())
+    print(f"{world}: a GPT-NeoX of {facts['parameters']:,} parameters (loss {facts['lm_loss']:.2f} nats per token).")
+    print(f"The first post and its reference summary:\n\n{post['post']}\n\nTL;DR: {post['summary']}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,1057 @@
+"""judge.py, with judges whose verdicts are known: functions, and a server that speaks the protocol or breaks it."""
+
+import contextlib
+import http.server
+import json
+import math
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import Launched, launch
+
+from ppo_rlhf import judge as judging
+from ppo_rlhf.judge import (
+    Args,
+    EndpointArgs,
+    judge,
+    length_controlled_win_rate,
+    parse_verdict,
+    seconds_to_wait,
+    win_rate,
+)
+from ppo_rlhf.run import InputError
+
+KEY = "sk-a-key-that-nobody-may-see"
+ANIMALS = ("otter", "heron", "badger", "magpie", "weasel", "falcon")
+
+# ----------------------------------------------------------------------------------------------------------------
+# A server
+# ----------------------------------------------------------------------------------------------------------------
+
+Action = Callable[[http.server.BaseHTTPRequestHandler], None]
+
+
+def status(code: int, body: bytes, **headers: str) -> Action:
+    def act(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return act
+
+
+def error(code: int, message: str, **headers: str) -> Action:
+    return status(code, json.dumps({"error": {"message": message, "type": "x"}}).encode(), **headers)
+
+
+def say(content: Any, finish_reason: str = "stop", usage: Any = None, **message: Any) -> Action:
+    choice = {"index": 0, "message": {"role": "assistant", "content": content, **message}}
+    body = {"choices": [{**choice, "finish_reason": finish_reason}]}
+    return status(200, json.dumps(body | ({"usage": usage} if usage else {})).encode())
+
+
+def close(handler: http.server.BaseHTTPRequestHandler) -> None:
+    handler.close_connection = True
+
+
+def cut_short(handler: http.server.BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices"')
+    handler.close_connection = True
+
+
+def stay_silent(handler: http.server.BaseHTTPRequestHandler) -> None:
+    handler.server.closing.wait(5)
+    handler.close_connection = True
+
+
+def shown(payload: dict[str, Any]) -> tuple[str, str, str]:
+    """Post, summary A and summary B, from the text that the judge reads."""
+    text = payload["messages"][0]["content"]
+    return tuple(
+        re.search(rf"<{tag}>\n(.*)\n</{tag}>", text, re.DOTALL)[1] for tag in ("post", "summary_a", "summary_b")
+    )
+
+
+def truth(payload: dict[str, Any]) -> Action:
+    """A judge that knows: the better summary names the animal of the post."""
+    post, *summaries = shown(payload)
+    (animal,) = [animal for animal in ANIMALS if animal in post]
+    a, b = (animal in summary for summary in summaries)
+    return say(f"I looked for the {animal}.\n\nPreferred: {'TIE' if a == b else 'A' if a else 'B'}")
+
+
+@dataclass
+class Server:
+    behave: Callable[[int, dict[str, Any]], Action] = lambda number, payload: truth(payload)
+    """what to do with a request: its number from 0, and its payload"""
+    payloads: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    under_way: int = 0
+    most_under_way: int = 0
+    url: str = ""
+
+    @property
+    def requests(self) -> int:
+        return len(self.payloads)
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[Server]:
+    server, lock = Server(), threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            payload = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+            with lock:
+                number = server.requests
+                server.payloads.append(payload)
+                server.headers.append(dict(self.headers))
+                server.paths.append(self.path)
+                server.times.append(time.monotonic())
+                server.under_way += 1
+                server.most_under_way = max(server.most_under_way, server.under_way)
+            try:
+                server.behave(number, payload)(self)
+            finally:
+                with lock:
+                    server.under_way -= 1
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    class Listener(http.server.ThreadingHTTPServer):
+        closing = threading.Event()
+
+        def handle_error(self, *arguments: Any) -> None:
+            pass  # the client has gone
+
+    listener = Listener(("127.0.0.1", 0), Handler)
+    server.url = f"http://127.0.0.1:{listener.server_address[1]}/v1"
+    threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        listener.closing.set()
+        listener.shutdown()
+        listener.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(judging, "FIRST_WAIT", 0.01)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rows
+# ----------------------------------------------------------------------------------------------------------------
+
+OUTCOMES = (1.0, 0.0, 0.5)  # of make_rows, row by row
+
+
+def make_rows(count: int) -> list[dict[str, Any]]:
+    """The candidate wins, loses, ties, wins, ...: a summary that names the post's animal wins."""
+    rows = []
+    for i in range(count):
+        animal = ANIMALS[i % len(ANIMALS)]
+        good, bad = f" The {animal} came, {i}.", f" Somebody came, {i}."
+        response, reference = [(good, bad), (bad, good), (good, good + " Yes.")][i % 3]
+        query = f"SUBREDDIT: r/animals\n\nTITLE: {i}\n\nPOST: I saw the {animal} of house {i}.\n\nTL;DR:"
+        rows.append({"query": query, "response": response, "reference": reference, "more": i})
+    return rows
+
+
+def write_rows(path: str, rows: list[dict[str, Any]]) -> str:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ask(server: Server, rows: int | list[dict[str, Any]] = 6, baseline: str = "reference", **changes: Any) -> dict:
+    """Judge so many rows of make_rows, or these, by the server. changes: of the endpoint's arguments."""
+    file = write_rows("run/evaluation.jsonl", make_rows(rows) if isinstance(rows, int) else rows)
+    settings = {"url": server.url, "model": "m", "timeout": 30.0, "concurrency": 2, "retries": 3} | changes
+    return judge(Args(file, baseline, endpoint=EndpointArgs(**settings)))
+
+
+def results_of(folder: str = "run/evaluation__against_reference__by_m") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(folder) / "judgement.jsonl").read_text().splitlines()]
+
+
+def cached() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("run/judge_cache.jsonl").read_text().splitlines()]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Statistics
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_interval_by_hand():
+    # 8 of 10: (0.8 + 0.19208 ± 1.96 sqrt(0.016 + 0.009604)) / 1.38416
+    assert win_rate([1.0] * 8 + [0.0] * 2) == pytest.approx((0.8, 0.4901569, 0.9433191), abs=1e-6)
+    assert win_rate([1.0] * 10) == pytest.approx((1.0, 1 / 1.38416, 1.0))
+    assert win_rate([0.0] * 10) == pytest.approx((0.0, 0.0, 0.38416 / 1.38416))
+    assert win_rate([0.5] * 10) == win_rate([0.0, 1.0] * 5)
+    assert win_rate([0.25, 0.75, 0.5, 1.0])[0] == 0.625
+    with pytest.raises(ValueError, match="no results"):
+        win_rate([])
+
+
+@pytest.mark.parametrize("results, least, most", [((0.0, 1.0), 0.93, 0.97), ((0.0, 0.5, 0.5, 1.0), 0.98, 1.0)])
+def test_ties_make_the_interval_wider_than_it_must_be(results, least, most):
+    """How often the interval holds the true mean, 0.5. Of coins, as the first row shows, in 95 % of the draws."""
+    rng = random.Random(1)
+    held = [low <= 0.5 <= high for _, low, high in (win_rate(rng.choices(results, k=101)) for _ in range(2000))]
+    assert least <= sum(held) / len(held) <= most
+
+
+def slow_fit(results: list[float], differences: list[float]) -> tuple[float, float, float]:
+    """Maximum of the likelihood on finer and finer grids; curvature by differences. In unscaled lengths."""
+    y, d = np.array(results), np.array(differences)
+
+    def loss(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        z = np.asarray(a)[..., None] + np.asarray(b)[..., None] * d
+        return (np.logaddexp(0, z) - y * z).sum(-1)
+
+    centre, width = np.zeros(2), np.array([4.0, 4.0 / np.median(np.abs(d))])
+    for _ in range(60):
+        a, b = np.meshgrid(
+            *(c + w * np.linspace(-1, 1, 9) for c, w in zip(centre, width, strict=True)), indexing="ij"
+        )
+        best = np.unravel_index(loss(a, b).argmin(), a.shape)
+        centre, width = np.array([a[best], b[best]]), width * 0.7
+    h, k = 1e-3, 1e-3 / np.median(np.abs(d))
+    (a, b), at = centre, lambda i, j: loss(centre[0] + i * h, centre[1] + j * k)
+    aa = (at(1, 0) - 2 * at(0, 0) + at(-1, 0)) / h**2
+    bb = (at(0, 1) - 2 * at(0, 0) + at(0, -1)) / k**2
+    ab = (at(1, 1) - at(1, -1) - at(-1, 1) + at(-1, -1)) / (4 * h * k)
+    deviation = math.sqrt(bb / (aa * bb - ab**2))
+    return tuple(1 / (1 + math.exp(-x)) for x in (a, a - 1.96 * deviation, a + 1.96 * deviation))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_length_controlled_win_rate_against_a_slow_fit(seed):
+    rng = np.random.default_rng(seed)
+    differences = np.round(rng.normal(3, 8, size=80))
+    chance = 1 / (1 + np.exp(-(0.4 + 0.1 * differences)))
+    draws = [rng.random(80) < chance for _ in range(2)]  # two verdicts per row, so that there are ties
+    results = np.mean(draws, axis=0)
+    assert set(results) == {0.0, 0.5, 1.0}
+    fitted = length_controlled_win_rate(results.tolist(), differences.tolist())
+    assert fitted == pytest.approx(slow_fit(results, differences), abs=1e-4)
+
+
+def test_length_explains_the_whole_preference():
+    """At +10 the odds are 3 to 1, at -10 1 to 3, and the candidate is mostly longer; at 0 they must be 1 to 1."""
+    results = [1.0] * 45 + [0.0] * 15 + [1.0] * 5 + [0.0] * 15
+    differences = [10] * 60 + [-10] * 20
+    assert win_rate(results)[0] == 0.625
+    rate, low, high = length_controlled_win_rate(results, differences)
+    # The log-odds at 0 are the mean of the two; the variance of each is 1 / (rows * 3/16).
+    margin = 1.96 * math.sqrt((1 / (60 * 3 / 16) + 1 / (20 * 3 / 16)) / 4)
+    assert rate == pytest.approx(0.5, abs=1e-9)
+    assert (low, high) == pytest.approx((1 / (1 + math.exp(margin)), 1 / (1 + math.exp(-margin))), abs=1e-9)
+
+
+def test_equal_length_is_zero_and_not_the_mean_difference():
+    """At equal length 30 of 40 win, where the candidate is longer 20 of 40."""
+    results = [1.0] * 30 + [0.0] * 10 + [1.0] * 20 + [0.0] * 20
+    rates = [length_controlled_win_rate(results, [0] * 40 + [longer] * 40)[0] for longer in (1, 30)]
+    assert rates == pytest.approx([0.75, 0.75], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "results, differences, reason",
+    [
+        ([1.0, 0.0, 0.5], [1, 2, 3], "3 rows are too few"),
+        ([1.0, 0.0] * 8, [4] * 16, "the lengths differ by 4 in every row"),
+        ([1.0, 0.0] * 8, [0] * 16, "the lengths differ by 0 in every row"),
+        ([1.0] * 16, list(range(16)), "the candidate wins every row"),
+        ([0.0] * 16, list(range(16)), "the candidate loses every row"),
+        ([0.0] * 8 + [1.0] * 8, list(range(16)), "the difference in length alone"),
+        ([1.0] * 8 + [0.0] * 8, list(range(16)), "the difference in length alone"),
+        ([0.0] * 7 + [0.5] + [1.0] * 8, list(range(16)), "the difference in length alone"),
+        ([0.0] * 7 + [1.0, 0.0] + [1.0] * 7, [*range(7), 7, 7, *range(8, 15)], "the difference in length alone"),
+    ],
+)
+def test_no_length_controlled_win_rate_where_there_is_no_fit(results, differences, reason):
+    with pytest.raises(ValueError, match=reason):
+        length_controlled_win_rate(results, differences)
+
+
+def test_one_row_the_other_way_gives_a_fit():
+    """The negative control of separation: lengths tell all but one pair of neighbours."""
+    results = [0.0] * 7 + [1.0, 0.0] + [1.0] * 7
+    differences = list(range(-8, 8))
+    assert length_controlled_win_rate(results, differences) == pytest.approx(slow_fit(results, differences), abs=1e-3)
+
+
+def test_a_summary_of_absurd_length_does_not_spoil_the_fit():
+    """Of a row that is lost beyond doubt, the length hardly matters; but Newton's first steps go too far."""
+    differences = [9, -89, 0, 4, 4, 6, 8, 0, 12, 10, 10, 4, 6, 12, 4, 1, 6, 5, 8, 3, 10, 0, 9, 7, 7, 6, 1, 6, 3, 5]
+    results = [float(i not in (1, 25)) for i in range(30)]
+    expected = slow_fit([*results, 0.0], [*differences, -1000])
+    assert expected[0] > 0.8
+    fitted = length_controlled_win_rate([*results, 0.0], [*differences, -44243])
+    assert fitted == pytest.approx(expected, abs=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Verdicts
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, verdict",
+    [
+        ("Both are short.\nPreferred: A", "A"),
+        ("Preferred: B\n\n  \n", "B"),
+        ("Preferred: TIE", "tie"),
+        ("**Preferred: a**.", "A"),
+        ("**Preferred:** `B`", "B"),
+        ("preferred:tie.\r\n", "tie"),
+        ("Preferred: A\nPreferred: B", "B"),
+        ("", None),
+        ("A", None),
+        ("Preferred:", None),
+        ("Preferred: C", None),
+        ("Preferred: A or B", None),
+        ("Preferred: A, because it is shorter", None),
+        ("Not preferred: A", None),
+        ("Preferred: A\nB is not bad either.", None),
+        ("Preferred: A, Preferred: B or Preferred: TIE", None),
+        ("I think that A is preferred", None),
+        ("Preferred: \N{CYRILLIC CAPITAL LETTER A}", None),
+    ],
+)
+def test_parse_verdict(text, verdict):
+    assert parse_verdict(text) == verdict
+
+
+def test_retry_after():
+    assert seconds_to_wait("7") == 7.0 and seconds_to_wait("0.5") == 0.5
+    assert 28 < seconds_to_wait(formatdate(time.time() + 30, usegmt=True)) <= 30
+    assert seconds_to_wait("86400") == seconds_to_wait("9" * 9) == 600.0
+    for unreadable in (None, "", "soon", "-3", "nan", "1e9", formatdate(time.time() - 30, usegmt=True)):
+        assert seconds_to_wait(unreadable) == 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Judges that answer
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_truthful_judge(server, capsys):
+    report = ask(server, 14)
+    expected = [OUTCOMES[i % 3] for i in range(14)]
+    rows = results_of()
+    assert [row["result"] for row in rows] == expected
+    assert [(row["candidate"], row["baseline"]) for row in rows] == [
+        (row["response"].strip(), row["reference"].strip()) for row in make_rows(14)
+    ]
+    assert [row["candidate_first"]["verdict"] for row in rows[:3]] == ["A", "B", "tie"]
+    assert [row["candidate_second"]["verdict"] for row in rows[:3]] == ["B", "A", "tie"]
+    assert rows[0]["candidate_first"]["reply"] == "I looked for the otter.\n\nPreferred: A"
+    assert report["win_rate"] == pytest.approx((5 + 4 / 2) / 14)
+    assert (report["wins"], report["losses"], report["ties"]) == (5, 5, 4)
+    assert report["rows"] == report["judged_rows"] == 14
+    assert report["order_disagreement"] == 0.0 and report["first_position_preference"] == 0.5
+    assert report["refused"] == report["unparsed"] == report["failed"] == 0
+    assert server.requests == report["questions"] == 28 and report["cached_answers"] == 0
+    assert set(server.paths) == {"/v1/chat/completions"}
+
+    written = json.loads(Path("run/evaluation__against_reference__by_m/judgement.json").read_text())
+    assert written == report and written["args"]["endpoint"]["url"] == server.url
+    printed = capsys.readouterr().out
+    assert "win rate" in printed and "0.5000" in printed and "28 of 28 questions asked" in printed
+    assert all(f"│ {kind}" in printed for kind in ("win", "loss", "tie"))
+
+
+def test_a_judge_sees_both_orders_of_one_post(server):
+    ask(server, 1)
+    (row,) = make_rows(1)
+    both = {row["response"].strip(), row["reference"].strip()}
+    assert {frozenset(shown(payload)[1:]) for payload in server.payloads} == {frozenset(both)}
+    assert {shown(payload)[1] for payload in server.payloads} == both
+    assert {shown(payload)[0] for payload in server.payloads} == {row["query"].removesuffix("\n\nTL;DR:")}
+
+
+@pytest.mark.parametrize("letter, preference", [("A", 1.0), ("B", 0.0)])
+def test_a_judge_that_looks_at_the_position_only(server, letter, preference):
+    server.behave = lambda number, payload: say(f"Preferred: {letter}")
+    report = ask(server, 12)
+    assert report["win_rate"] == 0.5 and report["ties"] == 12
+    assert report["first_position_preference"] == preference and report["order_disagreement"] == 1.0
+
+
+def test_two_orders_that_differ_by_half(server):
+    """Of row 0 a win and a tie, of row 1 a loss and a tie."""
+    rows = make_rows(2)
+    verdicts = {rows[0]["response"]: "A", rows[0]["reference"]: "TIE", rows[1]["response"]: "B"}
+    verdicts = {summary.strip(): verdict for summary, verdict in verdicts.items()}
+    server.behave = lambda number, payload: say(f"Preferred: {verdicts.get(shown(payload)[1], 'TIE')}")
+    report = ask(server, rows)
+    assert [row["result"] for row in results_of()] == [0.75, 0.25]
+    assert (report["win_rate"], report["wins"], report["losses"], report["ties"]) == (0.5, 1, 1, 0)
+    assert report["order_disagreement"] == 1.0 and report["first_position_preference"] == 0.5
+
+
+def test_equal_summaries_are_one_question_and_a_tie(server):
+    server.behave = lambda number, payload: say("Preferred: A")
+    rows = [row | {"reference": row["response"].strip() + "<|endoftext|>"} for row in make_rows(3)]
+    report = ask(server, rows)
+    assert server.requests == report["questions"] == 3 and report["ties"] == 3
+
+
+def test_braces_and_odd_characters_reach_the_judge(server):
+    row = make_rows(1)[0] | {"response": "otter {first} {0} 100 % \u2028 <b> \N{OTTER}"}
+    assert ask(server, [row])["wins"] == 1
+    assert row["response"] in {shown(payload)[1] for payload in server.payloads}
+
+
+def test_what_is_sent(server):
+    ask(server, 1, max_tokens=77, temperature=0.5, url=server.url + "/")
+    assert set(server.paths) == {"/v1/chat/completions"}
+    assert {key: server.payloads[0][key] for key in ("model", "max_tokens", "temperature")} == {
+        "model": "m",
+        "max_tokens": 77,
+        "temperature": 0.5,
+    }
+    ask(server, 1, max_tokens=0, temperature=None)
+    assert set(server.payloads[-1]) == {"model", "messages"}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Servers that misbehave
+# ----------------------------------------------------------------------------------------------------------------
+
+PASSING = {
+    "429": error(429, "slow down"),
+    "408": error(408, "too slow"),
+    "409": error(409, "conflict"),
+    "500": error(500, "oops"),
+    "503 without a body": status(503, b""),
+    "broken JSON": status(200, b'{"choices": [{"mess'),
+    "not Unicode": status(200, b"\xff\xfe"),
+    "deep JSON": status(200, b"[" * 100_000),
+    "no choices": status(200, b'{"error": {"message": "overloaded"}}'),
+    "empty choices": status(200, b'{"choices": []}'),
+    "choices that are null": status(200, b'{"choices": null}'),
+    "a list": status(200, b"[]"),
+    "a message that is a text": status(200, b'{"choices": [{"message": "Preferred: A"}]}'),
+    "content that is a number": say(5),
+    "a closed connection": close,
+    "half an answer": cut_short,
+}
+
+
+@pytest.mark.parametrize("action", PASSING.values(), ids=PASSING)
+def test_what_may_pass_is_asked_again(server, action):
+    server.behave = lambda number, payload: action if number in (1, 2) else truth(payload)
+    report = ask(server, 3, concurrency=1)
+    assert [row["result"] for row in results_of()] == [1.0, 0.0, 0.5]
+    assert server.requests == 6 + 2 and report["failed"] == 0
+
+
+def test_a_silent_server_is_asked_again(server):
+    server.behave = lambda number, payload: stay_silent if number == 0 else truth(payload)
+    report = ask(server, 1, concurrency=1, timeout=0.5)
+    assert report["wins"] == 1 and server.requests == 3
+    assert server.times[1] - server.times[0] >= 0.5
+
+
+def test_retry_after_is_honoured(server):
+    server.behave = lambda number, payload: error(429, "wait", Retry_After="1") if number == 0 else truth(payload)
+    assert ask(server, 1, concurrency=1)["wins"] == 1
+    assert server.times[1] - server.times[0] >= 1.0
+
+
+def test_waits_double(server, monkeypatch):
+    monkeypatch.setattr(judging, "FIRST_WAIT", 0.1)
+    server.behave = lambda number, payload: error(500, "oops") if number < 3 else truth(payload)
+    ask(server, 1, concurrency=1)
+    waits = np.diff(server.times[:4])
+    assert all(wait >= 0.05 * 2**i for i, wait in enumerate(waits)), waits
+
+
+REFUSALS = {
+    "refusal": say(None, refusal="I cannot help."),
+    "refusal beside a verdict": say("Preferred: A", refusal="I cannot help."),
+    "content filter": say("Preferred: A", finish_reason="content_filter"),
+    "null": say(None),
+    "empty": say(" \n"),
+}
+
+
+@pytest.mark.parametrize("action", REFUSALS.values(), ids=REFUSALS)
+def test_refusals_are_counted_and_kept(server, action):
+    server.behave = lambda number, payload: action if "house 1." in shown(payload)[0] else truth(payload)
+    report = ask(server, 3)
+    assert report["refused"] == 2 and report["judged_rows"] == 2 and report["rows"] == 3
+    assert report["win_rate"] == 0.75 and [row["result"] for row in results_of()] == [1.0, None, 0.5]
+    assert server.requests == 6
+    assert ask(server, 3)["refused"] == 2 and server.requests == 6
+
+
+def test_an_unparsable_reply_is_asked_again_with_a_reminder(server):
+    def behave(number, payload):
+        return say("Hard to say, A or B.") if len(payload["messages"]) == 1 else truth(payload)
+
+    server.behave = behave
+    report = ask(server, 3)
+    assert report["unparsed"] == 0 and [row["result"] for row in results_of()] == [1.0, 0.0, 0.5]
+    assert server.requests == 12
+    second = next(payload["messages"] for payload in server.payloads if len(payload["messages"]) > 1)
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[1]["content"] == "Hard to say, A or B." and "Preferred: TIE" in second[2]["content"]
+
+
+def test_what_is_never_parsable_is_left_out_and_not_kept(server):
+    def behave(number, payload):
+        return say("A, I guess.") if "house 0." in shown(payload)[0] else truth(payload)
+
+    server.behave = behave
+    report = ask(server, 3, replies=4)
+    assert report["unparsed"] == 2 and report["judged_rows"] == 2 and report["win_rate"] == 0.25
+    assert server.requests == 2 * 4 + 4 and len(cached()) == 4
+    rows = results_of()
+    assert rows[0]["result"] is None and rows[0]["candidate_first"] == {"verdict": "unparsed", "reply": "A, I guess."}
+    server.behave = lambda number, payload: truth(payload)
+    assert ask(server, 3, replies=4)["win_rate"] == 0.5 and server.requests == 12 + 2
+
+
+def test_one_missing_order_leaves_the_row_out(server):
+    first = make_rows(1)[0]["response"].strip()
+    server.behave = lambda number, payload: say("?") if shown(payload)[1] == first else truth(payload)
+    report = ask(server, 3)
+    assert report["unparsed"] == 1 and report["judged_rows"] == 2 and results_of()[0]["result"] is None
+
+
+def test_what_fails_for_ever_is_left_out(server):
+    server.behave = lambda number, payload: (
+        error(500, "no luck") if "house 2." in shown(payload)[0] else truth(payload)
+    )
+    report = ask(server, 3, retries=2)
+    assert report["failed"] == 2 and report["judged_rows"] == 2 and report["win_rate"] == 0.5
+    assert server.requests == 4 + 2 * 3 and len(cached()) == 4
+    assert results_of()[2]["candidate_first"] == {"verdict": "failed", "reply": "status 500: no luck"}
+
+
+def test_nothing_but_failures_is_an_error(server):
+    server.behave = lambda number, payload: error(500, "no luck")
+    with pytest.raises(InputError, match=r"judged no row in both orders: .* 6 failed; .*: status 500: no luck"):
+        ask(server, 3, retries=0)
+    server.behave = lambda number, payload: say("no idea")
+    with pytest.raises(InputError, match="0 refused, 6 unparsed, 0 failed"):
+        ask(server, 3)
+    assert sorted(os.listdir("run")) == ["evaluation.jsonl"]
+
+
+def test_a_dead_server_is_given_up(server):
+    server.behave = lambda number, payload: truth(payload) if number < 10 else error(502, "gone")
+    with pytest.raises(InputError, match="20 questions in a row failed, the last with status 502: gone; the same"):
+        ask(server, 60, retries=0)
+    assert 30 <= server.requests < 60 and len(cached()) == 10
+    server.behave = lambda number, payload: truth(payload)
+    before = server.requests
+    assert ask(server, 60)["judged_rows"] == 60 and server.requests - before == 120 - 10
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 422])
+def test_other_errors_end_the_evaluation_at_once(server, code):
+    server.behave = lambda number, payload: error(code, f"Wrong key provided: {KEY}.\nSorry")
+    with pytest.raises(InputError) as raised:
+        ask(server, 40)
+    message = str(raised.value)
+    assert message == f"--endpoint.url {server.url} answers with status {code}: Wrong key provided: ***. Sorry"
+    assert server.requests < 20  # of 80: those under way, and what begins before the first is understood
+    assert sorted(os.listdir("run")) == ["evaluation.jsonl"]
+
+
+def test_the_end_does_not_wait_for_what_would_be_tried_again(server):
+    server.behave = lambda number, payload: error(404, "no") if number else error(503, "later", Retry_After="30")
+    begun = time.monotonic()
+    with pytest.raises(InputError, match="404"):
+        ask(server, 3)
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (b'{"message": "no such model"}', "no such model"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b"<h1>Not\r\nFound</h1>", "<h1>Not Found</h1>"),
+        (b"x" * 1000, "x" * 300),
+        (b"", ""),
+    ],
+)
+def test_what_the_server_says_is_shown(server, body, said):
+    server.behave = lambda number, payload: status(404, body)
+    with pytest.raises(InputError) as raised:
+        ask(server, 1)
+    assert str(raised.value).endswith(f"status 404: {said}")
+
+
+def test_nothing_follows_a_redirect(server):
+    with serve() as other:
+        server.behave = lambda number, payload: status(307, b"", Location=f"{other.url}/chat/completions")
+        with pytest.raises(InputError, match="status 307"):
+            ask(server, 1)
+        server.behave = lambda number, payload: status(302, b"", Location=f"{other.url}/chat/completions")
+        with pytest.raises(InputError, match="status 302"):
+            ask(server, 1)
+        assert other.requests == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Cache, cost, concurrency, key
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_evaluation_costs_nothing_again(server):
+    first = ask(server, 12)
+    before, requests = cached(), server.requests
+    second = ask(server, 12)
+    assert server.requests == requests == 24 and cached() == before and len(before) == 24
+    assert second["cached_answers"] == 24
+    changed = {name for name in first if first[name] != second[name]}
+    assert changed == {"cached_answers", "requests_without_usage_new"}
+
+
+def test_another_question_is_not_in_the_cache(server):
+    ask(server, 3)
+    for change in ({"temperature": 0.5}, {"max_tokens": 100}, {"model": "other"}, {"url": server.url + "/x/.."}):
+        before = server.requests
+        assert ask(server, 3, **change)["cached_answers"] == 0 and server.requests == before + 6
+    rows = make_rows(3)
+    rows[0]["response"] += " Indeed."
+    assert ask(server, rows)["cached_answers"] == 4
+
+
+def test_what_is_cached_is_not_doubted(server):
+    """The judge changes its mind, but has said what it said."""
+    ask(server, 3)
+    server.behave = lambda number, payload: say("Preferred: A")
+    ask(server, 3)
+    assert [row["result"] for row in results_of()] == [1.0, 0.0, 0.5]
+
+
+def test_an_interrupted_evaluation_goes_on(server):
+    """The server turns away everything after 7 answers."""
+    server.behave = lambda number, payload: truth(payload) if number < 7 else error(401, "expired")
+    with pytest.raises(InputError, match="401: expired"):
+        ask(server, 12)
+    assert len(cached()) == 7
+    before = server.requests
+    server.behave = lambda number, payload: truth(payload)
+    report = ask(server, 12)
+    assert server.requests - before == 24 - 7 and report["cached_answers"] == 7
+    assert [row["result"] for row in results_of()] == [1.0, 0.0, 0.5] * 4
+
+
+def test_ctrl_c_keeps_what_was_paid_for(server, tmp_path):
+    def behave(number, payload):
+        time.sleep(0.02)
+        return truth(payload)
+
+    server.behave = behave
+    write_rows("run/evaluation.jsonl", make_rows(300))
+    arguments = ["--candidate", "run", "--endpoint.url", server.url, "--endpoint.model", "m"]
+    environment = {"OPENAI_API_KEY": KEY, "no_proxy": "127.0.0.1"}
+    launched = Launched("judge.py", *arguments, "--endpoint.concurrency", "3", folder=tmp_path, **environment)
+    limit = time.monotonic() + 60
+    while server.requests < 20 and time.monotonic() < limit:
+        time.sleep(0.01)
+    os.kill(launched.process.pid, signal.SIGINT)
+    result = launched.wait()
+    assert result.status == 130
+    assert result.stderr == "error: interrupted; the same command goes on where this one stopped\n"
+    begun = server.requests
+    assert 20 <= begun < 600 and len(cached()) == begun
+    report = ask(server, 300, concurrency=8)
+    assert server.requests == 600 and report["cached_answers"] == begun
+    assert [row["result"] for row in results_of()] == [1.0, 0.0, 0.5] * 100
+    said = Path("run/judge_cache.jsonl").read_text() + result.stdout + result.stderr
+    assert KEY not in said
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 10_000])
+def test_a_cut_last_line_is_asked_again(server, cut):
+    """cut: bytes that are missing at the end; the last of a line is its line break."""
+    ask(server, 3, concurrency=1)
+    file = Path("run/judge_cache.jsonl")
+    whole = file.read_bytes()
+    lengths = [len(line) + 1 for line in whole.splitlines()]
+    kept = whole[: -min(cut, lengths[-1] - 1)]
+    file.write_bytes(kept)
+    lost = 0 if cut == 1 else 1
+    assert ask(server, 3)["win_rate"] == 0.5 and server.requests == 6 + lost
+    assert ask(server, 3)["cached_answers"] == 6 and server.requests == 6 + lost
+
+
+def test_a_file_that_is_no_cache(server):
+    write_rows("run/judge_cache.jsonl", [{"query": "q"}])
+    with pytest.raises(InputError, match=r"judge_cache\.jsonl is not the cache of a judge"):
+        ask(server, 1)
+    assert server.requests == 0 and Path("run/judge_cache.jsonl").read_text() == '{"query": "q"}\n'
+
+
+def test_a_cache_elsewhere_serves_two_evaluations(server):
+    file = write_rows("run/evaluation.jsonl", make_rows(3))
+    endpoint = EndpointArgs(server.url, "m")
+    judge(Args(file, endpoint=endpoint, cache="shared.jsonl", out="one"))
+    judge(Args(file, endpoint=endpoint, cache="shared.jsonl", out="two"))
+    assert server.requests == 6 and results_of("one") == results_of("two")
+    assert not Path("run/judge_cache.jsonl").exists()
+
+
+def test_tokens_and_cost_add_up(server):
+    """Request i costs 100 + i prompt tokens and i + 1 completion tokens; one answer does not say."""
+
+    def behave(number, payload):
+        if number == 5:
+            return say("Preferred: TIE", usage={"prompt_tokens": None})
+        if number == 3:
+            return say("Hm.", usage={"prompt_tokens": 103, "completion_tokens": 4, "total_tokens": 107})
+        return say("Preferred: A", usage={"prompt_tokens": 100 + number, "completion_tokens": 1 + number})
+
+    server.behave = behave
+    prices = {"price_input": 2.5, "price_output": 10.0}
+    report = ask(server, 5, **prices)
+    assert server.requests == 11
+    prompt = sum(100 + i for i in range(11) if i != 5)
+    completion = sum(1 + i for i in range(11) if i != 5)
+    cost = (2.5 * prompt + 10.0 * completion) / 1e6
+    for suffix in ("", "_new"):
+        assert (report[f"prompt_tokens{suffix}"], report[f"completion_tokens{suffix}"]) == (prompt, completion)
+        assert report[f"cost{suffix}"] == pytest.approx(cost) and report[f"requests_without_usage{suffix}"] == 1
+    again = ask(server, 6, **prices)  # one row more: two requests, 11 and 12
+    assert (again["prompt_tokens"], again["prompt_tokens_new"]) == (prompt + 223, 223)
+    assert (again["completion_tokens"], again["completion_tokens_new"]) == (completion + 25, 25)
+    assert again["cost"] == pytest.approx(cost + again["cost_new"])
+    assert again["cost_new"] == pytest.approx((2.5 * 223 + 10.0 * 25) / 1e6)
+    assert "cost" not in ask(server, 6)
+
+
+def test_so_many_requests_are_under_way_and_no_more(server):
+    def behave(number, payload):
+        time.sleep(0.03)
+        return error(500, "oops") if number % 5 == 0 else truth(payload)
+
+    server.behave = behave
+    ask(server, 12, concurrency=3)
+    assert server.most_under_way == 3
+    server.most_under_way = 0
+    ask(server, 3, concurrency=1, temperature=1.0)
+    assert server.most_under_way == 1
+
+
+def test_the_key_is_sent_and_written_nowhere(server, tmp_path, capsys, monkeypatch):
+    def behave(number, payload):
+        return error(500, f"key {KEY}") if number < 3 else say(f"Your key is {KEY}.\nPreferred: A", usage=None)
+
+    server.behave = behave
+    ask(server, 3)
+    server.behave = lambda number, payload: (
+        say(None, refusal=f"not for {KEY}") if "0." in shown(payload)[0] else truth(payload)
+    )
+    ask(server, 4, temperature=1.0)
+    server.behave = lambda number, payload: status(200, f'{{"no choices": "{KEY}"}}'.encode())
+    with pytest.raises(InputError) as raised:
+        ask(server, 1, temperature=0.7, retries=0)
+    assert "no choices" in str(raised.value) and KEY not in str(raised.value)
+    server.behave = lambda number, payload: status(404, b"x" * 290 + KEY.encode())  # the message is cut within it
+    with pytest.raises(InputError) as raised:
+        ask(server, 1, temperature=0.8)
+    assert str(raised.value).endswith("x***")
+    assert {headers.get("Authorization") for headers in server.headers} == {f"Bearer {KEY}"}
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) >= 4
+    assert [path for path in written if KEY in path.read_text()] == []
+    captured = capsys.readouterr()
+    assert KEY not in captured.out + captured.err and "***" in Path("run/judge_cache.jsonl").read_text()
+
+
+def test_no_key_and_another_key(server, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    ask(server, 1)
+    assert [headers.get("Authorization") for headers in server.headers] == [None, None]
+    monkeypatch.setenv("MY_KEY", "EMPTY")
+    ask(server, 1, api_key_variable="MY_KEY", temperature=1.0)
+    assert server.headers[-1]["Authorization"] == "Bearer EMPTY"
+    monkeypatch.setenv("MY_KEY", KEY + "\nX-Header: 1")
+    with pytest.raises(InputError, match="MY_KEY holds blanks or characters") as raised:
+        ask(server, 1, api_key_variable="MY_KEY")
+    assert KEY not in str(raised.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Gold scores
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def count_words(queries: list[str], responses: list[str]) -> list[float]:
+    return [len(response.split()) for response in responses]
+
+
+def count_of_query(queries: list[str], responses: list[str]) -> list[float]:
+    """How often the first letter of the query stands in the response."""
+    return [response.count(query[0]) for query, response in zip(queries, responses, strict=True)]
+
+
+def too_few(queries: list[str], responses: list[str]) -> list[float]:
+    return [1.0]
+
+
+def no_number(queries: list[str], responses: list[str]) -> list[float]:
+    return [math.nan for _ in responses]
+
+
+def fails(queries: list[str], responses: list[str]) -> list[float]:
+    raise KeyError("teapot")
+
+
+def row(query: str, response: str, reference: str = "", **more: Any) -> dict[str, Any]:
+    return {"query": f"{query}TL;DR:", "response": response, "reference": reference, **more}
+
+
+def test_gold_scores_decide(capsys):
+    rows = [row("a", "a a", "a"), row("b", "b", "bb"), row("c", "c", " c "), row("d", "", "d")]
+    write_rows("run/evaluation.jsonl", rows)
+    report = judge(Args("run", gold="test_judge:count_of_query"))
+    assert (report["wins"], report["losses"], report["ties"], report["rows"]) == (1, 2, 1, 4)
+    assert report["win_rate"] == 0.375
+    assert report["win_rate_low"] == pytest.approx((0.375 + 0.4802 - 1.96 * math.sqrt(0.11865)) / 1.9604, abs=1e-4)
+    assert report["candidate_score"] == (2 + 1 + 1 + 0) / 4 and report["baseline_score"] == (1 + 2 + 1 + 1) / 4
+    assert report["length_controlled_win_rate"] is None and "too few" in report["length_controlled_problem"]
+    assert "known gold score and not a judge's opinion" in report["judge"]
+    folder = Path("run/evaluation__against_reference__by_test_judge-count_of_query")
+    assert json.loads((folder / "judgement.json").read_text()) == report
+    written = [json.loads(line) for line in (folder / "judgement.jsonl").read_text().splitlines()]
+    assert [line["result"] for line in written] == [1.0, 0.0, 0.5, 0.0]
+    assert [(line["candidate_score"], line["baseline_score"]) for line in written][:2] == [(2, 1), (1, 2)]
+    printed = capsys.readouterr().out
+    assert "known gold score" in printed and str(folder) in printed and "│ loss" in printed
+
+
+def test_length_decides_and_the_report_says_so():
+    """The longer summary wins, whoever wrote it, but for a few rows."""
+    rng = random.Random(0)
+    rows = []
+    for i in range(60):
+        ours, theirs = rng.randint(1, 12), rng.randint(1, 6)
+        rows.append(row(f"q{i}", "w " * ours, "w " * theirs, more="x"))
+    write_rows("run/evaluation.jsonl", rows)
+    report = judge(Args("run", gold="test_judge:count_words"))
+    assert report["win_rate"] > 0.6
+    assert report["length_controlled_problem"] == "the difference in length alone tells wins from losses"
+    assert report["length_unit"] == "words"
+    assert report["candidate_length"] == pytest.approx(np.mean([len(line["response"].split()) for line in rows]))
+    assert report["baseline_length"] == pytest.approx(np.mean([len(line["reference"].split()) for line in rows]))
+
+
+def test_the_length_controlled_win_rate_is_that_of_the_rows():
+    """By hand: at equal length 15 of 20 win, where the candidate is one word longer 10 of 20."""
+    rows = [row(f"q{i}", "q" if i < 15 else "x", "y") for i in range(20)]
+    rows += [row(f"q{i}", "q w" if i < 30 else "x w", "y") for i in range(20, 40)]
+    write_rows(
+        "run/evaluation.jsonl", [line | {"reference": "q" if "x" in line["response"] else "y"} for line in rows]
+    )
+    report = judge(Args("run", gold="test_judge:count_of_query"))
+    assert report["win_rate"] == 0.625 and report["length_controlled_win_rate"] == pytest.approx(0.75)
+    margin = 1.96 * math.sqrt(1 / (20 * 3 / 16))
+    low, high = (1 / (1 + math.exp(-math.log(3) - side * margin)) for side in (-1, 1))
+    assert report["length_controlled_win_rate_low"] == pytest.approx(low)
+    assert report["length_controlled_win_rate_high"] == pytest.approx(high)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("too_few", "returned 1 scores for 2 responses"),
+        ("no_number", "returned nan; scores must be finite"),
+        ("fails", r"failed on 2 texts: KeyError: 'teapot' \(.*test_judge.py:\d+\)"),
+        ("ANIMALS", "that is no function"),
+        ("nothing", "write package.module:name"),
+    ],
+)
+def test_a_function_that_does_not_score(name, message):
+    write_rows("run/evaluation.jsonl", [row("a", "a", "b"), row("b", "a", "b")])
+    with pytest.raises(InputError, match=f"--gold test_judge:{name}:? {message}|{message}") as raised:
+        judge(Args("run", gold=f"test_judge:{name}"))
+    assert "\n" not in str(raised.value) and os.listdir("run") == ["evaluation.jsonl"]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rows of two files
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def judged(candidate: list[dict[str, Any]], baseline: list[dict[str, Any]] | None = None, **changes: Any) -> dict:
+    write_rows("ours/evaluation.jsonl", candidate)
+    if baseline is not None:
+        write_rows("theirs/evaluation.jsonl", baseline)
+    other = "reference" if baseline is None else "theirs"
+    return judge(Args("ours", other, gold="test_judge:count_words", out="out", **changes))
+
+
+def test_rows_are_matched_by_query_and_equal_queries_in_order():
+    ours = [row("a", "1"), row("b", "1 2 3"), row("a", "1 2"), row("c", "1")]
+    theirs = [row("c", "c0"), row("a", "a0 a0"), row("b", "b0"), row("a", "a1")]
+    report = judged(ours, [{key: line[key] for key in ("query", "response")} for line in theirs])
+    assert [line["baseline"] for line in results_of("out")] == ["a0 a0", "b0", "a1", "c0"]
+    assert [line["result"] for line in results_of("out")] == [0.0, 1.0, 1.0, 0.5]
+    assert report["baseline_file"] == "theirs/evaluation.jsonl"
+    assert judged(ours, theirs, n=2)["rows"] == 2
+    assert [line["baseline"] for line in results_of("out")] == ["a0 a0", "b0"]
+
+
+def test_queries_that_do_not_match():
+    with pytest.raises(InputError) as raised:
+        judged([row("a", "1"), row("a", "1"), row("b", "1")], [row("a", "1"), row("b", "1"), row("c\n", "1")])
+    assert str(raised.value) == (
+        "--candidate ours/evaluation.jsonl and --baseline theirs/evaluation.jsonl: "
+        "1 queries are only in the first and 1 only in the second, such as 'aTL;DR:'"
+    )
+    with pytest.raises(
+        InputError, match=r"0 queries are only in the first and 1 only in the second, such as 'c\\nTL"
+    ):
+        judged([row("a", "1")], [row("a", "1"), row("c\n", "1")])
+
+
+def test_lengths_are_tokens_where_both_sides_have_them():
+    assert judged([row("a", "1 2", "1", tokens=7, reference_tokens=9)])["length_unit"] == "tokens"
+    report = judged(
+        [row("a", "1", tokens=7), row("b", "1", tokens=8)], [row("b", "x", tokens=1), row("a", "x", tokens=2)]
+    )
+    assert (report["candidate_length"], report["baseline_length"], report["length_unit"]) == (7.5, 1.5, "tokens")
+    for line in (row("a", "1 2", "1 ", tokens=7), row("a", "1 2", "1", reference_tokens=7)):
+        report = judged([line])
+        assert (report["candidate_length"], report["baseline_length"], report["length_unit"]) == (2, 1, "words")
+
+
+def test_a_file_or_a_folder_and_where_the_results_go():
+    write_rows("mine/a run/evaluation.jsonl", [row("a", "1", "1")])
+    write_rows("mine/b/evaluation_test.jsonl", [row("a", "1", "1")])
+    write_rows("rows.jsonl", [row("a", "1 2", "1")])
+    gold = "test_judge:count_words"
+    assert judge(Args("mine/a run", "rows.jsonl", gold=gold))["losses"] == 1
+    assert judge(Args("rows.jsonl", "mine/a run", gold=gold))["wins"] == 1
+    assert judge(Args("mine/a run/evaluation.jsonl", gold=gold))["ties"] == 1
+    assert judge(Args("mine/b/evaluation_test.jsonl", "mine/b/evaluation_test.jsonl", gold=gold))["ties"] == 1
+    assert {str(path.parent) for path in Path().rglob("judgement.json")} == {
+        "mine/a run/evaluation__against_rows__by_test_judge-count_words",
+        "mine/b/evaluation_test__against_b__by_test_judge-count_words",
+        "rows__against_a-run__by_test_judge-count_words",
+        "mine/a run/evaluation__against_reference__by_test_judge-count_words",
+    }
+    assert judge(Args("rows.jsonl", "rows.jsonl", gold=gold))["ties"] == 1
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "cannot be read as JSON lines"),
+        ("", "holds no rows"),
+        ("\n\n", "holds no rows"),
+        ('{"query": "a', "cannot be read as JSON lines"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ("[" * 100_000, "cannot be read as JSON lines"),
+        (
+            '{"query": "a", "response": "b", "reference": "c"}\n\n{"query": "a", "response": "b"}',
+            "line 3 has no refer",
+        ),
+        ('{"query": "a", "response": 5, "reference": "c"}', "line 1 has no response, or one of another type"),
+        ('{"query": "a", "response": "b", "reference": "c", "tokens": 1.5}', "line 1 has no tokens, or one of ano"),
+        ('{"query": "a", "response": "\\ud83d", "reference": "c"}', "line 1, response, is not valid Unicode"),
+    ],
+)
+def test_rows_that_cannot_be_read(content, message):
+    if content is not None:
+        Path("rows.jsonl").write_text(content)
+    with pytest.raises(InputError, match=message) as raised:
+        judge(Args("rows.jsonl", gold="test_judge:count_words"))
+    assert str(raised.value).startswith("--candidate rows.jsonl: ") and "\n" not in str(raised.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Arguments
+# ----------------------------------------------------------------------------------------------------------------
+
+URL = "http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize(
+    "changes, endpoint, message",
+    [
+        ({}, {}, "neither is given"),
+        ({}, {"model": "m"}, "neither is given"),
+        ({"gold": "test_judge:count_words"}, {"url": URL, "model": "m"}, "both are given"),
+        ({}, {"url": URL}, "--endpoint.model is empty"),
+        ({}, {"url": "127.0.0.1:9/v1", "model": "m"}, "--endpoint.url: must be like"),
+        ({}, {"url": "file:///etc/hostname", "model": "m"}, "--endpoint.url: must be like"),
+        ({}, {"url": "http://me:secret@127.0.0.1/v1", "model": "m"}, "--endpoint.url: must be like"),
+        ({}, {"url": "http://127.0.0.1/v1?key=secret", "model": "m"}, "--endpoint.url: must be like"),
+        ({}, {"url": "http://127.0.0.1:70000/v1", "model": "m"}, "--endpoint.url: must be like"),
+        ({}, {"url": "http://127.0.0.1/v 1", "model": "m"}, "--endpoint.url: must be like"),
+        ({}, {"url": URL, "model": "m", "concurrency": 0}, "--endpoint.concurrency is 0; it must be at least 1"),
+        ({}, {"url": URL, "model": "m", "replies": 0}, "--endpoint.replies is 0"),
+        ({}, {"url": URL, "model": "m", "retries": -1}, "--endpoint.retries is -1"),
+        ({}, {"url": URL, "model": "m", "timeout": 0.0}, "--endpoint.timeout is 0.0; it must be above 0"),
+        ({}, {"url": URL, "model": "m", "max_tokens": -1}, "--endpoint.max_tokens is -1"),
+        ({}, {"url": URL, "model": "m", "price_input": -1.0}, "--endpoint.price_input is -1.0"),
+        ({}, {"url": URL, "model": "m", "price_output": math.inf}, "--endpoint.price_output is inf"),
+        ({"n": -1}, {"url": URL, "model": "m"}, "--n is -1"),
+        ({"seed": -1}, {"url": URL, "model": "m"}, "--seed is -1"),
+    ],
+)
+def test_bad_arguments(changes, endpoint, message):
+    write_rows("rows.jsonl", [row("a", "1", "1")])
+    with pytest.raises(InputError, match=message) as raised:
+        judge(Args("rows.jsonl", endpoint=EndpointArgs(**endpoint), **changes))
+    assert "secret" not in str(raised.value) and os.listdir() == ["rows.jsonl"]
+
+
+def test_the_script(server, tmp_path):
+    write_rows("run/evaluation.jsonl", make_rows(3))
+    result = launch(
+        "judge.py", "--candidate", "run", "--gold", "ppo_rlhf.tales:sentiment.gold_scores", folder=tmp_path
+    )
+    assert result.status == 0, result.stderr
+    assert "win rate" in result.stdout and "judge's opinion" in result.stdout
+    server.behave = lambda number, payload: error(401, f"Incorrect key: {KEY}")
+    arguments = ["--candidate", "run", "--endpoint.url", server.url, "--endpoint.model", "m"]
+    environment = {"OPENAI_API_KEY": KEY, "no_proxy": "127.0.0.1"}
+    result = launch("judge.py", *arguments, folder=tmp_path, **environment)
+    assert result.status == 2
+    assert result.stderr == f"error: --endpoint.url {server.url} answers with status 401: Incorrect key: ***\n"
