@@ -692,8 +692,8 @@ def print_report(report: dict[str, Any], rows: Sequence[dict[str, Any]], seed: i
     print_table("Examples", examples)
 
 
-def judge(args: Args) -> dict[str, Any]:
-    """Compare the two sides, print and write the report, and return it.
+def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
+    """Compare the two sides, write the report, print it unless quiet, and return it.
 
     Keys with either judge: judge, candidate_file, baseline_file, win_rate, length_controlled_win_rate (None where
     there is none; length_controlled_problem says why), either with _low and _high, candidate_length, baseline_length,
@@ -714,8 +714,9 @@ def judge(args: Args) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "judgement.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_json(folder / "judgement.json", report)
-    print_report(report, rows, args.seed)
-    print(f"all numbers and rows: {folder}")
+    if not quiet:
+        print_report(report, rows, args.seed)
+        print(f"all numbers and rows: {folder}")
     return report
 
 

@@ -384,6 +384,11 @@ def evaluation_rows(
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+def sample_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of evaluation.jsonl without the lengths, for printing."""
+    return [{k: v for k, v in row.items() if k not in ("tokens", "reference_tokens")} for row in rows]
+
+
 def rouge(responses: list[str], references: list[str]) -> dict[str, float]:
     """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure over all pairs, without stemming."""
     # [T23] [X20] Mean over examples.

@@ -97,6 +97,7 @@ from ppo_rlhf.tldr_data import (
     evaluation_rows,
     read_posts,
     rouge,
+    sample_table,
     tldr_ids,
     trim_padding,
 )
@@ -1271,6 +1272,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     else:
         adapters = None
         frozen = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
+        shard(frozen, frozen._no_split_modules or (), accelerator)
         reference = Reference(frozen, None)
     actor_critic = ActorCritic(lm_backbone, critic, ids.pad)
     actor_critic.forward = autocast()(actor_critic.forward)
@@ -1388,10 +1390,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
             if args.log_interval and update % args.log_interval == 0:
                 numbers = {"scores": scores[:3], "kl": kl.sum(1)[:3]}
                 references = posts.references[inds[:3]].to(device)
-                run.log_samples(
-                    update,
-                    evaluation_rows(tokenizer, ids.pad, queries[:3], responses[:3], references, **numbers),
-                )
+                samples = evaluation_rows(tokenizer, ids.pad, queries[:3], responses[:3], references, **numbers)
+                run.log_samples(update, sample_table(samples))
             controller.update(metrics["objective/kl"], sizes.batch)
             speed = f"{sizes.batch / (time.time() - started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")

@@ -65,6 +65,7 @@ from ppo_rlhf.tldr_data import (
     evaluation_rows,
     read_posts,
     rouge,
+    sample_table,
     tldr_ids,
     trim_padding,
 )
@@ -530,7 +531,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
             (run.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         if split == "validation":
-            run.log_samples(sizes.steps, rows[:3])
+            run.log_samples(sizes.steps, sample_table(rows[:3]))
 
     folder = run.model_folder / "sft"
     weights = whole_state(lm_backbone)

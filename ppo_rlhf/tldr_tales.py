@@ -14,7 +14,7 @@ did, and nothing else:
 
 1. `write_post`: a seeded grammar writes posts. A fact is a sentence in which somebody did something; three of its
    words matter, and each person of a post does one thing.
-2. `write_summary`: people write the reference summaries. They mention some of the facts, and sometimes mix them up.
+2. `write_summary`: people write the reference summaries. They mention some of the facts, and sometimes invent one.
 3. `gold_scores`: what a good summary is, as a formula. One point for each fact of the post that it mentions; less one
    for each statement that the post does not make; less a tenth for each word.
 4. `write_comparisons`: a simulated annotator reads two summaries of different quality and prefers the one with the
@@ -156,26 +156,25 @@ def write_post(rng: random.Random, facts: int, asides: int) -> tuple[list[Fact],
     }
 
 
-def mix_up(rng: random.Random, fact: Fact, told: list[Fact]) -> Fact:
-    """A statement that is like a fact of the post but not true: one word of it is of another fact, or of none."""
-    while True:
-        part, other = rng.randrange(3), list(fact)
-        words = (NAMES.split(), DEEDS, PEOPLE)[part]
-        other[part] = rng.choice(told)[part] if rng.random() < 0.7 else rng.choice(words)
-        if tuple(other) not in told:
-            return other[0], other[1], other[2]
+def invent(rng: random.Random, told: list[Fact]) -> Fact:
+    """A statement of which the post says nothing: another person, deed and people."""
+    who, did, whom = (
+        rng.choice([word for word in words if word not in known])
+        for words, known in zip((NAMES.split(), DEEDS, PEOPLE), zip(*told, strict=True), strict=True)
+    )
+    return who, did, whom
 
 
 def write_summary(rng: random.Random, told: list[Fact], mentioned: int, error_rate: float) -> str:
-    """A summary that mentions so many of the facts, each of them wrongly at this rate; facts may come twice."""
+    """A summary of so many statements: facts, or inventions at this rate; facts come twice if there are too few."""
     chosen = rng.sample(told, min(mentioned, len(told)))
     chosen += [rng.choice(told) for _ in range(mentioned - len(chosen))]
-    statements = [mix_up(rng, fact, told) if rng.random() < error_rate else fact for fact in chosen]
+    statements = [invent(rng, told) if rng.random() < error_rate else fact for fact in chosen]
     return " ".join(" ".join(statement) + "." for statement in statements)
 
 
 def write_reference(rng: random.Random, told: list[Fact]) -> str:
-    """What people write: two to four of the facts, one in ten wrong."""
+    """What people write: two statements to as many as the post has facts, less one; one in ten is invented."""
     return write_summary(rng, told, rng.randint(2, max(2, len(told) - 1)), error_rate=0.1)
 
 
@@ -200,7 +199,7 @@ def gold_scores(queries: list[str], responses: list[str]) -> list[float]:
     return scores
 
 
-# name of a writer: facts that a summary mentions (least, most), share of them that is wrong
+# name of a writer: statements of a summary (least, most), share of them that is invented
 WRITERS = {
     "careful": (3, 5, 0.0),
     "brief": (1, 2, 0.0),
@@ -394,8 +393,8 @@ def find_world(args: PostsArgs | None = None) -> Path:
     at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
     above_zero("", args, "lm_lr", "lm_quote_loss", "annotator_temperature")
     at_least(3, "", args, "facts")
-    if args.facts > len(NAMES.split()):
-        raise InputError(f"facts is {args.facts}; it must be at most {len(NAMES.split())}, the number of names")
+    if args.facts >= len(NAMES.split()):
+        raise InputError(f"facts is {args.facts}; it must be below {len(NAMES.split())}, the number of names")
     if args.width % args.heads:
         raise InputError(f"heads {args.heads} does not divide width {args.width}")
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")

@@ -1,0 +1,199 @@
+"""Chapter 2 in a row: `tldr_sft.py`, `tldr_reward.py`, `tldr_policy.py`, and a win rate at the end.
+
+Preset, seed, base model and task are given once. Every other argument of the three reaches them as --sft.*,
+--reward.* and --policy.*, for example --sft.lr 1e-5 --policy.ppo.noptepochs 2.
+
+    python ppo_rlhf/tldr_all.py --preset tales                                         # no network, one CPU
+    torchrun --nproc_per_node 2 ppo_rlhf/tldr_all.py --preset tales                    # two processes on a CPU
+    accelerate launch --num_processes 8 ppo_rlhf/tldr_all.py --sft.track --reward.track --policy.track     # Pythia 1B
+    python ppo_rlhf/tldr_all.py --resume runs/<run>                                    # any of the three runs
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppo_rlhf import judge, tldr_policy, tldr_reward, tldr_sft
+from ppo_rlhf.run import (
+    InputError,
+    Stages,
+    flag_value,
+    flags_of,
+    joint_args,
+    make_accelerator,
+    parse_args,
+    print_table,
+    read_meta,
+    run_script,
+)
+from ppo_rlhf.tldr_data import TASKS, TldrTaskArgs
+
+
+@dataclass(frozen=True)
+class Args:
+    preset: str = "tldr"
+    """names a set of defaults: tldr, tales"""
+    seed: int = 44413
+    """seed of all three stages"""
+    base_model: str = "EleutherAI/pythia-1b-deduped"
+    """causal language model that SFT starts from: a folder, a name on the hub, or `tldr-tales`"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    resume: str = ""
+    """folder of one of the three runs to go on with: runs/<run>; the arguments are taken from there"""
+    task: TldrTaskArgs = field(default_factory=TldrTaskArgs)
+    """queries and responses of all three stages"""
+    sft: tldr_sft.Args = field(default_factory=tldr_sft.Args)
+    """arguments of tldr_sft.py"""
+    reward: tldr_reward.Args = field(default_factory=tldr_reward.Args)
+    """arguments of tldr_reward.py"""
+    policy: tldr_policy.Args = field(default_factory=tldr_policy.Args)
+    """arguments of tldr_policy.py"""
+
+
+PRESETS = {
+    name: Args(
+        preset=name,
+        seed=tldr_sft.PRESETS[name].seed,
+        base_model=tldr_sft.PRESETS[name].base_model,
+        task=TASKS[name],
+        sft=tldr_sft.PRESETS[name],
+        reward=tldr_reward.PRESETS[name],
+        policy=tldr_policy.PRESETS[name],
+    )
+    for name in TASKS
+}
+SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # arguments that all stages get
+
+
+def parse(argv: list[str]) -> Args:
+    """Read the command line. With --resume runs/<run>, the defaults are the arguments of that run."""
+    for flag in argv:
+        shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
+        if match := re.match(rf"--(?:sft|reward|policy)\.((?:{shared})\b[^=]*)", flag):
+            raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
+        if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
+            raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use tldr_policy.py")
+    resume = flag_value(argv, "--resume")
+    if not resume:
+        return parse_args(PRESETS, argv, __doc__)
+    return joint_args(Args, Path(resume), argv, "tldr_all.py", __doc__)
+
+
+def train(args: Args) -> tuple[Path, Path, Path]:
+    """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process."""
+    accelerator = make_accelerator()
+    shared = {name: getattr(args, name) for name in SHARED}
+    sft_args, reward_args, policy_args = (
+        dataclasses.replace(part, **shared) for part in (args.sft, args.reward, args.policy)
+    )
+    # What can be known to be wrong with a later stage is said before the first.
+    with flags_of("sft", sft_args, SHARED):
+        tldr_sft.check_sft_arguments(sft_args)
+        tldr_sft.sft_sizes(sft_args, 1, accelerator.num_processes)
+    with flags_of("reward", reward_args, SHARED):
+        tldr_reward.check_pair_arguments(reward_args)
+        tldr_reward.pair_sizes(reward_args, 1, accelerator.num_processes)
+    with flags_of("policy", policy_args, SHARED):
+        tldr_policy.check_tldr_arguments(policy_args)
+        tldr_policy.tldr_ppo_sizes(policy_args.ppo, accelerator.num_processes)
+    names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
+    if len(set(names)) < 3:
+        raise InputError(f"--sft.exp_name, --reward.exp_name and --policy.exp_name are {names}; give three names")
+
+    stages = Stages(args, SHARED, accelerator)
+    sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
+    reward_args = dataclasses.replace(reward_args, base_model=str(sft_folder))
+    reward_folder = stages.train(tldr_reward.train, reward_args, "reward", "reward")
+    policy_args = dataclasses.replace(
+        policy_args,
+        base_model=str(sft_folder),
+        rewards=dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder)),
+    )
+    policy_folder = stages.train(tldr_policy.train, policy_args, "policy", "policy")
+    if accelerator.is_main_process:
+        report(*(stages.run_folder(part) for part in (sft_args, reward_args, policy_args)))
+    accelerator.wait_for_everyone()
+    return sft_folder, reward_folder, policy_folder
+
+
+def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
+    """Say in plain words what happened, on held-out posts."""
+    sft, reward, policy = (read_meta(run) for run in (sft_run, reward_run, policy_run))
+    rouge = {name: sft["results"][f"validation/sft/rouge/{name}"] for name in ("rouge1", "rouge2", "rougeL")}
+    learned, results = reward["results"], policy["results"]
+    lines = [
+        "",
+        "After supervised fine-tuning: "
+        + ", ".join(f"{name.replace('rouge', 'ROUGE-')} {value:.3f}" for name, value in rouge.items())
+        + f"; {sft['results']['validation/sft/eos_rate']:.1%} of the summaries end.",
+        f"The reward model agrees with the annotator in {learned['eval/rm/validation/accuracy']:.1%} of the held-out "
+        f"comparisons. Chance is 50%.",
+    ]
+    if ceiling := learned["ceiling"]:
+        share = (learned["eval/rm/validation/accuracy"] - 0.5) / (ceiling - 0.5)
+        lines.append(
+            f"The annotator is noisy: a perfect judge would reach {ceiling:.1%}. "
+            f"So it has learned {share:.0%} of what can be learned."
+        )
+    lines.append(
+        f"The policy is {results['last_kl']:.1f} nats per summary from the fine-tuned model, in the mean of the last "
+        f"ten updates; {results['eval/eos_rate']:.1%} of its held-out summaries end."
+    )
+    rows, evaluation = sft_and_policy_rows(sft_run, policy_run), policy_run / "evaluation.jsonl"
+    if gold := policy["args"]["rewards"]["monitor"]:
+        lines += compare_by_gold(gold, sft_run, policy_run)
+    minutes = [meta["wall_time"] / 60 for meta in (sft, reward, policy)]
+    lines += [
+        f"It took {sum(minutes):.1f} minutes: SFT {minutes[0]:.1f}, reward model {minutes[1]:.1f}, "
+        f"PPO {minutes[2]:.1f}.",
+        "",
+        f"learning curves  {policy_run / 'learning_curves.png'}",
+        f"                 {reward_run / 'learning_curves.png'}",
+        f"                 {sft_run / 'learning_curves.png'}",
+        f"summaries        {evaluation}",
+        f"judge them       python ppo_rlhf/judge.py --candidate {policy_run} --endpoint.url <address> "
+        f"--endpoint.model <name>",
+    ]
+    print_table("Held-out posts, summarised after SFT and after PPO", rows[:4])
+    print(*lines, sep="\n")
+
+
+def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]:
+    """The summaries of both stages of the same held-out posts, side by side."""
+    tables = [
+        [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+        for run in (sft_run, policy_run)
+    ]
+    after_sft = {row["query"]: row["response"] for row in tables[0]}
+    return [
+        {
+            "post": row["query"],
+            "reference": row["reference"],
+            "SFT": after_sft.get(row["query"], ""),
+            "PPO": row["response"],
+        }
+        for row in tables[1]
+    ]
+
+
+def compare_by_gold(function: str, sft_run: Path, policy_run: Path) -> list[str]:
+    """Mean gold scores of reference, SFT and PPO, and win rates of PPO, as sentences."""
+    lines = []
+    for baseline, name in (("reference", "the reference summaries"), (str(sft_run), "those after SFT")):
+        result = judge.judge(judge.Args(str(policy_run), baseline, gold=function), quiet=True)
+        lines.append(
+            f"Judged by {function.split(':')[-1]}, which PPO never saw, the policy's summaries win against {name} in "
+            f"{result['win_rate']:.1%} (95% interval {result['win_rate_low']:.1%} to {result['win_rate_high']:.1%}; "
+            f"ties count half): {result['candidate_score']:+.2f} against {result['baseline_score']:+.2f} "
+            f"in the mean, at {result['candidate_length']:.1f} against {result['baseline_length']:.1f} tokens."
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    run_script(lambda: train(parse(sys.argv[1:])))
