@@ -1,15 +1,22 @@
-# make demo: the whole of chapter 1 on the tales world, offline once installed.    make test: the tests.
+# make demo: the whole of chapter 1 on the tales world, offline once installed.
+# make demo-tldr: the whole of chapter 2 there.    make test: the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: demo test lint install
+.PHONY: demo demo-tldr test lint install
+
+LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	--num_cpu_threads_per_process $(THREADS)
 
 demo: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/tales.py
-	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		--num_cpu_threads_per_process $(THREADS) ppo_rlhf/train_both.py --preset tales
+	$(LAUNCH) ppo_rlhf/train_both.py --preset tales
+
+demo-tldr: $(VENV)/installed
+	$(BIN)/python ppo_rlhf/tldr_tales.py
+	$(LAUNCH) ppo_rlhf/tldr_all.py --preset tales
 
 # Two files of tests at a time.
 test: install

@@ -53,6 +53,8 @@ class Args:
     """how many seeds"""
     start_seed: int = 1
     """the first seed; the others follow"""
+    seed_step: int = 1
+    """distance from one seed to the next"""
     workers: int = 1
     """how many seeds at once; cores and GPUs are shared out evenly. With Slurm: how many jobs at once"""
     folder: Path = ROOT / "benchmark" / "runs"
@@ -122,7 +124,7 @@ def describe() -> str:
 def find_jobs(args: Args) -> list[Job]:
     """The jobs of an experiment, with the state that their folders show; without a command, those that have one."""
     jobs = []
-    seeds = range(args.start_seed, args.start_seed + args.num_seeds)
+    seeds = [args.start_seed + number * args.seed_step for number in range(args.num_seeds)]
     if not args.command:
         names = [folder.name.removeprefix("seed") for folder in (args.folder / args.name).glob("seed*")]
         seeds = sorted(int(name) for name in names if name.isdigit())
@@ -393,10 +395,12 @@ def submit(args: Args) -> None:
     own = [sys.executable, str(Path(__file__).resolve()), "--name", args.name, "--command", args.command]
     own += ["--folder", str(args.folder.resolve()), "--num_seeds", "1"] + ["--any_commit"] * args.any_commit
     folder = args.folder.resolve() / args.name
+    last_seed = args.start_seed + (args.num_seeds - 1) * args.seed_step
+    step = f":{args.seed_step}" if args.seed_step > 1 else ""
     marks = {
         "name": args.name,
         "folder": str(folder),
-        "array": f"{args.start_seed}-{args.start_seed + args.num_seeds - 1}%{args.workers}",
+        "array": f"{args.start_seed}-{last_seed}{step}%{args.workers}",
         "here": shlex.quote(os.getcwd()),
         "benchmark": shlex.join(own) + ' --start_seed "$SLURM_ARRAY_TASK_ID"',
     }
@@ -421,8 +425,8 @@ def submit(args: Args) -> None:
 
 
 def main(args: Args) -> int:
-    if min(args.num_seeds, args.workers) < 1 or args.start_seed < 0:
-        raise InputError("--num_seeds and --workers must be at least 1, --start_seed at least 0")
+    if min(args.num_seeds, args.workers, args.seed_step) < 1 or args.start_seed < 0:
+        raise InputError("--num_seeds, --seed_step and --workers must be at least 1, --start_seed at least 0")
     if Path(args.name).name != args.name or args.name in ("", ".."):
         raise InputError(f"--name {args.name!r}: must be the name of a folder, not a path")
     try:

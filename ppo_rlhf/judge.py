@@ -208,6 +208,7 @@ def rows_of_the_other(rows: list[dict[str, Any]], others: list[dict[str, Any]], 
 
 def read_pairs(args: Args) -> tuple[list[Pair], str]:
     """What is to be judged, and the unit of length: tokens if all rows of both sides have them, else words."""
+    # [T54] vwxyzjn/summarize_from_feedback_details eval/oai.py#L70-L100, eval/oai2.py#L80-L148 @ee77a9a
     file = file_of(args.candidate)
     if args.baseline == "reference":
         rows = read_rows(file, "--candidate", "query", "response", "reference")
@@ -330,6 +331,7 @@ POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0}  # of the summary that is shown first
 
 def question(post: str, first: str, second: str) -> str:
     """What the judge reads. post: a query, which ends in `TL;DR:`."""
+    # [T55] vwxyzjn/summarize_from_feedback_details eval/oai2.py#L44-L62 @ee77a9a
     return QUESTION.format(post=post.strip().removesuffix("TL;DR:").strip(), first=first, second=second)
 
 
@@ -338,6 +340,8 @@ def parse_verdict(text: str) -> str | None:
 
     Its case, a full stop, and the marks of bold text or code do not matter.
     """
+    # [T57] [X28] Nothing is guessed.
+    #       vwxyzjn/summarize_from_feedback_details eval/oai2.py#L91-L98, eval/oai2.py#L130-L140 @ee77a9a
     lines = [line for line in text.split("\n") if line.strip()]
     match = VERDICT.fullmatch(lines[-1]) if lines else None
     return {"a": "A", "b": "B", "tie": "tie"}[match[1].lower()] if match else None
@@ -596,6 +600,8 @@ def judge_by_endpoint(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The mean of two verdicts: one with the candidate first, one with the candidate second."""
     cache = Path(args.cache) if args.cache else file_of(args.candidate).with_name("judge_cache.jsonl")
     endpoint = Endpoint(args.endpoint, cache)
+    # [T56] [X28] Both orders of every pair.
+    #       vwxyzjn/summarize_from_feedback_details eval/oai2.py#L112-L127 @ee77a9a
     asked = [
         (question(pair.query, pair.candidate, pair.baseline), question(pair.query, pair.baseline, pair.candidate))
         for pair in pairs
@@ -652,6 +658,7 @@ def results_folder(args: Args) -> Path:
 
 def statistics_of(pairs: Sequence[Pair], results: Sequence[float | None]) -> dict[str, Any]:
     """Win rates, counts and mean lengths, over the rows that have a result."""
+    # [T59] vwxyzjn/summarize_from_feedback_details eval/rlhf_scale.py#L205 @ee77a9a
     judged = [(pair, result) for pair, result in zip(pairs, results, strict=True) if result is not None]
     known = [result for _, result in judged]
     differences = [pair.candidate_length - pair.baseline_length for pair, _ in judged]

@@ -427,13 +427,15 @@ def shard(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -
     """Shard a model over all processes (FSDP2) if the launcher asks for it.
 
     layers: class names of the parts that are gathered one by one. With `fsdp_reshard_after_forward: false` the
-    weights stay whole from forward to backward, and only gradients and moments are sliced: ZeRO-2.
+    weights stay whole from forward to backward, and only gradients and moments are sliced: ZeRO-2. A parameter that
+    is a single number, such as a gain, stays whole, and must not learn.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and accelerator.num_processes > 1:
         if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
             raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+        scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
         for module in [*(m for m in model.modules() if type(m).__name__ in layers), model]:
-            fully_shard(module, reshard_after_forward=reshards_after_forward())
+            fully_shard(module, reshard_after_forward=reshards_after_forward(), ignored_params=scalars)
         # FSDP takes the first module that is called for the outermost one. A rollout calls inner ones, so here is a
         # call of the outermost before; and back to slices, or what it has gathered now would stay for ever.
         model.begin = lambda: None

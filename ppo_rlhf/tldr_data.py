@@ -81,6 +81,7 @@ def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
         if not getattr(task, name) > 0:
             raise InputError(f"--task.{name} is {getattr(task, name)}; it must be above 0")
     # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.
+    #       vwxyzjn/summarize_from_feedback_details sft.py#L300-L308 @ee77a9a
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
@@ -95,7 +96,7 @@ def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
 
 def format_post(subreddit: str, title: str, post: str) -> str:
     """The text of a query. Its last character is a colon: the space before a summary belongs to the summary."""
-    # [T03] vwxyzjn/summarize_from_feedback_details summarize_from_feedback_details/tldr_dataset.py#L68-L93 @ee77a9a
+    # [T03] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L68-L93 @ee77a9a
     return f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
 
 
@@ -112,7 +113,7 @@ def fit_query(
     A post loses what follows its last newline, and the newline; one without a newline loses its last character. What
     stands around the post is never cut: if it alone is too long, an InputError says so.
     """
-    # [T04] vwxyzjn/summarize_from_feedback_details summarize_from_feedback_details/tldr_dataset.py#L125-L151 @ee77a9a
+    # [T04] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L125-L151 @ee77a9a
     while len(tokens := encode(format_query(post))) > query_length:
         if not post:
             raise InputError(
@@ -153,9 +154,9 @@ class Encoder:
         )
 
     def summary(self, text: str) -> list[int]:
-        """A summary, with one space before it and the end-of-text token after it."""
+        """A summary, with a space before it and the end-of-text token after it."""
         # [T07] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L187-L190, tldr_dataset.py#L262-L266 @ee77a9a
-        return [*self.encode(f" {text.strip()}"), self.eos_id]
+        return [*self.encode(text if text.startswith(" ") else f" {text}"), self.eos_id]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -373,6 +374,7 @@ def evaluation_rows(
 
     queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
     """
+    # [T06] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L154 @ee77a9a
     eos = tokenizer.eos_token_id
     columns: dict[str, list[Any]] = {"query": to_texts(tokenizer, queries, pad_id)}
     for name, tokens in (("response", responses), ("reference", references)):

@@ -13,7 +13,7 @@ starts as a copy of the reward model. Each update does eight things, and `train(
     5. per-token rewards: KL penalty on every token, score after the last
     6. advantages and returns (GAE)
     7. PPO epochs over minibatches
-    8. adapt the KL coefficient, evaluate on held-out posts at times, and log
+    8. adapt the KL coefficient and log; evaluate on held-out posts at times
 
 Steps 6 and 7 stand in `tldr_ppo_update`. Marks like [T45] name an implementation detail. The original is
 vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; its file and line stand beside
@@ -87,6 +87,7 @@ from ppo_rlhf.run import (
     training_state,
     upload_model,
     whole,
+    whole_state,
     write_json,
 )
 from ppo_rlhf.tldr_data import (
@@ -204,7 +205,7 @@ class Args:
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     eval_interval: int = 20
-    """updates between evaluations on held-out posts; 0: none before the end"""
+    """updates between evaluations on held-out posts, the first before any; 0: none before the end"""
     eval_prompts: int = 64
     """held-out posts of such an evaluation"""
     eval_posts: int = 0
@@ -238,7 +239,7 @@ PRESETS = {
         eval_posts=256,
         task=TASKS["tales"],
         rewards=TldrRewardsArgs(monitor="ppo_rlhf.tldr_tales:gold_scores"),
-        ppo=TldrPpoArgs(total_episodes=5_120, batch_size=64, lr=1e-4),
+        ppo=TldrPpoArgs(total_episodes=4_096, batch_size=64, lr=5e-5),
     ),
 }
 
@@ -413,7 +414,7 @@ class ActorCritic(nn.Module):
 
     # [T32] vwxyzjn/summarize_from_feedback_details ppo.py#L471-L500 @ee77a9a
     def __init__(self, lm_backbone: PreTrainedModel, critic: RewardModel, vocab_size: int):
-        """vocab_size: number of ids that can be sampled; the output layer may have more rows."""
+        """vocab_size: number of ids that can be sampled; the output layer may have more rows [T14]."""
         super().__init__()
         self.lm_backbone = lm_backbone
         self.critic = critic
@@ -611,9 +612,10 @@ def masked_whiten(
 ) -> torch.Tensor:
     """Shift and scale what counts to mean 0 and variance 1; keep_mean adds the mean back. 0 where nothing counts.
 
-    The variance is biased, and 1e-8 is added to it. reduce: sums a tensor over all processes.
+    Chapter 1's `whiten` [D54] with a mask.
+    The variance is biased [T52], and 1e-8 is added to it. reduce: sums a tensor over all processes.
     """
-    # [T44] [D54] vwxyzjn/summarize_from_feedback_details ppo.py#L235-L241, ppo.py#L687-L704 @ee77a9a
+    # [T44] vwxyzjn/summarize_from_feedback_details ppo.py#L235-L241, ppo.py#L687-L704 @ee77a9a
     count = reduce(mask.sum())
     mean = reduce(values.masked_fill(~mask, 0).sum()) / count
     variance = reduce(((values - mean) ** 2).masked_fill(~mask, 0).sum()) / count
@@ -707,9 +709,10 @@ def masked_value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clipped value loss: half the mean of max((V - R)^2, (clip(V, V_old +- range) - R)^2), and the share of clipped.
 
-    mask: of the values; count: what the sum is divided by; None: the number of values that count.
+    Chapter 1's `value_loss` [D59] with a mask, of the values. count: what the sum is divided by; None: the number of
+    values that count.
     """
-    # [T45] [D59] vwxyzjn/summarize_from_feedback_details ppo.py#L731-L759 @ee77a9a
+    # [T45] vwxyzjn/summarize_from_feedback_details ppo.py#L731-L759 @ee77a9a
     new_values, values, returns = (tensor.masked_fill(~mask, 0) for tensor in (new_values, values, returns))
     clipped_values = torch.clamp(new_values, values - cliprange_value, values + cliprange_value)
     losses = (new_values - returns) ** 2  # (batch, response_length)
@@ -728,10 +731,11 @@ def masked_policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Clipped surrogate: mean of max(-A * ratio, -A * clip(ratio, 1 +- range)), ratio = exp(new - old).
 
-    mask: of the tokens; count: what the sums are divided by; None: the number of tokens that count. Returns the loss,
-    the share of clipped tokens, and approxkl = half the mean of (new - old)^2, the last two detached.
+    Chapter 1's `policy_loss` [D60] with a mask, of the tokens. count: what the sums are divided by; None: the number
+    of tokens that count. Returns the loss, the share of clipped tokens, and approxkl = half the mean of
+    (new - old)^2, the last two detached.
     """
-    # [T45] [D60] vwxyzjn/summarize_from_feedback_details ppo.py#L731-L759 @ee77a9a
+    # [T45] vwxyzjn/summarize_from_feedback_details ppo.py#L731-L759 @ee77a9a
     log_ratio = (new_logprobs - logprobs).masked_fill(~mask, 0)  # (batch, response_length)
     advantages, ratio = advantages.masked_fill(~mask, 0), torch.exp(log_ratio)
     losses = -advantages * ratio
@@ -973,7 +977,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(
-        self, query_responses: torch.Tensor, ids: TldrIds, context_length: int, temperature: float
+        self, ids: TldrIds, context_length: int, temperature: float, query_responses: torch.Tensor
     ) -> torch.Tensor:
         """Log-probs (batch, response_length) of the responses, at the policy's temperature."""
         # [T35] vwxyzjn/summarize_from_feedback_details ppo.py#L623-L627 @ee77a9a
@@ -984,7 +988,7 @@ class Reference:
         return logprobs
 
 
-def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs) -> nn.Module:
+def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.Module:
     """Freeze a model and put low-rank adapters into its layers. Returns peft's handle, which can switch them off."""
     try:
         from peft import LoraConfig, TaskType, get_peft_model
@@ -995,6 +999,7 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs) -> nn.Module:
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM, r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules
     )
+    torch.manual_seed(seed)  # the same adapters on every process
     try:
         return get_peft_model(lm_backbone, config)
     except ValueError as error:
@@ -1030,6 +1035,28 @@ def load_scalar_model(
     check_vocabulary(read_info(folder), what, args.base_model, len(tokenizer))
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, len(tokenizer))
     return model
+
+
+def load_networks(
+    args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, accelerator: Accelerator
+) -> tuple[ActorCritic, Reference]:
+    """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
+    device, length = accelerator.device, args.task.query_length + args.task.response_length
+    lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
+    check_model(lm_backbone, args.base_model, length, len(tokenizer), read_tokens)
+    critic = load_critic(args, lm_backbone, dtype, tokenizer)
+    layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
+    if args.lora.rank:
+        reference = Reference(lm_backbone, add_adapters(lm_backbone, args.lora, args.seed))
+    else:
+        frozen = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
+        shard(frozen, layers, accelerator)
+        reference = Reference(frozen, None)
+    actor_critic = ActorCritic(lm_backbone, critic, len(tokenizer))
+    shard(actor_critic, layers, accelerator)
+    if args.lora.rank and isinstance(actor_critic, FSDPModule):
+        raise InputError("--lora.rank does not go with FSDP")
+    return actor_critic, reference
 
 
 def text_function(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TldrIds) -> Scorer:
@@ -1082,12 +1109,12 @@ def monitors(args: Args, tokenizer: PreTrainedTokenizerBase, ids: TldrIds) -> di
 def evaluate_policy(
     lm_backbone: PreTrainedModel,
     scorers: dict[str, Scorer],
-    posts: Posts,
     tokenizer: PreTrainedTokenizerBase,
     ids: TldrIds,
     args: Args,
     chunk: int,
     accelerator: Accelerator,
+    posts: Posts,
 ) -> tuple[dict[str, float], list[dict]]:
     """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
 
@@ -1170,6 +1197,16 @@ def finish_tldr_metrics(
     return metrics | {"lr": lr, "episode": episode, "eps": episode / run_seconds, "time": run_seconds}
 
 
+def unsharded(reward_model: RewardModel, trust_remote_code: bool = False) -> RewardModel:
+    """A reward model with whole weights: itself, unless it is sharded. Every process must call this."""
+    if not any(isinstance(module, FSDPModule) for module in reward_model.modules()):
+        return reward_model
+    weights, config = whole_state(reward_model), reward_model.lm_backbone.config
+    plain = RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
+    plain.to(reward_model.gain.dtype).load_state_dict(weights, strict=False)  # tied weights come once
+    return plain
+
+
 def save_reward_model(
     folder: Path,
     reward_model: RewardModel,
@@ -1220,24 +1257,27 @@ def save_policy_and_critic(
     adapters: nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
     args: Args,
+    accelerator: Accelerator,
 ) -> None:
     """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
 
-    adapters: peft's handle, which saves them once more on their own, in policy/adapter.
+    adapters: peft's handle, which saves them once more on their own, in policy/adapter. Every process must call this.
     """
     # [T51] vwxyzjn/summarize_from_feedback_details ppo.py#L842-L861 @ee77a9a
-    info = {"base_model": args.base_model, "vocab_size": len(tokenizer), "task": dataclasses.asdict(args.task)}
-    lm_backbone = actor_critic.lm_backbone
-    if adapters is not None:
+    lm_backbone, critic = actor_critic.lm_backbone, unsharded(actor_critic.critic, args.trust_remote_code)
+    if adapters is not None and accelerator.is_main_process:
         adapters.save_pretrained(folder / "policy" / "adapter")
         lm_backbone = adapters.merge_and_unload()
-    lm_backbone.save_pretrained(folder / "policy")
+    weights = whole_state(lm_backbone)
+    if not accelerator.is_main_process:
+        return
+    lm_backbone.save_pretrained(folder / "policy", state_dict=weights)
     tokenizer.save_pretrained(folder / "policy")
+    info = {"base_model": args.base_model, "vocab_size": len(tokenizer), "task": dataclasses.asdict(args.task)}
     rewards = {name: getattr(args.rewards, name) for name in ("function", "monitor")}
     rewards |= {"kind": "policy", "reward_model": args.rewards.trained_model}
     write_json(folder / "policy" / "ppo_rlhf.json", info | rewards)
-    critic = {"kind": "critic", "label_dataset": ""}
-    save_reward_model(folder / "value", actor_critic.critic, tokenizer, info | critic, args.trust_remote_code)
+    save_reward_model(folder / "value", critic, tokenizer, info | {"kind": "critic"}, args.trust_remote_code)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1261,25 +1301,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     posts = read_posts(task, tokenizer, "train")
     held_out = read_posts(task, tokenizer, "validation", args.eval_posts)
     prompts = Posts(held_out.queries[: args.eval_prompts], held_out.references[: args.eval_prompts], 0)
-    lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    check_model(lm_backbone, args.base_model, task.query_length + task.response_length, ids.pad, read_tokens)
     score = load_score(args, tokenizer, ids, dtype, device)
     monitor = monitors(args, tokenizer, ids)
-    critic = load_critic(args, lm_backbone, dtype, tokenizer)
-    if args.lora.rank:
-        adapters = add_adapters(lm_backbone, args.lora)
-        reference = Reference(lm_backbone, adapters)
-    else:
-        adapters = None
-        frozen = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
-        shard(frozen, frozen._no_split_modules or (), accelerator)
-        reference = Reference(frozen, None)
-    actor_critic = ActorCritic(lm_backbone, critic, ids.pad)
+    actor_critic, reference = load_networks(args, tokenizer, dtype, accelerator)
     actor_critic.forward = autocast()(actor_critic.forward)
-    layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
-    shard(actor_critic, layers, accelerator)
-    if adapters is not None and isinstance(actor_critic, FSDPModule):
-        raise InputError("--lora.rank does not go with FSDP")
     # [T46] One optimiser for both networks, and one learning rate.
     #       vwxyzjn/summarize_from_feedback_details ppo.py#L575-L577 @ee77a9a
     trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
@@ -1300,13 +1325,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     summarise_posts = partial(summarise, actor_critic, ids, task.temperature)
     evaluate_on = partial(
         evaluate_policy,
-        lm_backbone,
+        actor_critic.lm_backbone,
         scorers,
-        tokenizer=tokenizer,
-        ids=ids,
-        args=args,
-        chunk=sizes.local_rollout_batch,
-        accelerator=accelerator,
+        tokenizer,
+        ids,
+        args,
+        sizes.local_rollout_batch,
+        accelerator,
     )
 
     with run.progress("PPO", sizes.updates, first_update) as advance:
@@ -1317,11 +1342,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with torch.no_grad(), autocast(), gathered(actor_critic):
+                # 8. of the update before: evaluate on held-out posts at times. Metrics keep the newest result.
+                if args.eval_interval and update % args.eval_interval == 0:
+                    evaluation, _ = evaluate_on(prompts)
+
                 # 1. Sample posts. Every process draws the whole batch and takes its rows.
                 inds = posts_of_update(args.seed, len(posts), update, sizes.batch)[rows]  # (local_batch,)
-                queries = trim_padding(posts.queries[inds], pad_id=ids.pad).to(
-                    device
-                )  # (local_batch, context_length)
+                queries = trim_padding(posts.queries[inds], pad_id=ids.pad)  # (local_batch, context_length)
+                queries = queries.to(device)
                 noise = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate summaries, and 3. their log-probs and values; log-probs of the reference.
@@ -1329,13 +1357,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                     summarise_posts, sizes.local_rollout_batch, queries, noise
                 )  # four of (local_batch, response_length)
                 query_responses = torch.cat([queries, responses], dim=1)
-                ref_logprobs = in_chunks(
-                    partial(
-                        reference.logprobs, ids=ids, context_length=queries.shape[1], temperature=task.temperature
-                    ),
-                    sizes.local_rollout_batch,
-                    query_responses,
-                )  # (local_batch, response_length)
+                reference_of = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
+                ref_logprobs = in_chunks(reference_of, sizes.local_rollout_batch, query_responses)
 
                 # 4. Score; punish summaries that do not end.
                 raw_scores = in_chunks(score, sizes.local_rollout_batch, queries, responses)  # (local_batch,)
@@ -1363,7 +1386,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 actor_critic, optimizer, rollout, minibatches, ppo, ids.pad, task.temperature, accelerator
             )
 
-            # 8. Adapt the KL coefficient, evaluate, and log.
+            # 8. Adapt the KL coefficient and log.
             objectives = {
                 "objective/kl": kl.sum(1),
                 "objective/entropy": -logprobs.masked_fill(~mask, 0).sum(1),
@@ -1383,9 +1406,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
             metrics = finish_tldr_metrics(means, update, args, controller.value, lr, run.seconds())
             check_first_ratio(metrics["val/first_ratio_gap"], update, args.dtype)
             check_equal("objective/kl_coef", controller.value, accelerator)
-            if update == 0 or (args.eval_interval and (update + 1) % args.eval_interval == 0):
-                with autocast(), gathered(actor_critic):
-                    evaluation, _ = evaluate_on(prompts)
             run.log(update, metrics | evaluation)
             if args.log_interval and update % args.log_interval == 0:
                 numbers = {"scores": scores[:3], "kl": kl.sum(1)[:3]}
@@ -1404,7 +1424,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         rouge_scores = rouge([row["response"] for row in table], [row["reference"] for row in table])
         if accelerator.is_main_process:
             (run.folder / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-            save_policy_and_critic(run.model_folder, actor_critic, adapters, tokenizer, args)
+    save_policy_and_critic(run.model_folder, actor_critic, reference.adapters, tokenizer, args, accelerator)
     results = means | {f"eval/rouge/{name}": value for name, value in rouge_scores.items()}
     last = {f"last_{name}": run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     run.finish(PANELS, **results, **last, too_long=posts.too_long)

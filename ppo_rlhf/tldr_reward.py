@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.data import check_model, check_size, load_pretrained, load_tokenizer, model_errors
 from ppo_rlhf.run import (
@@ -56,6 +56,7 @@ from ppo_rlhf.run import (
     training_state,
     upload_model,
     whole,
+    whole_state,
     write_json,
 )
 from ppo_rlhf.tldr_data import (
@@ -418,6 +419,16 @@ PANELS = {
 FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
 
 
+def unsharded(reward_model: RewardModel, trust_remote_code: bool = False) -> RewardModel:
+    """A reward model with whole weights: itself, unless it is sharded. Every process must call this."""
+    if not any(isinstance(module, FSDPModule) for module in reward_model.modules()):
+        return reward_model
+    weights, config = whole_state(reward_model), reward_model.lm_backbone.config
+    plain = RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
+    plain.to(reward_model.gain.dtype).load_state_dict(weights, strict=False)  # tied weights come once
+    return plain
+
+
 def save_reward_model(
     folder: Path,
     reward_model: RewardModel,
@@ -556,11 +567,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
         # 3. Normalise.
         results |= shift_to_references(reward_model, posts, ids.pad, args.local_rollout_batch_size, accelerator)
 
-        folder = run.model_folder / "reward"
-        if accelerator.is_main_process:
-            info = {"kind": "reward model", "base_model": args.base_model, "vocab_size": ids.pad}
-            info |= {"label_dataset": args.task.comparisons, "task": dataclasses.asdict(args.task)}
-            save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
+    folder, plain = run.model_folder / "reward", unsharded(reward_model, args.trust_remote_code)
+    if accelerator.is_main_process:
+        info = {"kind": "reward model", "base_model": args.base_model, "vocab_size": ids.pad}
+        info |= {"label_dataset": args.task.comparisons, "task": dataclasses.asdict(args.task)}
+        save_reward_model(folder, plain, tokenizer, info, args.trust_remote_code)
     run.finish(PANELS, **results)
     if args.upload_model and accelerator.is_main_process:
         upload_model(folder, args.hf_entity, run.model_folder.name)

@@ -236,6 +236,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
         """Log-probs (batch, length - 1) of tokens (batch, length), without the first; 0 where there is no token."""
+        # [T15] vwxyzjn/summarize_from_feedback_details sft.py#L205-L212 @ee77a9a
+        # [T16] vwxyzjn/summarize_from_feedback_details ppo.py#L358-L368, reward.py#L223-L233 @ee77a9a
         hidden_states = read_tokens(self.lm_backbone, tokens, pad_id, slice(0, -1))  # (batch, length - 1, width)
         logits = scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
         # [T21] Every token but the first is predicted, those of the query and the end-of-text token too.
@@ -385,6 +387,7 @@ def sft_update(
     """
     # [T22] [X21] The loss is the mean over all tokens of the batch, so that a token of a long text counts as much as
     #       one of a short text, however the batch is split.
+    #       vwxyzjn/summarize_from_feedback_details sft.py#L390-L409 @ee77a9a
     count = next_token_mask(tokens, pad_id).sum()
     processes = accelerator.num_processes if accelerator else 1
     count = accelerator.reduce(count, "sum") if accelerator else count
@@ -477,6 +480,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     posts = read_posts(args.task, tokenizer, "train", args.num_train)
     held_out = {split: read_posts(args.task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
     sizes = sft_sizes(args, len(posts), accelerator.num_processes)
+    # [T17] Without dropout.
+    #       vwxyzjn/summarize_from_feedback_details sft.py#L153-L157 @ee77a9a
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     length = args.task.query_length + args.task.response_length
     check_model(lm_backbone, args.base_model, length, ids.pad, read_tokens)

@@ -11,7 +11,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same numbers on a machine with a 
 import pytest
 import torch
 from processes import launch
-from runs import TINY_WORLD, build_tiny_world, only, reward_arguments, world_arguments
+from runs import TINY_WORLD, build_tiny_posts, build_tiny_world, only, reward_arguments, world_arguments
 
 torch.set_num_threads(1)
 
@@ -25,6 +25,12 @@ def tiny_world_args():
 def tiny_world(tmp_path_factory):
     """The folder of a very small tales world: model/, stories.txt, labels/<task>/offline_5k.json (64 + 32 rows)."""
     return build_tiny_world(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_posts(tmp_path_factory):
+    """The folder of a very small world of posts: model/, 48 + 16 + 16 posts, 48 + 16 comparisons, world.json."""
+    return build_tiny_posts(tmp_path_factory.mktemp("posts"))
 
 
 VOCAB = 29  # tokens of tiny_tokenizer; its padding id

@@ -7,7 +7,8 @@ test files. It prints what it changed and what only a person can mend, and exits
 
 A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field; what a module's docstring says
 is about marks and none itself. `openai/lm-human-preferences <file>#L1-L2 @cbfd210` in the same comment belongs to the
-marks on its line and on the lines above, back to the previous such reference.
+marks on its line and on the lines above, back to the previous such reference; so does one to
+`vwxyzjn/summarize_from_feedback_details <file>#L1-L2 @ee77a9a`.
 """
 
 import ast
@@ -24,11 +25,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 REGISTER = "DETAILS.md"
-DETAILS = [f"D{number:02d}" for number in range(1, 89)]
-ORIGINAL = "https://github.com/openai/lm-human-preferences/blob/cbfd210bb8b08f6bc5c26878c10984b90f516c66/"
+DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
+SUMMARIZE = (
+    "https://github.com/vwxyzjn/summarize_from_feedback_details/blob/ee77a9abc31f5338365ee087945c5bcafac7f1ca/"
+)
+ORIGINALS = (  # of chapter 1; of chapter 2, where code names the files of the package without its folder
+    "https://github.com/openai/lm-human-preferences/blob/cbfd210bb8b08f6bc5c26878c10984b90f516c66/",
+    f"{SUMMARIZE}summarize_from_feedback_details/",
+    SUMMARIZE,
+)
 
-MARK = re.compile(r"\[([DX]\d\d)\]")
-REFERENCE = re.compile(r"openai/lm-human-preferences ((?:\S+#L\d+(?:-L\d+)?(?:, )?)+) @cbfd210")
+MARK = re.compile(r"\[([DTX]\d\d)\]")
+REFERENCE = re.compile(
+    r"(?:openai/lm-human-preferences|vwxyzjn/summarize_from_feedback_details) "
+    r"((?:\S+#L\d+(?:-L\d+)?(?:, )?)+) @(?:cbfd210|ee77a9a)"
+)
 ROW = re.compile(r'\| <a id="(\w+)"></a>\1 \|')
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(r"\[(test_\w+)\]\((tests/test_\w+\.py)(?:#L(\d+))?\)")
@@ -146,6 +157,11 @@ def mended(files: Files) -> str:
     return TEST_LINK.sub(test_link, "\n".join(lines))
 
 
+def without_repository(link: str) -> str:
+    """A link to lines of an original at its fixed commit as `<file>#L1-L2`; another link as it is."""
+    return next((link.removeprefix(original) for original in ORIGINALS if link.startswith(original)), link)
+
+
 def row_problems(row: Row, places: Places, references: set[str]) -> Iterator[str]:
     """What is wrong with a row. places: of its marks; references: beside them."""
     if not row.complete:
@@ -155,7 +171,7 @@ def row_problems(row: Row, places: Places, references: set[str]) -> Iterator[str
         yield "has no mark in ppo_rlhf/*.py"
     elif row.cells["here"] != links(places):
         yield f"stands at {links(places)}, not at {row.cells['here']}"
-    linked = {target.removeprefix(ORIGINAL): label for label, target in LINK.findall(row.cells["original"])}
+    linked = {without_repository(target): label for label, target in LINK.findall(row.cells["original"])}
     for target, label in linked.items():
         if label != target.split("/")[-1] or "://" in target:
             yield f"links [{label}]({target}) as the original"
@@ -178,7 +194,7 @@ def problems(files: Files) -> list[str]:
         wrong = row_problems(row, places.get(row.id, []), references.get(row.id, set()))
         found += [f"{row.id} {problem}" for problem in wrong]
     names = [row.id for row in rows(text)]
-    without_row = re.findall(r"^(D\d\d) has no row", text, re.MULTILINE)
+    without_row = re.findall(r"^([DT]\d\d) has no row", text, re.MULTILINE)
     found += [f"{name} is marked at {links(places[name])}, but has no row" for name in places if name not in names]
     found += [f"{name} has no row" for name in DETAILS if name not in [*names, *without_row, *places]]
     found += [f"{name} has two rows" for name in set(names) if [*names, *without_row].count(name) > 1]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from ppo_rlhf import tales
+from ppo_rlhf import tales, tldr_tales
 
 TINY_WORLD = tales.TalesArgs(
     stories=300,
@@ -19,8 +19,21 @@ TINY_WORLD = tales.TalesArgs(
     test_comparisons=32,
 )
 
+TINY_POSTS = tldr_tales.PostsArgs(
+    train_posts=48,
+    validation_posts=16,
+    test_posts=16,
+    train_comparisons=48,
+    validation_comparisons=16,
+    width=16,
+    layers=1,
+    heads=2,
+    lm_quote_steps=5,
+    lm_thread_steps=5,
+    lm_batch_size=4,
+)
 
-TIMES = {"elapsed/fps", "elapsed/time"}
+TIMES = {"elapsed/fps", "elapsed/time", "eps", "time"}
 
 
 def build_tiny_world(cache: Path) -> Path:
@@ -29,8 +42,18 @@ def build_tiny_world(cache: Path) -> Path:
         return tales.find_world(TINY_WORLD)
 
 
+def build_tiny_posts(cache: Path) -> Path:
+    """The folder of a very small world of posts: model/, posts_<split>.jsonl, comparisons_<split>.jsonl."""
+    with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
+        return tldr_tales.find_world(TINY_POSTS)
+
+
 def world_arguments(world: Path) -> list[str]:
     return f"--preset tales --base_model {world}/model --task.query_dataset {world}/stories.txt".split()
+
+
+def posts_arguments(world: Path) -> list[str]:
+    return f"--preset tales --task.posts {world} --task.comparisons {world}".split()
 
 
 def reward_arguments(world: Path, prefix: str = "--") -> list[str]:

@@ -244,6 +244,18 @@ def test_slurm(home):
     assert start(home, *more, seeds=2, PATH="/usr/bin:/bin").status == 2
 
 
+def test_seeds_at_a_distance(home):
+    """Here and in a job array: 5, 15, 25."""
+    more = ["--start_seed", "5", "--seed_step", "10"]
+    assert start(home, *more, seeds=3).status == 0
+    assert sorted(call["argv"] for call in calls(home)) == [["--seed", seed] for seed in ("15", "25", "5")]
+    template = home / "template"
+    template.write_text("{{array}}")
+    result = start(home, *more, "--slurm_template", str(template), seeds=3, PATH=str(home / "bin"))
+    assert result.status == 2 and "sbatch is not on this machine" in result.stderr, result
+    assert (home / "bench/test/slurm.sh").read_text() == "5-25:10%1"
+
+
 def test_words_of_the_command(home):
     (home / "some").mkdir()
     (home / "some/file").touch()

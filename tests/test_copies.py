@@ -7,8 +7,11 @@ import pytest
 
 import ppo_rlhf
 
-SCRIPTS = sorted(Path(ppo_rlhf.__file__).parent.glob("train_*.py"))
-DIFFERENT = {"Args", "train"}
+FOLDER = Path(ppo_rlhf.__file__).parent
+SCRIPTS = sorted(
+    [*FOLDER.glob("train_*.py"), *(FOLDER / f"tldr_{stage}.py" for stage in ("sft", "reward", "policy", "all"))]
+)
+DIFFERENT = {"Args", "train", "parse", "report"}
 
 
 def definitions(source: str) -> dict[str, str]:
@@ -36,6 +39,7 @@ def test_the_scripts_share_functions():
     assert {"read_tokens", "scaled_logits", "RewardModel", "AdamTensorFlowStyle", "left_pad", "generate"} <= set(
         COPIES
     )
+    assert {"scheduled_lr", "save_reward_model", "load_reward_model", "compute_gae", "truncate_at"} <= set(COPIES)
 
 
 @pytest.mark.parametrize("name", sorted(COPIES))

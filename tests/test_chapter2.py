@@ -1,0 +1,56 @@
+"""The commands of benchmark/chapter2.sh are ones that the scripts take."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmark
+from ppo_rlhf import tldr_all
+
+ROOT = Path(__file__).parent.parent
+PAPER = ["1b", "2.8b", "6.9b", "1b-lora", "1b-subtract", "1b-k3"]
+
+
+def commands(tmp_path: Path, *experiments: str) -> list[list[str]]:
+    """The arguments that chapter2.sh gives benchmark.py, one list for each experiment."""
+    stub = tmp_path / "python"
+    stub.write_text(f"#!{sys.executable}\nimport shlex, sys\nprint(shlex.join(sys.argv[2:]))\n")
+    stub.chmod(0o755)
+    result = subprocess.run(
+        ["bash", str(ROOT / "benchmark/chapter2.sh"), *experiments],
+        env={**os.environ, "PYTHON": str(stub)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return [shlex.split(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("experiment", [*PAPER, "tales"])
+def test_arguments(tmp_path, experiment):
+    """What the launcher gets, and what the script gets in its turn, can be parsed; the four seeds are the paper's."""
+    import tyro
+
+    (words,) = commands(tmp_path, experiment)
+    args = tyro.cli(benchmark.Args, args=words)
+    seeds = [args.start_seed + number * args.seed_step for number in range(args.num_seeds)]
+    assert seeds == ([1, 2, 3, 4] if experiment == "tales" else [44413, 55513, 66613, 77713])
+    launcher, _, flags = args.command.partition("ppo_rlhf/tldr_all.py")
+    parsed = tldr_all.parse(shlex.split(flags))
+    if experiment == "tales":
+        assert parsed.preset == "tales"
+        return
+    sizes = {"2.8b": "2.8b", "6.9b": "6.9b"}
+    assert parsed.base_model == f"EleutherAI/pythia-{sizes.get(experiment, '1b')}-deduped"
+    assert parsed.policy.dtype == parsed.sft.dtype == parsed.reward.dtype == "bfloat16"
+    config = launcher.partition("--config_file ")[2].strip()
+    assert bool(config) == (experiment in ("2.8b", "6.9b")) and (ROOT / config).exists()
+
+
+def test_unknown_experiment():
+    result = subprocess.run(["bash", str(ROOT / "benchmark/chapter2.sh"), "12b"], capture_output=True, text=True)
+    assert result.returncode == 2 and "has no experiment 12b" in result.stderr

@@ -1,0 +1,508 @@
+"""tldr_data.py: queries, posts and comparisons as token ids, texts and ROUGE, and what bad input gets."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from ppo_rlhf import tldr_data
+from ppo_rlhf.run import InputError
+from ppo_rlhf.tldr_data import TldrTaskArgs
+
+EOS, PAD = 0, 128
+
+
+class Letters:
+    """A tokenizer of ASCII characters: a token is a character's code, and code 0 ends a text."""
+
+    eos_token_id = EOS
+
+    def __len__(self) -> int:
+        return PAD
+
+    def encode(self, text: str, **_) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def error_line(function, *args, **kwargs) -> str:
+    """The message of the InputError that the call raises: one line."""
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write_rows(folder: Path, kind: str, split: str, rows: list[dict[str, Any]]) -> Path:
+    (folder / f"{kind}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+POST = {"id": "1", "subreddit": "mill", "title": "Grain", "post": "It is wet.", "summary": "Wet grain."}
+QUERY = "SUBREDDIT: r/mill\n\nTITLE: Grain\n\nPOST: It is wet.\n\nTL;DR:"
+COMPARISON = {
+    "info": {key: POST[key] for key in ("id", "subreddit", "title", "post")},
+    "summaries": [{"text": " Wet.", "policy": "sup1"}, {"text": " Dry hay.", "policy": "ref"}],
+    "choice": 1,
+    "batch": "batch7",
+    "split": "train",
+    "extra": {"confidence": 6},
+}
+
+
+def task(folder: Path, **changes: Any) -> TldrTaskArgs:
+    sizes = {"query_length": 80, "response_length": 14, "comparison_length": 12, "article_query_length": 60}
+    return TldrTaskArgs(posts=str(folder), comparisons=str(folder), **(sizes | changes))
+
+
+def changed(row: dict[str, Any], *keys: str | int, to: Any = KeyError) -> dict[str, Any]:
+    """A copy of a row with another value deep inside; without `to`, with none."""
+    whole = inner = copy.deepcopy(row)
+    for key in keys[:-1]:
+        inner = inner[key]
+    if to is KeyError:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = to
+    return whole
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Queries [T03] [T04] [T05]
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_query_has_four_parts_and_ends_in_a_colon():
+    query = tldr_data.format_post("mill", "Grain", "It is wet.")
+    assert query == QUERY
+    assert query[-1] == ":"
+
+
+def test_a_query_about_an_article():
+    assert tldr_data.format_article("Rain.\nWind.") == "Article:\nRain.\nWind.\n\nTL;DR:\n"
+
+
+def short_form(post: str) -> str:
+    return f"P: {post}\n\nTL;DR:"
+
+
+@pytest.mark.parametrize(
+    ("post", "limit", "expected"),
+    [
+        ("aaa\nbbb\nccc", 20, "aaa\nbbb"),  # golden H1
+        ("abcdefghijkl", 16, "abcde"),  # golden H1
+        ("aaa\nbbb\nccc", 22, "aaa\nbbb\nccc"),  # just fits
+        ("aaa\nbbb\nccc", 21, "aaa\nbbb"),
+        ("aaa\nbbb\nccc", 17, "aaa"),
+        ("aaa\nbbb\nccc", 13, "aa"),  # first the lines, then the characters of the line that is left
+        ("aaa\n\nccc", 18, "aaa\n"),
+        ("aaa\n", 14, "aaa"),
+        ("\nccc", 12, ""),  # the newline goes with what follows it, and nothing is left
+        ("aaa", 11, ""),
+        ("", 11, ""),
+    ],
+)
+def test_a_post_is_cut_until_its_query_fits(post, limit, expected):
+    assert tldr_data.fit_query(post, short_form, letters, limit) == letters(short_form(expected))
+
+
+def test_title_and_question_are_never_cut():
+    rows = [changed(POST, "post", to=text) for text in ("a" * 200, "one\n" * 60, "word " * 50)]
+    for row in rows:
+        for limit in range(len(QUERY) - len("It is wet."), 80):
+            query = "".join(map(chr, tldr_data.Encoder(Letters(), EOS).query(row, TldrTaskArgs(query_length=limit))))
+            assert len(query) <= limit
+            assert query.startswith("SUBREDDIT: r/mill\n\nTITLE: Grain\n\nPOST: ")
+            assert query.endswith("\n\nTL;DR:")
+            assert row["post"].startswith(
+                query[len("SUBREDDIT: r/mill\n\nTITLE: Grain\n\nPOST: ") : -len("\n\nTL;DR:")]
+            )
+
+
+def test_a_query_that_cannot_fit_is_an_error():
+    line = error_line(tldr_data.fit_query, "aaa\nbbb", short_form, letters, 10)
+    assert "query_length 10" in line and "11 tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"), [(True, [[9, 9, 5], [9, 9, 9], [6, 7, 8]]), (False, [[5, 9, 9], [9, 9, 9], [6, 7, 8]])]
+)
+def test_rows_are_padded_on_one_side(left, expected):
+    assert tldr_data.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Posts [T07] [T08]
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_queries_are_padded_on_the_left_and_references_on_the_right(tmp_path):
+    long_post = changed(POST, "post", to="It is wet.\n" + "x" * 60)
+    write_rows(tmp_path, "posts", "train", [POST, long_post])
+    posts = tldr_data.read_posts(task(tmp_path), Letters(), "train")
+    assert len(posts) == 2 and posts.too_long == 0
+    assert posts.queries.shape == (2, 80) and posts.references.shape == (2, 14)
+    for row in posts.queries.tolist():
+        assert row == [PAD] * (80 - len(QUERY)) + letters(QUERY)  # the second line of the long post does not fit
+    assert posts.references.tolist() == [[*letters(" Wet grain."), EOS, PAD, PAD]] * 2
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [("Wet grain.", " Wet grain."), (" Wet grain.", " Wet grain."), ("Wet\ngrain. ", " Wet\ngrain. "), ("", " ")],
+)
+def test_a_summary_has_a_space_before_it_and_the_end_of_text_after_it(summary, expected):
+    assert tldr_data.Encoder(Letters(), EOS).summary(summary) == [*letters(expected), EOS]
+
+
+def test_references_that_are_too_long_are_left_out_and_counted(tmp_path):
+    summaries = ["a" * 12, "b" * 13, "c", "d" * 99, "e" * 12]  # 12 letters, a space and the end: 14 tokens
+    write_rows(tmp_path, "posts", "train", [changed(POST, "summary", to=text) for text in summaries])
+    posts = tldr_data.read_posts(task(tmp_path), Letters(), "train")
+    assert posts.too_long == 2
+    assert [chr(row[1]) for row in posts.references.tolist()] == ["a", "c", "e"]
+    assert len(posts.queries) == 3
+    for row in posts.references.tolist():
+        assert row.count(EOS) == 1
+        assert set(row[row.index(EOS) + 1 :]) <= {PAD}
+    line = error_line(tldr_data.read_posts, task(tmp_path, response_length=2), Letters(), "train")
+    assert "--task.posts" in line and "--task.response_length 2" in line and "5 are longer" in line
+
+
+def test_a_limit_takes_the_first_rows(tmp_path):
+    write_rows(tmp_path, "posts", "test", [changed(POST, "summary", to=text) for text in ("a", "b" * 20, "c", "d")])
+    posts = tldr_data.read_posts(task(tmp_path), Letters(), "test", limit=3)
+    assert [chr(row[1]) for row in posts.references.tolist()] == ["a", "c"]
+
+
+def test_query_and_summary_are_the_tokens_of_their_text(tiny_posts):
+    """So what the policy continues is what SFT has read [T09]."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_posts / "model")
+    pad_id, eos = len(tokenizer), tokenizer.eos_token_id
+    limits = TldrTaskArgs(posts=str(tiny_posts), query_length=96, response_length=24)
+    posts = tldr_data.read_posts(limits, tokenizer, "train")
+    rows = [json.loads(line) for line in (tiny_posts / "posts_train.jsonl").read_text().splitlines()]
+    assert len(posts) == len(rows) == 48
+    for row, query, reference in zip(rows, posts.queries.tolist(), posts.references.tolist(), strict=True):
+        question = f"SUBREDDIT: r/{row['subreddit']}\n\nTITLE: {row['title']}\n\nPOST: {row['post']}"
+        text = f"{question}\n\nTL;DR: {row['summary']}"
+        real = [token for token in query + reference if token != pad_id]
+        assert real == [*tokenizer(text)["input_ids"], eos]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Comparisons [T02] [T11]
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def read_comparisons(folder: Path, rows: list[dict[str, Any]], articles: bool = False, **changes: Any):
+    write_rows(folder, "comparisons", "validation", rows)
+    return tldr_data.read_comparisons(task(folder, **changes), Letters(), "validation", articles=articles)
+
+
+def texts_of(rows: torch.Tensor) -> list[str]:
+    return ["".join(chr(token) for token in row if token != PAD) for row in rows.tolist()]
+
+
+def test_the_choice_says_which_summary_is_preferred(tmp_path):
+    comparisons = read_comparisons(tmp_path, [COMPARISON, changed(COMPARISON, "choice", to=0)])
+    assert texts_of(comparisons.chosen) == [" Dry hay.\0", " Wet.\0"]
+    assert texts_of(comparisons.rejected) == [" Wet.\0", " Dry hay.\0"]
+    assert comparisons.chosen.shape == comparisons.rejected.shape == (2, 12)
+    assert comparisons.queries.tolist() == [[PAD] * (80 - len(QUERY)) + letters(QUERY)] * 2
+    assert comparisons.chosen.tolist()[1] == [*letters(" Wet."), EOS] + [PAD] * 6
+    assert (len(comparisons), comparisons.cut, comparisons.identical, comparisons.ceiling) == (2, 0, 0, None)
+
+
+def test_groups_name_split_batch_and_confidence(tmp_path):
+    rows = [
+        COMPARISON,
+        changed(changed(COMPARISON, "extra"), "batch", to=3),
+        changed(COMPARISON, "extra", to={}),
+        changed(COMPARISON, "extra", to=None),
+    ]
+    groups = read_comparisons(tmp_path, rows).groups
+    assert groups[0] == {"split": "train", "batch": "batch7", "confidence": "6"}
+    assert groups[1] == {"split": "train", "batch": "3", "confidence": "None"}
+    assert groups[2] == groups[3] == {"split": "train", "batch": "batch7", "confidence": "None"}
+
+
+def test_summaries_that_are_cut_have_no_end_and_are_counted(tmp_path):
+    long, longer = "a" * 11, "b" * 50  # with space and end 13 and 52 tokens, of which 12 fit
+    both = changed(changed(COMPARISON, "summaries", 0, "text", to=long), "summaries", 1, "text", to=longer)
+    one = changed(COMPARISON, "summaries", 0, "text", to=long)
+    fits = changed(COMPARISON, "summaries", 0, "text", to="a" * 10)
+    comparisons = read_comparisons(tmp_path, [both, one, fits])
+    assert comparisons.cut == 3
+    assert texts_of(comparisons.chosen) == [" " + "b" * 11, " Dry hay.\0", " Dry hay.\0"]
+    assert texts_of(comparisons.rejected) == [" " + "a" * 11, " " + "a" * 11, " " + "a" * 10 + "\0"]
+
+
+def test_pairs_of_the_same_summary_are_left_out_and_counted(tmp_path):
+    def pair(first: str, second: str) -> dict[str, Any]:
+        return changed(changed(COMPARISON, "summaries", 0, "text", to=first), "summaries", 1, "text", to=second)
+
+    same_from_the_start, same_but_for_space = pair("Wet.", "Wet."), pair(" Wet.", "Wet.")
+    same_when_cut, differs_at_the_end = pair("a" * 11 + "bcd", "a" * 11 + "x"), pair("a" * 10 + "b", "a" * 10 + "c")
+    differs_by_the_end = pair("a" * 11, "a" * 10)
+    rows = [
+        same_from_the_start,
+        COMPARISON,
+        same_but_for_space,
+        same_when_cut,
+        differs_at_the_end,
+        differs_by_the_end,
+    ]
+    comparisons = read_comparisons(tmp_path, rows)
+    assert comparisons.identical == 3
+    assert len(comparisons) == len(comparisons.groups) == len(comparisons.queries) == 3
+    assert texts_of(comparisons.chosen) == [" Dry hay.\0", " " + "a" * 10 + "c", " " + "a" * 10 + "\0"]
+    line = error_line(read_comparisons, tmp_path, [same_from_the_start])
+    assert "--task.comparisons" in line and "validation" in line and "different" in line
+
+
+def test_articles_stand_apart_from_posts(tmp_path):
+    article = changed(COMPARISON, "info", to={"id": "2", "article": "Rain.\nWind.", "post": None, "title": "x"})
+    article = changed(article, "batch", to="cnndm0")
+    no_article = changed(COMPARISON, "info", "article", to=None)
+    rows = [COMPARISON, article, no_article]
+    of_posts, of_articles = (read_comparisons(tmp_path, rows, articles=articles) for articles in (False, True))
+    assert len(of_posts) == 2 and of_posts.queries.shape == (2, 80)
+    assert texts_of(of_articles.queries) == ["Article:\nRain.\nWind.\n\nTL;DR:\n"]
+    assert of_articles.queries.shape == (1, 60) and of_articles.chosen.shape == (1, 12)
+    assert [group["batch"] for group in of_articles.groups] == ["cnndm0"]
+    none = read_comparisons(tmp_path, [COMPARISON], articles=True)
+    assert len(none) == 0 and none.queries.shape == (0, 60)
+    long_article = changed(article, "info", "article", to="Rain.\n" + "x" * 60)
+    assert texts_of(read_comparisons(tmp_path, [long_article], articles=True).queries) == [
+        "Article:\nRain.\n\nTL;DR:\n"
+    ]
+
+
+def test_a_limit_takes_the_first_comparisons(tmp_path):
+    write_rows(tmp_path, "comparisons", "train", [changed(COMPARISON, "batch", to=str(i)) for i in range(4)])
+    comparisons = tldr_data.read_comparisons(task(tmp_path), Letters(), "train", 2)
+    assert [group["batch"] for group in comparisons.groups] == ["0", "1"]
+
+
+@pytest.mark.parametrize("ceiling", [0.8125, 1.0])
+def test_the_ceiling_is_known_where_the_world_says_it(tmp_path, ceiling):
+    (tmp_path / "world.json").write_text(json.dumps({"ceiling": ceiling}))
+    assert read_comparisons(tmp_path, [COMPARISON]).ceiling == ceiling
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"ceiling": "high"}', '{"ceiling": 1.5}', '{"ceiling": NaN}'])
+def test_a_damaged_ceiling_is_an_error(tmp_path, content):
+    (tmp_path / "world.json").write_text(content)
+    assert "world.json" in error_line(read_comparisons, tmp_path, [COMPARISON])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Bad input
+# ----------------------------------------------------------------------------------------------------------------
+
+HALF = "Wet \udcff"  # half a character
+
+BAD_POSTS = {
+    "no title": (changed(POST, "title"), "'title'"),
+    "no post": (changed(POST, "post"), "'post'"),
+    "no summary": (changed(POST, "summary"), "'summary'"),
+    "title is a number": (changed(POST, "title", to=3), "'title'"),
+    "post is null": (changed(POST, "post", to=None), "'post'"),
+    "half a character in the subreddit": (changed(POST, "subreddit", to=HALF), "'subreddit'"),
+    "half a character in the summary": (changed(POST, "summary", to=HALF), "'summary'"),
+}
+
+
+@pytest.mark.parametrize(("row", "key"), BAD_POSTS.values(), ids=BAD_POSTS)
+def test_a_bad_post_is_named(tmp_path, row, key):
+    write_rows(tmp_path, "posts", "test", [POST, POST, row])
+    line = error_line(tldr_data.read_posts, task(tmp_path), Letters(), "test")
+    for word in (f"--task.posts {tmp_path}", "test row 2", key):
+        assert word in line
+
+
+BAD_COMPARISONS = {
+    "no info": (changed(COMPARISON, "info"), "'info'"),
+    "info is a text": (changed(COMPARISON, "info", to="mill"), "'info'"),
+    "no post": (changed(COMPARISON, "info", "post"), "'post'"),
+    "no subreddit": (changed(COMPARISON, "info", "subreddit"), "'subreddit'"),
+    "article is a number": (changed(COMPARISON, "info", "article", to=7), "'article'"),
+    "half a character": (changed(COMPARISON, "info", "title", to=HALF), "'title'"),
+    "no summaries": (changed(COMPARISON, "summaries"), "two summaries"),
+    "one summary": (changed(COMPARISON, "summaries", 1), "two summaries"),
+    "three summaries": (changed(COMPARISON, "summaries", to=[{"text": text} for text in "abc"]), "two summaries"),
+    "summaries are texts": (changed(COMPARISON, "summaries", to=["a", "b"]), "two summaries"),
+    "a summary without text": (changed(COMPARISON, "summaries", 1, "text"), "'text'"),
+    "half a character in a summary": (changed(COMPARISON, "summaries", 0, "text", to=HALF), "'text'"),
+    "choice 2": (changed(COMPARISON, "choice", to=2), "choice 2"),
+    "choice -1": (changed(COMPARISON, "choice", to=-1), "choice -1"),
+    "choice is a truth value": (changed(COMPARISON, "choice", to=True), "choice True"),
+    "choice is a text": (changed(COMPARISON, "choice", to="1"), "choice '1'"),
+    "no choice": (changed(COMPARISON, "choice"), "choice None"),
+}
+
+
+@pytest.mark.parametrize(("row", "word"), BAD_COMPARISONS.values(), ids=BAD_COMPARISONS)
+def test_a_bad_comparison_is_named(tmp_path, row, word):
+    line = error_line(read_comparisons, tmp_path, [COMPARISON, row])
+    for words in (f"--task.comparisons {tmp_path}", "validation row 1", word):
+        assert words in line
+
+
+GOOD_LINE = json.dumps(POST).encode() + b"\n"
+BAD_FILES = {
+    "cut": (GOOD_LINE + GOOD_LINE[:30], "row 1"),
+    "not JSON": (GOOD_LINE * 2 + b"wet\n", "row 2"),
+    "a list": (GOOD_LINE * 2 + b"[1, 2]\n", "row 2"),
+    "a number": (b"7\n", "row 0"),
+    "not UTF-8": (b"\xff\xfe\x00" + GOOD_LINE, "utf-8"),
+    "nested without end": (GOOD_LINE + b"[" * 100_000, "row 1"),
+}
+
+
+@pytest.mark.parametrize("kind", ["posts", "comparisons"])
+@pytest.mark.parametrize(("content", "word"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_file_that_is_not_json_lines_is_named(tmp_path, kind, content, word):
+    file = tmp_path / f"{kind}_train.jsonl"
+    file.write_bytes(content)
+    read = tldr_data.read_posts if kind == "posts" else tldr_data.read_comparisons
+    line = error_line(read, task(tmp_path), Letters(), "train")
+    assert f"--task.{kind} {file}" in line and word in line
+
+
+@pytest.mark.parametrize("kind", ["posts", "comparisons"])
+def test_a_missing_file_is_named(tmp_path, kind):
+    read = tldr_data.read_posts if kind == "posts" else tldr_data.read_comparisons
+    for damage in (lambda file: None, Path.mkdir, Path.touch):  # not there, a folder, empty
+        file = tmp_path / f"{kind}_validation.jsonl"
+        damage(file)
+        assert f"--task.{kind} {tmp_path}" in error_line(read, task(tmp_path), Letters(), "validation")
+        file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
+    (tmp_path / "posts_train.jsonl").write_bytes(b"\xef\xbb\xbf\n" + GOOD_LINE + b"  \n" + GOOD_LINE.strip())
+    assert len(tldr_data.read_posts(task(tmp_path), Letters(), "train")) == 2
+
+
+def test_an_unknown_source_is_an_error(tmp_path):
+    line = error_line(tldr_data.load_rows, str(tmp_path / "none"), "posts", "train")
+    assert f"--task.posts {tmp_path / 'none'}" in line and "tldr, tales" in line
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "configuration"),
+    [
+        ("posts", "vwxyzjn/summarize_from_feedback_tldr_3_filtered", None),
+        ("comparisons", "openai/summarize_from_feedback", "comparisons"),
+    ],
+)
+def test_the_hub_is_asked_for_the_published_data(monkeypatch, field, name, configuration):
+    asked = []
+
+    def load_dataset(*arguments, **named):
+        asked.append((arguments, named["split"]))
+        return [POST]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(tldr_data.load_rows("tldr", field, "validation")) == [POST]
+    assert asked == [((name, configuration), "validation")]
+
+
+def test_without_a_network_the_hub_is_an_error():
+    for field in ("posts", "comparisons"):
+        line = error_line(tldr_data.load_rows, "tldr", field, "train")
+        assert f"--task.{field} tldr" in line and f"{field}_train.jsonl" in line and "--preset tales" in line
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Special tokens [T13]
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_no_token_and_a_summary_ends_with_the_end_of_text():
+    ids = tldr_data.tldr_ids(TldrTaskArgs(), Letters())
+    assert (ids.pad, ids.eos, ids.stop) == (128, 0, 0)
+    ids = tldr_data.tldr_ids(TldrTaskArgs(stop_text="."), Letters())
+    assert (ids.eos, ids.stop) == (0, 46)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "query_length",
+        "response_length",
+        "comparison_length",
+        "article_query_length",
+        "temperature",
+        "eval_temperature",
+    ],
+)
+def test_lengths_and_temperatures_must_be_above_0(name):
+    for value in (0, -1):
+        assert f"--task.{name} is {value}" in error_line(tldr_data.tldr_ids, TldrTaskArgs(**{name: value}), Letters())
+
+
+def test_other_bad_special_tokens():
+    assert "--task.stop_text 'ab'" in error_line(tldr_data.tldr_ids, TldrTaskArgs(stop_text="ab"), Letters())
+    endless = Letters()
+    endless.eos_token_id = None
+    assert "end-of-text" in error_line(tldr_data.tldr_ids, TldrTaskArgs(), endless)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Texts
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_of_padding_are_trimmed():
+    left = torch.tensor([[9, 9, 1, 2], [9, 9, 9, 3]])
+    right = torch.tensor([[4, 9, 9], [5, 6, 9]])
+    assert tldr_data.trim_padding(left, pad_id=9).tolist() == [[9, 1, 2], [9, 9, 3]]  # the first column stays
+    assert tldr_data.trim_padding(left, right, pad_id=9).tolist() == [[9, 1, 2, 4, 9], [9, 9, 3, 5, 6]]
+    assert tldr_data.trim_padding(torch.full((2, 3), 9), pad_id=9).tolist() == [[9], [9]]
+    assert tldr_data.trim_padding(right[:, :2], pad_id=9).tolist() == [[4, 9], [5, 6]]
+
+
+def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
+    def tokens(*texts: str) -> torch.Tensor:
+        return torch.tensor([letters(text) + [PAD] * (6 - len(text)) for text in texts])
+
+    queries = torch.tensor([[PAD, PAD, *letters("ab:")], letters("TLDR:")])
+    rows = tldr_data.evaluation_rows(
+        Letters(), PAD, queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0"), scores=torch.tensor([0.5, -1.0])
+    )
+    lengths = [{"tokens": 4, "reference_tokens": 3}, {"tokens": 6, "reference_tokens": 4}]
+    expected = [
+        {"query": "ab:", "response": " c.", "reference": " e", **lengths[0], "scores": 0.5},
+        {"query": "TLDR:", "response": " dddd.", "reference": " f.", **lengths[1], "scores": -1.0},
+    ]
+    assert rows == expected
+    shown = [{key: row[key] for key in ("query", "response", "reference", "scores")} for row in expected]
+    assert tldr_data.sample_table(rows) == shown
+
+
+def test_rouge_by_hand():
+    """[T23] The cat sat / the cat ran: two words of three, one pair of words of two, a common subsequence of two."""
+    first = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}
+    assert tldr_data.rouge(["The cat sat."], ["the cat ran"]) == pytest.approx(first)
+    # Another order: all words, no pair, a common subsequence of one word. Another length: 2 of 2 words, and 2 of 4.
+    assert tldr_data.rouge(["b a"], ["a b"]) == pytest.approx({"rouge1": 1, "rouge2": 0, "rougeL": 1 / 2})
+    short = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}  # precision 1, recall 1/2; of the pairs, 1 and 1/3
+    assert tldr_data.rouge(["a b"], ["a b c d"]) == pytest.approx(short)
+    # Mean over the pairs, and an empty summary has none of it.
+    mean = {name: value / 2 for name, value in first.items()}
+    assert tldr_data.rouge(["The cat sat.", ""], ["the cat ran", "a b"]) == pytest.approx(mean)
+    assert tldr_data.rouge(["cats"], ["cat"])["rouge1"] == 0  # no stemming

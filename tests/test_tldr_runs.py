@@ -1,0 +1,946 @@
+"""Chapter 2 through its command lines, on a tiny world: what runs leave, processes, resume, adapters, bad input."""
+
+import csv
+import json
+import math
+import re
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import launch, launch_together
+from runs import metrics_of, only, posts_arguments, samples_of
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
+EXACT = {"rel": 1e-9, "abs": 1e-12}
+
+# 48 rows in batches of 20: the last batch of a pass has 8, and of two processes one gets none of them.
+SFT = "--batch_size 20 --epochs 2 --lr 0.03 --save_interval 2 --eval_posts 0"
+REWARD = "--batch_size 20 --lr 0.01 --save_interval 2 --normalize_posts 0"
+POLICY = (
+    "--ppo.total_episodes 80 --ppo.batch_size 20 --ppo.nminibatches 2 --ppo.noptepochs 2 --ppo.lr 1e-3 "
+    "--save_interval 2 --eval_interval 4 --eval_prompts 8 --eval_posts 0 --log_interval 1 "
+    "--rewards.adaptive_kl.target 0.05 --rewards.adaptive_kl.horizon 200"
+)
+LORA = f"{POLICY} --lora.rank 2 --lora.target_modules all-linear --ppo.lr 0.1"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that came to its end, as it was started."""
+
+    folder: Path  # where it was started
+    script: str
+    arguments: list[str]
+
+    @property
+    def run(self) -> Path:
+        return only(self.folder, "runs/*")
+
+    def model(self, kind: str) -> Path:
+        return only(self.folder, f"models/*/{kind}")
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return json.loads((self.run / "meta.json").read_text())
+
+    def rows(self, name: str = "evaluation.jsonl") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
+
+    def again(self, folder: Path, extra: str = "", processes: int = 1, **environment: str) -> "Trained":
+        """The same run, started elsewhere, with a few more arguments."""
+        return train(folder, self.script, [*self.arguments, *extra.split()], processes, **environment)
+
+
+def train(folder: Path, script: str | Path, arguments: list[str], processes: int = 1, **environment: str) -> Trained:
+    folder.mkdir(exist_ok=True)
+    if processes == 1:
+        results = [launch(script, *arguments, folder=folder, **environment)]
+    else:
+        results = launch_together(processes, script, *arguments, folder=folder, **environment)
+    for result in results:
+        assert result.status == 0, result.stdout + result.stderr
+    (folder / "stdout").write_text(results[0].stdout)
+    return Trained(folder, str(script), arguments)
+
+
+@pytest.fixture(scope="session")
+def common(tiny_posts: Path) -> list[str]:
+    """Float64, and evaluations that take the likeliest token."""
+    return [*posts_arguments(tiny_posts), "--dtype", "float64", "--task.eval_temperature", "1e-6"]
+
+
+@pytest.fixture(scope="session")
+def sft(common: list[str], tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    arguments = [*common, "--base_model", str(tiny_posts / "model"), *SFT.split()]
+    return train(tmp_path_factory.mktemp("sft"), "tldr_sft.py", arguments)
+
+
+@pytest.fixture(scope="session")
+def reward(common: list[str], sft: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    arguments = [*common, "--base_model", str(sft.model("sft")), *REWARD.split()]
+    return train(tmp_path_factory.mktemp("reward"), "tldr_reward.py", arguments)
+
+
+@pytest.fixture(scope="session")
+def policy_arguments(common: list[str], sft: Trained, reward: Trained) -> list[str]:
+    models = ["--base_model", str(sft.model("sft")), "--rewards.trained_model", str(reward.model("reward"))]
+    return [*common, *models]
+
+
+@pytest.fixture(scope="session")
+def policy(policy_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("policy"), "tldr_policy.py", [*policy_arguments, *POLICY.split()])
+
+
+@pytest.fixture(scope="session")
+def lora(policy_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("lora"), "tldr_policy.py", [*policy_arguments, *LORA.split()])
+
+
+@pytest.fixture(params=["sft", "reward", "policy", "lora"])
+def trained(request: pytest.FixtureRequest) -> Trained:
+    """A run of each kind in turn."""
+    return request.getfixturevalue(request.param)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The world's texts, and what transformers makes of them
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def world_rows(world: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (world / f"{name}.jsonl").read_text().splitlines()]
+
+
+def query_of(post: dict[str, str]) -> str:
+    return f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}\n\nPOST: {post['post']}\n\nTL;DR:"
+
+
+@torch.no_grad()
+def scores_of(folder: Path, texts: list[str]) -> torch.Tensor:
+    """What an ordinary classifier says of texts that end, one by one, without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    rows = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in texts]
+    return torch.stack([classifier(input_ids=row.unsqueeze(0)).logits[0, 0] for row in rows])
+
+
+def greedy_summaries(folder: Path, queries: list[str], length: int) -> list[str]:
+    """What an ordinary language model continues with, the likeliest token at a time, without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    summaries = []
+    for query in queries:
+        ids = torch.tensor([tokenizer(query)["input_ids"]])
+        both = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+        )
+        summaries.append(tokenizer.decode(both[0, ids.shape[1] :], skip_special_tokens=True))
+    return summaries
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What a run leaves
+# ----------------------------------------------------------------------------------------------------------------
+
+KEPT = {"sft": ["4", "6"], "reward": ["2", "3"], "policy": ["2", "4"]}  # checkpoints
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_run_leaves_its_folder(kind, request):
+    trained = request.getfixturevalue(kind)
+    run, meta = trained.run, trained.meta
+    assert run.name.startswith(f"tldr_{kind}__tales__1__")
+    assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["dtype"] == "float64"
+    steps = {"sft": 6, "reward": 3, "policy": 4}[kind]
+    assert [row["step"] for row in metrics_of(run)] == list(range(steps))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == KEPT[kind]
+    assert (run / "learning_curves.png").stat().st_size > 10_000
+    assert len(list(run.glob("events.out.tfevents.*"))) == 1
+
+
+def test_the_tables_hold_every_held_out_post(sft, policy, tiny_posts):
+    texts = {"query", "response", "reference", "tokens", "reference_tokens"}
+    scores = {"scores", "reference_scores", "gold_scores", "reference_gold_scores"}
+    tables = {"validation": (sft.rows(), policy.rows()), "test": (sft.rows("evaluation_test.jsonl"),)}
+    for split, kinds in tables.items():
+        posts = world_rows(tiny_posts, f"posts_{split}")
+        for table in kinds:
+            assert [row["query"] for row in table] == [query_of(post) for post in posts]
+            assert [row["reference"] for row in table] == [f" {post['summary']}" for post in posts]
+    assert all(set(row) == texts for row in sft.rows())
+    assert all(set(row) == texts | scores for row in policy.rows())
+    for row in policy.rows():
+        assert 1 <= row["tokens"] <= 24 and "<|endoftext|>" not in row["response"] + row["reference"]
+    samples = samples_of(policy.run)
+    assert Counter(row["step"] for row in samples) == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert all({"query", "response", "reference", "scores", "kl"} < set(row) for row in samples)
+
+
+METRICS = """
+objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores policy/approxkl_avg
+policy/clipfrac_avg loss/policy_avg loss/value_avg val/clipfrac_avg policy/entropy_avg val/ratio val/ratio_var
+val/num_eos_tokens lr episode eps objective/raw_scores objective/eos_rate objective/kl_coef objective/gold_scores
+objective/response_length objective/sampler_gap val/mean val/var val/error val/vpred val/var_explained returns/mean
+returns/var gradient_norm eval/scores eval/reference_scores eval/gold_scores eval/eos_rate eval/response_length
+"""
+
+
+def test_metrics_have_the_names_of_the_dashboards(sft, reward, policy):
+    header = (policy.run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert set(METRICS.split()) <= set(header)
+    assert len(set(header)) == len(header)
+    assert set(metrics_of(sft.run)[0]) == {"step"} | {
+        f"train/sft/{name}" for name in ("loss", "lr", "tokens", "gradient_norm")
+    }
+    names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards", "lr", "gradient_norm")
+    assert set(metrics_of(reward.run)[0]) == {"step"} | {f"train/rm/{name}" for name in names}
+    results = {"rouge/rouge1", "rouge/rouge2", "rouge/rougeL", "loss", "eos_rate"}
+    assert {f"{split}/sft/{name}" for split in ("validation", "test") for name in results} <= set(sft.meta["results"])
+
+
+def test_metrics_of_a_policy_keep_to_their_definitions(policy):
+    rows = metrics_of(policy.run)
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-9)  # it starts as the reference [T35]
+    assert all(abs(row["objective/kl"]) > 1e-4 for row in rows[1:])
+    for update, row in enumerate(rows):
+        assert row["episode"] == 20 * (update + 1)
+        assert row["lr"] == pytest.approx(1e-3 * (1 - update / 4))
+        assert row["objective/rlhf_reward"] == pytest.approx(
+            row["objective/scores"] + row["objective/non_score_reward"]
+        )
+        assert row["objective/non_score_reward"] == pytest.approx(-row["objective/kl_coef"] * row["objective/kl"])
+        assert row["val/num_eos_tokens"] == pytest.approx(20 * row["objective/eos_rate"])
+        assert 0 < row["objective/eos_rate"] < 1  # so that the punishment counts for some
+        assert row["val/first_ratio_gap"] < 1e-9 and row["objective/sampler_gap"] < 1e-9  # [T34]
+        assert row["objective/entropy"] > row["objective/response_length"] > 1
+        assert 0 < row["policy/entropy_avg"] < math.log(1024)
+        assert row["val/ratio"] == pytest.approx(1, abs=0.1) and row["val/ratio_var"] > 0
+    for row, after in pairwise(rows):  # 20 episodes of 200: a tenth of an error of 0.2 at most
+        error = min(max(row["objective/kl"] / 0.05 - 1, -0.2), 0.2)
+        assert after["objective/kl_coef"] == pytest.approx(row["objective/kl_coef"] * (1 + error / 10))
+    # Updates between evaluations repeat the last one.
+    evaluations = [{name: value for name, value in row.items() if name.startswith("eval/")} for row in rows]
+    assert evaluations[0] == evaluations[1] == evaluations[2] and len(evaluations[3]) == 6
+
+
+def test_learning_rates_follow_their_schedules(sft, reward):
+    for trained, name, lr, steps in ((sft, "train/sft/lr", 0.03, 6), (reward, "train/rm/lr", 0.01, 3)):
+        expected = [lr * (1 + math.cos(math.pi * step / steps)) / 2 for step in range(steps)]
+        assert [row[name] for row in metrics_of(trained.run)] == pytest.approx(expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The models
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sft", "policy", "lora"])
+def test_a_saved_model_writes_what_was_evaluated(kind, request):
+    """An ordinary language model, adapters merged in, and its likeliest tokens."""
+    trained = request.getfixturevalue(kind)
+    folder, rows = trained.model("sft" if kind == "sft" else "policy"), trained.rows()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.get_input_embeddings().num_embeddings == len(AutoTokenizer.from_pretrained(folder))
+    assert greedy_summaries(folder, [row["query"] for row in rows], 24) == [row["response"] for row in rows]
+    info = json.loads((folder / "ppo_rlhf.json").read_text())
+    assert info["base_model"] == trained.meta["args"]["base_model"] and info["task"]["response_length"] == 24
+
+
+@torch.no_grad()
+def test_the_loss_on_held_out_posts_is_that_of_the_saved_model(sft, tiny_posts):
+    """[T21] The mean over every token of all texts but the first of each, the end of text among them."""
+    folder = sft.model("sft")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).double()
+    losses: list[float] = []
+    for post in world_rows(tiny_posts, "posts_validation"):
+        text = f"{query_of(post)} {post['summary']}"
+        ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        logprobs = model(input_ids=ids.unsqueeze(0)).logits[0].log_softmax(1)
+        losses += (-logprobs[:-1].gather(1, ids[1:].unsqueeze(1))[:, 0]).tolist()
+    results = sft.meta["results"]
+    assert results["validation/sft/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert results["too_long"] == 0
+
+
+def test_training_lowers_the_loss(sft):
+    losses = [row["train/sft/loss"] for row in metrics_of(sft.run)]
+    assert losses[0] == pytest.approx(math.log(1024), abs=0.5)  # the tiny model knows next to nothing
+    assert losses[-1] < losses[0] - 1
+
+
+def test_references_have_a_mean_score_of_0(reward, policy, tiny_posts):
+    """[T29] By the saved reward model, as an ordinary classifier."""
+    posts = world_rows(tiny_posts, "posts_train")
+    scores = scores_of(reward.model("reward"), [f"{query_of(post)} {post['summary']}" for post in posts])
+    assert scores.mean().item() == pytest.approx(0, abs=1e-6)
+    results = reward.meta["results"]
+    assert results["eval/rm/normalized_std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-5)
+    assert scores.std() > 0
+    extremes = [results[f"eval/rm/normalized_{name}"] for name in ("min", "max")]
+    assert extremes == pytest.approx([scores.min().item(), scores.max().item()], rel=1e-5)
+
+    # PPO's scores are the same.
+    posts = world_rows(tiny_posts, "posts_validation")
+    scores = scores_of(reward.model("reward"), [f"{query_of(post)} {post['summary']}" for post in posts])
+    rows = policy.rows()
+    assert [row["reference_scores"] for row in rows] == pytest.approx(scores.tolist(), rel=1e-5, abs=1e-6)
+    mean = sum(row["scores"] for row in rows) / len(rows)
+    assert policy.meta["results"]["eval/scores"] == pytest.approx(mean)
+
+
+def test_accuracies_are_those_of_the_table(reward, tiny_posts):
+    """[T28] Overall and by group, from validation.csv; and the table from the saved reward model."""
+    with (reward.run / "validation.csv").open() as file:
+        table = list(csv.DictReader(file))
+    comparisons = world_rows(tiny_posts, "comparisons_validation")
+    assert len(table) == len(comparisons) == HELD_OUT
+    results, groups = reward.meta["results"], defaultdict(list)
+    shift = results["eval/rm/shift"]  # the table was written before it
+    for row, comparison in zip(table, comparisons, strict=True):
+        texts = [query_of(comparison["info"]) + summary["text"] for summary in comparison["summaries"]]
+        scores = scores_of(reward.model("reward"), texts).tolist()
+        chosen, rejected = scores[comparison["choice"]], scores[1 - comparison["choice"]]
+        assert float(row["chosen_reward"]) + shift == pytest.approx(chosen, abs=1e-6)
+        assert float(row["rejected_reward"]) + shift == pytest.approx(rejected, abs=1e-6)
+        right = float(row["chosen_reward"]) > float(row["rejected_reward"])
+        assert row["correct"] == str(int(right))
+        of_comparison = {"split": "validation", "batch": comparison["batch"]}
+        of_comparison["confidence"] = str(comparison["extra"]["confidence"])
+        assert {name: row[name] for name in of_comparison} == of_comparison
+        for group in ("", *(f"/{name}/{value}" for name, value in of_comparison.items())):
+            groups[group].append(right)
+    accuracies = {f"eval/rm/validation/accuracy{group}": sum(r) / len(r) for group, r in groups.items()}
+    assert {name: value for name, value in results.items() if "accuracy" in name} == pytest.approx(accuracies)
+    assert len(groups) > 6
+    world = json.loads((tiny_posts / "world.json").read_text())
+    assert results["ceiling"] == world["ceiling"]
+    assert not (reward.run / "validation_cnndm.csv").exists()
+
+
+def test_the_critic_opens_as_a_classifier_that_has_learned(reward, policy):
+    folder = policy.model("value")
+    critic = AutoModelForSequenceClassification.from_pretrained(folder)
+    before = load_file(reward.model("reward") / "reward_head.safetensors")
+    after = load_file(folder / "reward_head.safetensors")
+    assert critic.config.num_labels == 1
+    assert not torch.equal(before["reward_head.weight"], after["reward_head.weight"])
+    assert torch.equal(before["bias"], after["bias"]) and torch.equal(before["gain"], after["gain"])
+    base, trained = load_file(policy.model("policy") / "model.safetensors"), load_file(folder / "model.safetensors")
+    shared = [name for name in trained if name in base]
+    assert shared and all(not torch.equal(base[name], trained[name]) for name in shared)  # two networks [T32]
+
+
+def test_adapters_change_the_layers_they_are_in_and_nothing_else(lora, sft):
+    before, after = (load_file(path / "model.safetensors") for path in (sft.model("sft"), lora.model("policy")))
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    layers = ("query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h")
+    assert changed == {name for name in before if name.endswith(".weight") and any(layer in name for layer in layers)}
+    adapters = load_file(lora.model("policy") / "adapter" / "adapter_model.safetensors")
+    assert {2} == {min(tensor.shape) for tensor in adapters.values()}  # the rank
+    rows = metrics_of(lora.run)
+    assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-9)
+    assert all(abs(row["objective/kl"]) > 1e-6 for row in rows[1:])
+    checkpoint = load_file(lora.run / "checkpoints" / "4" / "tensors.safetensors")
+    learning = {name for name in checkpoint if name.startswith("model.lm_backbone.")}
+    assert learning and all("lora_" in name for name in learning)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# However the work is divided
+# ----------------------------------------------------------------------------------------------------------------
+
+PARTS = {  # of what one of so many processes does at a time
+    "sft": {1: "--local_micro_batch_size 5 --local_rollout_batch_size 3", 2: "--local_micro_batch_size 2"},
+    "reward": {1: "--local_micro_batch_size 4 --local_rollout_batch_size 7", 2: "--local_micro_batch_size 5"},
+    "policy": {
+        1: "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 5",
+        2: "--ppo.local_micro_batch_size 1 --ppo.local_rollout_batch_size 2",
+    },
+}
+PARTS["lora"] = PARTS["policy"]
+
+
+def check_row(row: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same numbers but for rounding, and the same texts."""
+    numbers = {name: value for name, value in expected.items() if isinstance(value, int | float)}
+    assert {name: row.get(name) for name in numbers} == pytest.approx(numbers, **EXACT)
+    texts = {name: value for name, value in expected.items() if name not in numbers}
+    assert {name: value for name, value in row.items() if name not in numbers} == texts
+
+
+def check_same(run: Trained, expected: Trained) -> None:
+    """Metrics of every step, results, and all tables, in which every summary is."""
+    check_row(run.meta["results"], expected.meta["results"])
+    tables = [(metrics_of(run.run), metrics_of(expected.run))]
+    names = sorted(table.name for table in expected.run.glob("*.jsonl") if table.stat().st_size)
+    tables += [(run.rows(name), expected.rows(name)) for name in names]
+    for rows, expected_rows in tables:
+        for row, expected_row in zip(rows, expected_rows, strict=True):
+            check_row(row, expected_row)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "policy"])
+@pytest.mark.parametrize(("processes", "divided"), [(1, True), (2, False), (2, True)])
+def test_division_changes_nothing(kind, processes, divided, request, tmp_path):
+    expected = request.getfixturevalue(kind)
+    run = expected.again(tmp_path / "run", PARTS[kind][processes] if divided else "", processes)
+    assert run.meta["num_processes"] == processes
+    check_same(run, expected)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "policy"])
+def test_slices_of_the_weights_change_nothing(kind, request, tmp_path):
+    """FSDP2 on two processes."""
+    expected = request.getfixturevalue(kind)
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    check_same(expected.again(tmp_path / "run", processes=2, **environment), expected)
+
+
+def test_adapters_on_two_processes(lora, tmp_path):
+    check_same(lora.again(tmp_path / "run", PARTS["lora"][2], processes=2), lora)
+
+
+def test_another_seed_and_other_minibatches_are_other_runs(policy, tmp_path):
+    """So that the comparisons above compare something."""
+    for name, arguments in (("seed", "--seed 2"), ("minibatches", "--ppo.nminibatches 1")):
+        with pytest.raises(AssertionError):
+            check_same(policy.again(tmp_path / name, arguments), policy)
+
+
+# tldr_sft.py or tldr_reward.py, keeping which rows each process has trained on in each step.
+RECORDING = """
+import json, os, sys
+from pathlib import Path
+from ppo_rlhf import run, {module} as script
+
+deal, steps = script.deal, []
+
+def recorded_deal(*arguments):
+    inds, counts = deal(*arguments)
+    steps.append(inds[counts].tolist())
+    return inds, counts
+
+script.deal = recorded_deal
+run.run_script(lambda: script.train(run.parse_args(script.PRESETS)))
+Path(f"rank{{os.environ.get('RANK', 0)}}.json").write_text(json.dumps(steps))
+"""
+STILL = "--lr 1e-30 --weight_decay 0"  # nothing changes, so that all losses are those of the same model
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_every_row_is_trained_on_once_in_each_pass(kind, processes, request, tmp_path):
+    """[T27] Also those of the last, short batch, which weigh as much as others."""
+    expected = request.getfixturevalue(kind)
+    script = tmp_path / "recording.py"
+    script.write_text(RECORDING.format(module=f"tldr_{kind}"))
+    arguments = [*expected.arguments, *STILL.split()]
+    run = train(tmp_path, script, arguments, processes)
+    by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    steps = [list(chain(*shares)) for shares in zip(*by_rank, strict=True)]
+    assert [len(step) for step in steps] == [20, 20, 8] * (2 if kind == "sft" else 1)
+    orders = [list(chain(*steps[first : first + 3])) for first in range(0, len(steps), 3)]
+    assert all(sorted(order) == list(range(TRAIN)) for order in orders)
+    assert all(order != sorted(order) for order in orders)
+    assert len(set(map(tuple, orders))) == len(orders)  # each pass in an order of its own
+
+    whole = train(tmp_path / "whole", expected.script, [*arguments, "--batch_size", "48"])
+    (name, weight) = ("train/sft/loss", "train/sft/tokens") if kind == "sft" else ("train/rm/loss", "")
+    rows = metrics_of(run.run)
+    weights = [row[weight] for row in rows] if weight else [20, 20, 8]
+    mean = sum(row[name] * w for row, w in zip(rows, weights, strict=True)) / sum(weights)
+    assert mean == pytest.approx(metrics_of(whole.run)[0][name], rel=1e-9)
+    assert len({row[name] for row in rows}) >= 3
+
+
+# A function in place of a reward model, which keeps what it has read.
+SEEN = """
+import json
+
+def constant(queries, responses):
+    with open("seen.jsonl", "a") as file:
+        file.write(json.dumps([queries, responses]) + "\\n")
+    return [3.0] * len(queries)
+
+kl = constant
+"""
+
+
+@pytest.fixture(scope="module")
+def function_runs(common, sft, tmp_path_factory) -> dict[str, Trained]:
+    """Three passes over the posts, each way to punish summaries that do not end; the score is 3, the penalty 2."""
+    runs = {}
+    for form in ("replace", "subtract", "none"):
+        folder = tmp_path_factory.mktemp(form)
+        (folder / "mine.py").write_text(SEEN)
+        arguments = f"--rewards.function mine:constant --rewards.missing_eos {form} --rewards.missing_eos_penalty 2"
+        # Batches of 18 of 48 posts: the third and the sixth lie across two passes.
+        sizes = "--ppo.total_episodes 150 --ppo.batch_size 18 --ppo.noptepochs 1 --ppo.lr 1e-4 --eval_prompts 2"
+        flags = f"{arguments} {sizes} --eval_posts 4 --save_interval 0 --task.eval_temperature 1"
+        runs[form] = train(folder, "tldr_policy.py", [*common, "--base_model", str(sft.model("sft")), *flags.split()])
+    return runs
+
+
+def test_each_pass_sees_each_post_once(function_runs, tiny_posts):
+    """[T12] On one process, beyond the first pass."""
+    run = function_runs["subtract"]
+    texts = [query_of(post) for post in world_rows(tiny_posts, "posts_train")]
+    seen = [query for line in (run.folder / "seen.jsonl").read_text().splitlines() for query in json.loads(line)[0]]
+    seen = [query for query in seen if query in texts]  # not the held-out ones
+    assert len(seen) == 144 and len(metrics_of(run.run)) == 8
+    passes = [seen[first : first + TRAIN] for first in (0, TRAIN, 2 * TRAIN)]
+    assert all(sorted(queries) == sorted(texts) for queries in passes)
+    assert len({tuple(queries) for queries in [texts, *passes]}) == 4  # each in an order of its own
+
+
+def test_a_function_does_not_see_what_comes_after_the_end(function_runs):
+    run = function_runs["subtract"]
+    lines = [json.loads(line) for line in (run.folder / "seen.jsonl").read_text().splitlines()]
+    responses = [response for line in lines for response in line[1]]
+    assert all("<|endoftext|>" not in response for response in responses)
+    assert len({len(response) for response in responses}) > 10
+    assert run.model("policy").is_dir() and run.model("value").is_dir()
+
+
+def test_summaries_that_do_not_end_are_punished(function_runs):
+    for form, run in function_runs.items():
+        for row in metrics_of(run.run):
+            ended = row["objective/eos_rate"]
+            assert 0 < ended < 1
+            unfinished = {"replace": -2.0, "subtract": 3.0 - 2.0, "none": 3.0}[form]
+            assert row["objective/scores"] == pytest.approx(3.0 * ended + unfinished * (1 - ended))
+            assert row["objective/raw_scores"] == pytest.approx(3.0)
+        for row in run.rows():
+            assert row["scores"] == row["reference_scores"] == 3.0  # evaluations do not punish
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Resume
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def cut_off(run: Path) -> None:
+    """As if a run had been killed on its way to its last checkpoint."""
+    last = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    shutil.rmtree(last)
+    meta = json.loads((run / "meta.json").read_text())
+    (run / "meta.json").write_text(json.dumps(meta | {"finished": False, "results": {}}))
+    for table in run.glob("evaluation*.jsonl"):
+        table.unlink()
+
+
+def test_a_resumed_run_gives_the_same_numbers(trained, tmp_path):
+    """Bit for bit: metrics, results, tables and weights."""
+    shutil.copytree(trained.folder, tmp_path, dirs_exist_ok=True)
+    resumed = Trained(tmp_path, trained.script, trained.arguments)
+    cut_off(resumed.run)
+    shutil.rmtree(tmp_path / "models")
+    result = launch(trained.script, "--resume", f"runs/{resumed.run.name}", folder=tmp_path)
+    assert result.status == 0, result.stderr
+    assert metrics_of(resumed.run) == metrics_of(trained.run)
+    assert resumed.meta["results"] == trained.meta["results"]
+    for table in trained.run.glob("*.jsonl"):
+        assert resumed.rows(table.name) == trained.rows(table.name)
+    weights = sorted(path.relative_to(trained.folder) for path in trained.folder.glob("models/**/*.safetensors"))
+    assert weights
+    for path in weights:
+        before, after = load_file(trained.folder / path), load_file(tmp_path / path)
+        assert set(before) == set(after)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(policy, tmp_path):
+    shutil.copytree(policy.folder, tmp_path, dirs_exist_ok=True)
+    run = only(tmp_path, "runs/*")
+    arguments = ("--resume", f"runs/{run.name}", "--ppo.total_episodes", "100")
+    result = launch("tldr_policy.py", *arguments, folder=tmp_path)
+    assert result.status == 0, result.stderr
+    assert metrics_of(run)[:4] == metrics_of(policy.run)
+    assert [row["episode"] for row in metrics_of(run)] == [20, 40, 60, 80, 100]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# All three in a row
+# ----------------------------------------------------------------------------------------------------------------
+
+ALL = (
+    "--sft.batch_size 16 --sft.lr 0.03 --sft.save_interval 1 --reward.batch_size 16 --reward.save_interval 1 "
+    "--policy.ppo.total_episodes 32 --policy.ppo.batch_size 16 --policy.ppo.noptepochs 1 --policy.save_interval 1"
+)
+
+
+@pytest.fixture(scope="module")
+def all_three(tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which tldr_all.py ran."""
+    arguments = [*posts_arguments(tiny_posts), "--base_model", str(tiny_posts / "model"), *ALL.split()]
+    return train(tmp_path_factory.mktemp("all"), "tldr_all.py", arguments).folder
+
+
+def meta_of(folder: Path, stage: str) -> dict[str, Any]:
+    return json.loads((only(folder, f"runs/tldr_{stage}__*") / "meta.json").read_text())
+
+
+def gold(query: str, summary: str) -> float:
+    """The gold score, with facts found as three words of the post in a row; a summary of the tiny model has none."""
+    statements = [statement.strip() for statement in summary.split(".") if statement.strip()]
+    covered = {statement for statement in statements if len(statement.split()) == 3 and statement in query}
+    return len(covered) - sum(s not in covered for s in statements) - len(summary.split()) / 10
+
+
+def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
+    stages = {stage: meta_of(all_three, stage) for stage in ("sft", "reward", "policy")}
+    assert all(meta["finished"] for meta in stages.values())
+    assert len({name.rsplit("__", 1)[1] for name in (meta["name"] for meta in stages.values())}) == 1
+    assert len(list((all_three / "runs").glob("tldr_*[0-9]"))) == 3
+    sft_model = f"models/{stages['sft']['name']}/sft"
+    bases = [stages[stage]["args"]["base_model"] for stage in stages]
+    assert bases == [str(tiny_posts / "model"), sft_model, sft_model]
+    assert stages["policy"]["args"]["rewards"]["trained_model"] == f"models/{stages['reward']['name']}/reward"
+    assert {meta["args"]["task"]["posts"] for meta in stages.values()} == {str(tiny_posts)}
+
+
+def test_the_summary_says_what_happened(all_three, tiny_posts):
+    said = (all_three / "stdout").read_text()
+    sft, reward = meta_of(all_three, "sft"), meta_of(all_three, "reward")
+    for name in ("rouge1", "rouge2", "rougeL"):
+        assert f"{name.replace('rouge', 'ROUGE-')} {sft['results'][f'validation/sft/rouge/{name}']:.3f}" in said
+    ceiling = json.loads((tiny_posts / "world.json").read_text())["ceiling"]
+    accuracy = reward["results"]["eval/rm/validation/accuracy"]
+    assert f"agrees with the annotator in {accuracy:.1%}" in said
+    assert f"a perfect judge would reach {ceiling:.1%}" in said
+    assert f"learned {(accuracy - 0.5) / (ceiling - 0.5):.0%} of what can be learned" in said
+    kl = sum(row["objective/kl"] for row in metrics_of(only(all_three, "runs/tldr_policy__*"))) / 2
+    assert f"{kl:.1f} nats per summary" in said
+    assert "learning_curves.png" in said and "evaluation.jsonl" in said and "minutes" in said
+
+
+def test_win_rates_are_those_of_the_tables(all_three):
+    said = (all_three / "stdout").read_text()
+    tables = {
+        stage: [
+            json.loads(line)
+            for line in (only(all_three, f"runs/tldr_{stage}__*[0-9]") / "evaluation.jsonl").read_text().splitlines()
+        ]
+        for stage in ("sft", "policy")
+    }
+    ours = [gold(row["query"], row["response"]) for row in tables["policy"]]
+    others = {
+        "the reference summaries": [gold(row["query"], row["reference"]) for row in tables["policy"]],
+        "those after SFT": [gold(row["query"], row["response"]) for row in tables["sft"]],
+    }
+    assert len(ours) == HELD_OUT
+    assert max(others["the reference summaries"]) > 1
+    for name, theirs in others.items():
+        results = [(a > b - 1e-9) / 2 + (a > b + 1e-9) / 2 for a, b in zip(ours, theirs, strict=True)]
+        assert f"win against {name} in {sum(results) / HELD_OUT:.1%}" in said
+        assert f"{sum(ours) / HELD_OUT:+.2f} against {sum(theirs) / HELD_OUT:+.2f}" in said
+
+
+def sentences(text: str) -> list[str]:
+    """What the summary says, without the paths, which differ between folders, and the times."""
+    wanted = ("After supervised", "The reward model agrees", "The annotator", "The policy is", "Judged by")
+    return [line for line in text.splitlines() if line.startswith(wanted)]
+
+
+def test_resuming_what_is_finished_trains_nothing(all_three, tmp_path):
+    folder = shutil.copytree(all_three, tmp_path / "here")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "stdout"}
+    for stage in ("policy", "sft"):
+        run = only(folder, f"runs/tldr_{stage}__*[0-9]")
+        result = launch("tldr_all.py", "--resume", f"runs/{run.name}", folder=folder)
+        assert result.status == 0, result.stderr
+        assert "PPO 1/2" not in result.stdout and "SFT 1/" not in result.stdout
+        assert sentences(result.stdout) == sentences((all_three / "stdout").read_text())
+        assert len(sentences(result.stdout)) == 6
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "stdout"}
+    changed = {path for path in before if after.get(path) != before[path]}
+    assert all("__against_" in str(path) for path in changed | (set(after) - set(before)))  # what the judge writes
+
+
+def test_three_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp_path):
+    """As if they had been killed in the second, before the policy's run began."""
+    there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
+    here.mkdir()
+    expected = {stage: metrics_of(only(there, f"runs/tldr_{stage}__*[0-9]")) for stage in ("sft", "reward", "policy")}
+    reward_run = only(there, "runs/tldr_reward__*[0-9]")
+    for path in [*there.glob("*/tldr_policy__*"), *there.glob("models/tldr_reward__*")]:
+        shutil.rmtree(path)
+    cut_off(reward_run)
+    result = launch("tldr_all.py", "--resume", str(reward_run), folder=here)
+    assert result.status == 0, result.stderr
+    for stage, rows in expected.items():
+        assert metrics_of(only(there, f"runs/tldr_{stage}__*[0-9]")) == rows
+    assert not list(here.iterdir())
+    assert sentences(result.stdout) == sentences((all_three / "stdout").read_text())
+
+
+@pytest.mark.parametrize("stage", ["reward", "policy"])
+def test_a_stage_goes_on_from_another_folder(stage, all_three, tmp_path):
+    """The models that it starts from lie beside it, wherever it is called from."""
+    there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
+    here.mkdir()
+    run = only(there, f"runs/tldr_{stage}__*[0-9]")
+    expected = metrics_of(run)
+    cut_off(run)
+    result = launch(f"tldr_{stage}.py", "--resume", str(run), folder=here)
+    assert result.status == 0, result.stderr
+    assert metrics_of(run) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Bad input
+# ----------------------------------------------------------------------------------------------------------------
+
+Damage = Callable[[Path], None]  # of a folder with world/, sft/ and reward/
+
+
+@dataclass(frozen=True)
+class Row:
+    script: str
+    arguments: str
+    words: tuple[str, ...]
+    """what the line must contain"""
+    damage: Damage = lambda folder: None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+WORLD = "--preset tales --task.posts world --task.comparisons world"
+
+
+def command(script: str, good: str) -> Callable[..., Row]:
+    """A function that makes rows of a script. Their arguments follow good ones, and of two the last counts."""
+
+    def row(arguments: str, *words: str, damage: Damage = lambda folder: None, **environment: str) -> Row:
+        return Row(script, f"{good} {arguments}", words, damage, environment)
+
+    return row
+
+
+bad_sft = command("tldr_sft.py", f"{WORLD} --base_model world/model --batch_size 16")
+bad_reward = command("tldr_reward.py", f"{WORLD} --base_model sft --batch_size 16")
+bad_policy = command(
+    "tldr_policy.py",
+    f"{WORLD} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
+)
+bad_all = command("tldr_all.py", f"{WORLD} --base_model world/model {ALL}")
+bad_tales = command("tldr_tales.py", "--train_posts 8")
+
+
+def edit_json(path: str, **changes: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / path).write_text(json.dumps(json.loads((folder / path).read_text()) | changes))
+
+    return damage
+
+
+def edit_line(path: str, number: int, text: str) -> Damage:
+    def damage(folder: Path) -> None:
+        lines = (folder / path).read_text().splitlines()
+        lines[number] = text
+        (folder / path).write_text("\n".join(lines))
+
+    return damage
+
+
+def remove(path: str) -> Damage:
+    return lambda folder: (folder / path).unlink()
+
+
+def not_finite(folder: Path) -> None:
+    tensors = load_file(folder / "reward/reward_head.safetensors")
+    save_file(tensors | {"bias": tensors["bias"] * math.nan}, folder / "reward/reward_head.safetensors")
+
+
+BAD_INPUT = {
+    # sizes
+    "sft: micro-batch": bad_sft("--local_micro_batch_size 3", "local_micro_batch_size 3", "_size 1"),
+    "sft: batch 0": bad_sft("--batch_size 0", "batch_size is 0", "at least 1"),
+    "sft: no pass": bad_sft("--epochs 0", "epochs is 0", "at least 1"),
+    "reward: micro-batch": bad_reward("--local_micro_batch_size 6", "local_micro_batch_size 6"),
+    "reward: rollout batch 0": bad_reward("--local_rollout_batch_size 0", "local_rollout_batch_size is 0"),
+    "policy: minibatches": bad_policy("--ppo.nminibatches 3", "ppo.batch_size 16", "--ppo.batch_size 18"),
+    "policy: micro-batch": bad_policy("--ppo.local_micro_batch_size 5", "ppo.local_micro_batch_size 5"),
+    "policy: rollout batch": bad_policy("--ppo.local_rollout_batch_size 5", "ppo.local_rollout_batch_size 5"),
+    "policy: fewer episodes than a batch": bad_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
+    "policy: no held-out prompts": bad_policy("--eval_prompts 0", "eval_prompts is 0", "at least 1"),
+    "all: batch of episodes": bad_all("--policy.ppo.nminibatches 3", "policy.ppo.batch_size 16"),
+    "all: batch of the reward model": bad_all("--reward.batch_size 0", "reward.batch_size is 0"),
+    "all: micro-batch of SFT": bad_all("--sft.local_micro_batch_size 3", "--sft.local_micro_batch_size 1"),
+    # numbers
+    "sft: learning rate 0": bad_sft("--lr 0", "lr is 0.0", "above 0"),
+    "sft: learning rate nan": bad_sft("--lr nan", "--lr is nan", "finite"),
+    "reward: weight decay below 0": bad_reward("--weight_decay -1", "weight_decay is -1.0", "at least 0"),
+    "policy: KL coefficient below 0": bad_policy("--rewards.kl_coef -1", "rewards.kl_coef is -1.0"),
+    "policy: KL target 0": bad_policy("--rewards.adaptive_kl.target 0", "rewards.adaptive_kl.target is 0.0"),
+    "policy: penalty below 0": bad_policy("--rewards.missing_eos_penalty -1", "rewards.missing_eos_penalty is -1.0"),
+    "policy: rank below 0": bad_policy("--lora.rank -1", "lora.rank is -1"),
+    "policy: seed below 0": bad_policy("--seed -1", "--seed is -1"),
+    "all: learning rate": bad_all("--policy.ppo.lr inf", "--policy.ppo.lr is inf"),
+    "temperature 0": bad_sft("--task.temperature 0", "--task.temperature is 0.0", "above 0"),
+    "response length 0": bad_policy("--task.response_length 0", "--task.response_length is 0", "above 0"),
+    # names
+    "preset": bad_sft("--preset books", "--preset books", "tldr, tales"),
+    "a path for a name": bad_reward("--exp_name a/b", "--exp_name 'a/b'"),
+    "all: the same name twice": bad_all("--sft.exp_name x --policy.exp_name x", "exp_name", "three names"),
+    "stop text of many tokens": bad_policy("--task.stop_text 'In the mill'", "--task.stop_text 'In the mill'", "one"),
+    # shared flags
+    "all: seed of one stage": bad_all("--sft.seed 2", "--sft.seed", "give --seed"),
+    "all: base model of one stage": bad_all("--reward.base_model=sft", "--reward.base_model", "give --base_model"),
+    "all: task of one stage": bad_all("--policy.task.query_length 9", "--policy.task", "--task.query_length"),
+    "all: preset of one stage": bad_all("--sft.preset tales", "--sft.preset", "give --preset"),
+    "all: resume of one stage": bad_all("--policy.resume x", "--policy.resume", "give --resume"),
+    "all: a reward model": bad_all("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
+    "all: a function": bad_all("--policy.rewards.function m:f", "--policy.rewards.function", "tldr_policy.py"),
+    # posts and comparisons
+    "unknown posts": bad_sft("--task.posts books", "--task.posts books", "tldr, tales"),
+    "unknown comparisons": bad_reward("--task.comparisons books", "--task.comparisons books"),
+    "no test posts": bad_sft(
+        "", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")
+    ),
+    "a bad post": bad_policy("", "world", "train row 3", damage=edit_line("world/posts_train.jsonl", 3, "{}")),
+    "a bad comparison": bad_reward(
+        "", "world", "validation row 2", damage=edit_line("world/comparisons_validation.jsonl", 2, "{}")
+    ),
+    "a damaged ceiling": bad_reward("", "world.json", "1.5", damage=edit_json("world/world.json", ceiling=1.5)),
+    "references that are all too long": bad_sft("--task.response_length 3", "response_length 3", "48 are longer"),
+    "queries that cannot fit": bad_policy("--task.query_length 5", "query_length 5"),
+    "longer than the model reads": bad_sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
+    "comparisons longer than the model reads": bad_reward("--task.comparison_length 300", "256 tokens"),
+    # models
+    "sft: no such model": bad_sft("--base_model nowhere", "--base_model nowhere"),
+    "all: no such model": bad_all("--base_model nowhere", "--base_model nowhere"),
+    "reward: no base model": bad_reward("--base_model ''", "--base_model is empty", "models/<run>/sft"),
+    "policy: no base model": bad_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
+    "reward model and function": bad_policy("--rewards.function m:f", "one of", "--rewards.trained_model"),
+    "neither reward model nor function": bad_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
+    "no such reward model": bad_policy("--rewards.trained_model nowhere", "nowhere", "no such folder"),
+    "a language model for a reward model": bad_policy("--rewards.trained_model sft", "sft is not a reward model"),
+    "no such critic": bad_policy("--rewards.value_model nowhere", "nowhere", "no such folder"),
+    "reward model of another tokenizer": bad_policy(
+        "", "--rewards.trained_model reward", "999", damage=edit_json("reward/ppo_rlhf.json", vocab_size=999)
+    ),
+    "critic of another tokenizer": bad_policy(
+        "--rewards.value_model critic",
+        "--rewards.value_model critic",
+        "999",
+        damage=lambda folder: edit_json("critic/ppo_rlhf.json", vocab_size=999)(
+            shutil.copytree(folder / "reward", folder / "critic").parent
+        ),
+    ),
+    "reward model that is not finite": bad_policy("", "reward_head.safetensors", "not finite", damage=not_finite),
+    "adapters for no layer": bad_policy("--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules 'q,v'"),
+    # functions
+    "monitor of a taken name": bad_policy("--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "objective/kl"),
+    "unknown function": bad_policy("--rewards.monitor mine:none", "--rewards.monitor mine:none"),
+    # the environment
+    "rank is a word": bad_sft("", "RANK", "first", RANK="first"),
+    # the world
+    "tales: two facts": bad_tales("--facts 2", "facts is 2", "at least 3"),
+    "tales: heads": bad_tales("--heads 3", "heads 3", "width 128"),
+    "tales: temperature": bad_tales("--annotator_temperature 0", "annotator_temperature is 0.0", "above 0"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good_files(tiny_posts: Path, sft: Trained, reward: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    shutil.copytree(tiny_posts, folder / "world")
+    shutil.copytree(sft.model("sft"), folder / "sft")
+    shutil.copytree(reward.model("reward"), folder / "reward")
+    (folder / "mine.py").write_text(SEEN)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+def check_one_line(stderr: str, words: tuple[str, ...]) -> None:
+    (line,) = [line for line in stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("row", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_ends_in_one_line_and_leaves_nothing(row, good_files, tmp_path):
+    folder = shutil.copytree(good_files, tmp_path / "here")
+    row.damage(folder)
+    before = names(folder)
+    arguments = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", row.arguments)]
+    environment = {"PPO_RLHF_CACHE": str(tmp_path / "cache"), **row.environment}
+    result = launch(row.script, *arguments, folder=folder, **environment)
+    assert "Traceback" not in result.stdout + result.stderr
+    assert result.status == 2, result.stderr
+    check_one_line(result.stderr, row.words)
+    assert names(folder) == before and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "offer"),
+    [
+        (bad_sft("--batch_size 15"), "--batch_size 16"),
+        (bad_reward("--batch_size 15"), "--batch_size 16"),
+        (bad_policy("--ppo.batch_size 15"), "--ppo.batch_size 16"),
+        (bad_all("--reward.batch_size 15"), "--reward.batch_size 16"),
+    ],
+    ids=["sft", "reward", "policy", "all"],
+)
+def test_what_does_not_divide_by_the_processes_is_said_once(row, offer, good_files, tmp_path):
+    folder = shutil.copytree(good_files, tmp_path / "here")
+    before = names(folder)
+    first, second = launch_together(2, row.script, *row.arguments.split(), folder=folder)
+    assert first.status == second.status == 2
+    check_one_line(first.stderr, ("batch_size 15", "2 (processes", offer))
+    assert second.stderr == ""
+    assert names(folder) == before
+
+
+def test_the_same_files_undamaged_run_to_the_end(good_files, tmp_path):
+    folder = shutil.copytree(good_files, tmp_path / "here")
+    for row in (bad_sft(""), bad_reward("--normalize_posts 4"), bad_policy("--ppo.noptepochs 1 --eval_posts 4")):
+        result = launch(row.script, *row.arguments.split(), folder=folder)
+        assert result.status == 0, result.stderr
+        assert "error" not in result.stderr and "Traceback" not in result.stderr
+
+
+RESUMES = {
+    "another learning rate": ("policy", "--ppo.lr 0.5", ("ppo.lr 0.001 -> 0.5", "another run")),
+    "another seed": ("sft", "--seed 2", ("seed 1 -> 2", "another run")),
+    "another data set": ("reward", "--task.comparisons x", ("task.comparisons", "another run")),
+    "run of another script": ("sft", "", ("is not that of this script's runs",)),
+    "all: run of one stage": ("reward", "", ("own script",)),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_run_does_not_go_on_as_another(name, request, tmp_path):
+    kind, arguments, words = RESUMES[name]
+    trained = request.getfixturevalue(kind)
+    script = {"run of another script": "tldr_reward.py", "all: run of one stage": "tldr_all.py"}.get(name)
+    metrics = (trained.run / "metrics.csv").read_bytes()
+    command = ("--resume", str(trained.run), *arguments.split())
+    result = launch(script or trained.script, *command, folder=tmp_path)
+    assert result.status == 2
+    check_one_line(result.stderr, words)
+    assert (trained.run / "metrics.csv").read_bytes() == metrics and not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_was_changed_is_refused(sft, tmp_path):
+    shutil.copytree(sft.folder, tmp_path, dirs_exist_ok=True)
+    run = only(tmp_path, "runs/*")
+    edit_json(f"runs/{run.name}/checkpoints/6/state.json", step=5)(tmp_path)
+    result = launch("tldr_sft.py", "--resume", f"runs/{run.name}", folder=tmp_path)
+    assert result.status == 2
+    check_one_line(result.stderr, ("checkpoints/6", "cannot be read"))

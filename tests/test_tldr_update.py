@@ -1,0 +1,1032 @@
+"""The updates and models of chapter 2 on tiny networks, against slow oracles that read every row without padding."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import metrics_of, only
+from test_tldr_math import (
+    entries,
+    masks_of,
+    on_processes,
+    slow_gae,
+    slow_mean,
+    slow_policy_loss,
+    slow_rewards,
+    slow_value_loss,
+    slow_whiten,
+    spoil,
+    states,
+)
+from torch.testing import assert_close
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ppo_rlhf import tldr_policy, tldr_reward
+from ppo_rlhf.data import load_pretrained
+from ppo_rlhf.tldr_data import Comparisons, TldrIds, TldrTaskArgs
+from ppo_rlhf.tldr_policy import (
+    ActorCritic,
+    Args,
+    LoraArgs,
+    Reference,
+    RewardModel,
+    TldrPpoArgs,
+    TldrRewardsArgs,
+    TldrRollout,
+    draw_minibatches,
+    finish_tldr_metrics,
+    has_stop,
+    load_critic,
+    load_networks,
+    load_reward_model,
+    punish_missing_eos,
+    save_policy_and_critic,
+    summarise,
+    tldr_ppo_update,
+)
+from ppo_rlhf.tldr_reward import pairs_update, save_reward_model, score_pairs, shift_to_references
+from ppo_rlhf.tldr_sft import LanguageModel, sft_update
+
+PAD, EOS, STOP = 29, 28, 26
+IDS = TldrIds(pad=PAD, eos=EOS, stop=EOS)
+ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows of the embedding; spare rows in two
+CONTEXT, RESPONSE, TEMPERATURE = 6, 5, 0.7
+LENGTHS = [1, 5, 5, 4, 2, 3, 5, 1]  # tokens of each response; row 2 alone does not end
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def token_ids(seed: int, *shape: int) -> torch.Tensor:
+    """Random tokens 1..25: no padding, no token that ends anything, and not 0, as which padding is looked up."""
+    return torch.randint(1, STOP, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scalar_model(lm_backbone, seed: int = 1) -> RewardModel:
+    """A reward model with a head, gain and bias that are not those of the start."""
+    model = RewardModel(lm_backbone)
+    with torch.no_grad():
+        model.reward_head.weight.copy_(numbers(seed, 1, 16))
+        model.reward_head.bias.fill_(0.3)
+        model.gain.fill_(1.7)
+        model.bias.fill_(-0.4)
+    return model.double()
+
+
+def make_actor_critic(tiny_models, architecture: str = "gpt2") -> ActorCritic:
+    """Policy and critic, of different weights, in float64."""
+    rows = ARCHITECTURES[architecture]
+    critic = scalar_model(tiny_models(architecture, rows, seed=1).base_model)
+    return ActorCritic(tiny_models(architecture, rows).double(), critic, PAD)
+
+
+def ragged_rows(lengths: list[int] = LENGTHS, seed: int = 0) -> torch.Tensor:
+    """Posts of 1 to CONTEXT tokens, padded on the left, and truncated responses of these lengths."""
+    tokens = token_ids(seed, len(lengths), CONTEXT + RESPONSE)
+    for i, length in enumerate(lengths):
+        tokens[i, : i % CONTEXT] = PAD
+        tokens[i, CONTEXT + length :] = PAD
+        if i != 2:
+            tokens[i, CONTEXT + length - 1] = EOS
+    return tokens
+
+
+def unpadded(row: torch.Tensor) -> torch.Tensor:
+    """A row's tokens without its padding, (1, length)."""
+    return row[row != PAD].unsqueeze(0)
+
+
+def slow_log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def slow_logprobs(lm_backbone, row: torch.Tensor, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of a row's tokens but the first, and entropies there, by the library's own forward pass."""
+    tokens = unpadded(row)
+    with torch.no_grad():
+        logits = lm_backbone(input_ids=tokens).logits[0, :-1, :PAD].double().numpy()
+    table = slow_log_softmax(logits / temperature)
+    logprobs = np.array([table[t, token] for t, token in enumerate(tokens[0, 1:].tolist())])
+    return logprobs, -(np.exp(table) * table).sum(-1)
+
+
+def slow_scalars(model, row: torch.Tensor) -> np.ndarray:
+    """What a reward model's head says after each token of a row, by the library's own forward pass."""
+    with torch.no_grad():
+        hidden = model.lm_backbone.base_model(input_ids=unpadded(row)).last_hidden_state[0].numpy()
+    weight, bias = model.reward_head.weight.detach().numpy()[0], model.reward_head.bias.item()
+    return np.array([model.gain.item() * (h @ weight + bias) + model.bias.item() for h in hidden])
+
+
+def gradients(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+class CountingSGD(torch.optim.SGD):
+    """Plain gradient descent that counts its steps."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Policy and critic as they read
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_left_padded_equals_unpadded(tiny_models, architecture: str):
+    """T16, T35, T38, defect 6: log-probs, entropies and values are those of each row alone, GPT-2 included."""
+    actor_critic, tokens = make_actor_critic(tiny_models, architecture), ragged_rows()
+    with torch.no_grad():
+        logprobs, entropies, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+    for i, length in enumerate(LENGTHS):
+        row_logprobs, row_entropies = slow_logprobs(actor_critic.lm_backbone, tokens[i], TEMPERATURE)
+        assert_close(logprobs[i, :length].numpy(), row_logprobs[-length:], atol=1e-9, rtol=0)
+        assert_close(entropies[i, :length].numpy(), row_entropies[-length:], atol=1e-9, rtol=0)
+        scalars = slow_scalars(actor_critic.critic, tokens[i])[-length - 1 :]  # the state before, then those after
+        count = states(length, RESPONSE)
+        assert_close(values[i, :count].numpy(), scalars[:count], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_value_after_the_end_is_the_score(tiny_models, architecture: str):
+    """T32, T37: the critic starts as the reward model, so after the end-of-text token both say the same."""
+    actor_critic, tokens = make_actor_critic(tiny_models, architecture), ragged_rows()
+    with torch.no_grad():
+        _, _, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        scores = actor_critic.critic(tokens, PAD)
+    short = [i for i, length in enumerate(LENGTHS) if length < RESPONSE]
+    assert len(short) == 5
+    for i in short:
+        assert values[i, LENGTHS[i]].item() == pytest.approx(scores[i].item(), abs=1e-9)
+        assert abs(values[i, LENGTHS[i] - 1] - scores[i]) > 1e-3  # the state before it is another one
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+def test_score_is_read_at_the_last_token_in_any_layout(tiny_models, architecture: str):
+    """T19, T20: left-padded post and response, or the joint text padded on the right."""
+    model, tokens = scalar_model(tiny_models(architecture, ARCHITECTURES[architecture])), ragged_rows()
+    right = torch.full_like(tokens, PAD)
+    for i, row in enumerate(tokens):
+        right[i, : len(unpadded(row)[0])] = unpadded(row)[0]
+    expected = [slow_scalars(model, row)[-1] for row in tokens]
+    for layout in (tokens, right):
+        assert model(layout, PAD).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+def test_values_up_to_the_end_do_not_see_what_follows(tiny_models, architecture: str):
+    """T38: on the truncated response they are what they are on the whole one, up to the state after its end."""
+    actor_critic, tokens = make_actor_critic(tiny_models, architecture), ragged_rows()
+    whole = torch.where(tokens == PAD, token_ids(9, *tokens.shape), tokens)
+    whole[:, :CONTEXT] = tokens[:, :CONTEXT]
+    with torch.no_grad():
+        logprobs, _, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        whole_logprobs, _, whole_values = actor_critic(whole, PAD, CONTEXT, TEMPERATURE)
+    mask, value_mask = masks_of(LENGTHS, RESPONSE)
+    assert_close(values[value_mask], whole_values[value_mask], atol=1e-9, rtol=0)
+    assert_close(logprobs[mask], whole_logprobs[mask], atol=1e-9, rtol=0)
+    assert ((values - whole_values).abs()[~value_mask] > 1e-3).any()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Supervised fine-tuning
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def library_loss(model, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over all predicted tokens, row by row and with a gradient, by the library's forward pass."""
+    losses = []
+    for row in map(unpadded, tokens):
+        if row.shape[1] > 1:
+            table = model(input_ids=row).logits[0, :-1, :PAD].log_softmax(-1)
+            losses += [-table[t, token] for t, token in enumerate(row[0, 1:].tolist())]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_language_model_equals_a_loop(tiny_models, architecture: str):
+    """T21: every token but the first of a text is predicted, the end-of-text token among them."""
+    lm_backbone, tokens = tiny_models(architecture, ARCHITECTURES[architecture]).double(), ragged_rows()
+    with torch.no_grad():
+        logprobs = LanguageModel(lm_backbone, PAD)(tokens, PAD)
+    for row, tokens_of_row in zip(logprobs.numpy(), tokens, strict=True):
+        expected, _ = slow_logprobs(lm_backbone, tokens_of_row)
+        real = (tokens_of_row != PAD).numpy()
+        predicted = real[1:] & (np.cumsum(real)[:-1] > 0)
+        assert_close(row[predicted], expected, atol=1e-9, rtol=0)
+        assert (row[~predicted] == 0).all()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+def test_place_and_content_of_padding_do_not_matter(tiny_models, architecture: str):
+    """T09, T21: right, left, on both sides; whatever its id; whatever token 0 means, as which it is looked up."""
+    lm_backbone = tiny_models(architecture, ARCHITECTURES[architecture]).double()
+    model, text = LanguageModel(lm_backbone, PAD), [*token_ids(3, 6).tolist(), EOS]
+    expected = slow_logprobs(lm_backbone, torch.tensor(text))[0].sum()
+    with torch.no_grad():
+        for before, after in ((0, 0), (4, 0), (0, 4), (2, 3)):
+            for pad_id in (PAD, 1000, -1):
+                row = torch.tensor([[pad_id] * before + text + [pad_id] * after])
+                assert model(row, pad_id).sum().item() == pytest.approx(expected, abs=1e-9)
+        lm_backbone.get_input_embeddings().weight[0] += 5.0
+        other = slow_logprobs(lm_backbone, torch.tensor(text))[0].sum()  # tied weights: the output layer moves too
+        padded = torch.tensor([[PAD] * 3 + text + [PAD] * 2])
+        assert model(padded, PAD).sum().item() == pytest.approx(other, abs=1e-9)
+
+
+def test_the_end_of_text_token_is_learnt(tiny_models):
+    """T13, T21: it has a share in the loss, and training on it makes it likely."""
+    model = LanguageModel(tiny_models("gpt2").double(), PAD)
+    with_eos = torch.tensor([[PAD, 3, 4, 5, EOS, PAD]])
+    without = torch.tensor([[PAD, 3, 4, 5, PAD, PAD]])
+    with torch.no_grad():
+        share = (model(with_eos, PAD).sum() - model(without, PAD).sum()).item()
+    assert share == pytest.approx(slow_logprobs(model.lm_backbone, with_eos[0])[0][-1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        sft_update(model, optimizer, with_eos, PAD, 1)
+    assert model(with_eos, PAD)[0, 3] > math.log(0.9) > share
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_sft_update_equals_the_library(tiny_models, micro_batch: int):
+    """T22: loss and gradient are those of the mean over all tokens, in whatever parts the rows are read."""
+    tokens = ragged_rows()
+    tokens[5] = PAD  # a row that fills up a batch
+    expected_model = tiny_models("gpt_neox", 40).double()
+    expected = library_loss(expected_model, tokens)
+    expected.backward()
+    model = LanguageModel(tiny_models("gpt_neox", 40).double(), PAD)
+    optimizer = CountingSGD(model.parameters(), lr=0.1)
+    before = weights_of(model)
+    stats = sft_update(model, optimizer, tokens, PAD, micro_batch)
+    assert stats["loss"].item() == pytest.approx(expected.item(), abs=1e-9)
+    assert stats["tokens"].item() == sum(max(0, len(unpadded(row)[0]) - 1) for row in tokens)
+    wanted = gradients(expected_model)
+    assert_close(gradients(model), wanted, atol=1e-9, rtol=0)
+    assert stats["gradient_norm"].item() == pytest.approx(math.sqrt((wanted.numpy() ** 2).sum()))
+    assert optimizer.steps == 1
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.detach(), before[name] - 0.1 * parameter.grad, atol=1e-12, rtol=0)
+
+
+def test_rows_that_are_padding_count_as_nothing_in_sft(tiny_models):
+    """Also where a whole micro-batch is nothing else."""
+    tokens, results = ragged_rows([3, 5]), []
+    for rows in (tokens, torch.cat([tokens, torch.full((4, CONTEXT + RESPONSE), PAD)])):
+        model = LanguageModel(tiny_models("gpt2").double(), PAD)
+        stats = sft_update(model, CountingSGD(model.parameters(), lr=0.0), rows, PAD, 2)
+        results.append((stats["loss"], stats["tokens"], gradients(model)))
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, atol=1e-12, rtol=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Reward model
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def make_comparisons(count: int = 6) -> Comparisons:
+    """Posts with two summaries of different lengths, one of which does not end."""
+    rows = [ragged_rows([LENGTHS[(i + shift) % 8] for i in range(count)], seed=shift) for shift in (1, 2)]
+    return Comparisons(
+        queries=rows[0][:, :CONTEXT],
+        chosen=rows[0][:, CONTEXT:],
+        rejected=rows[1][:, CONTEXT:],
+        groups=[{}] * count,
+        cut=0,
+        identical=0,
+        ceiling=None,
+    )
+
+
+def slow_pair_scores(model, comparisons: Comparisons, index: int) -> list[float]:
+    sides = (comparisons.chosen, comparisons.rejected)
+    rows = (torch.cat([comparisons.queries[index], side[index]]) for side in sides)
+    return [slow_scalars(model, row)[-1] for row in rows]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
+    """T25, T26, T27: pairs that fill up the batch weigh nothing; micro-batches add up to the whole batch."""
+    comparisons = make_comparisons()
+    inds, counts = torch.tensor([4, 1, 5, 2, 3, 0, 0, 0]), torch.arange(8) < 5
+    model = scalar_model(tiny_models("gpt2"))
+    pairs = [slow_pair_scores(model, comparisons, i) for i in inds[:5].tolist()]
+    losses = [math.log1p(math.exp(rejected - chosen)) for chosen, rejected in pairs]
+    expected = {
+        "loss": np.mean(losses),
+        "accuracy": np.mean([chosen > rejected for chosen, rejected in pairs]),
+        "chosen_rewards": np.mean([chosen for chosen, _ in pairs]),
+        "rejected_rewards": np.mean([rejected for _, rejected in pairs]),
+    }
+    assert 0 < expected["accuracy"] < 1
+    optimizer = CountingSGD(model.parameters(), lr=0.0)
+    stats = pairs_update(model, optimizer, comparisons, inds, counts, PAD, micro_batch)
+    for name, value in expected.items():
+        assert stats[f"train/rm/{name}"].item() == pytest.approx(value, abs=1e-9), name
+    assert optimizer.steps == 1
+
+    other = scalar_model(tiny_models("gpt2"))  # the gradient, from five pairs in one pass each
+    for i in inds[:5].tolist():
+        tensors = (t[i : i + 1] for t in (comparisons.queries, comparisons.chosen, comparisons.rejected))
+        chosen, rejected = score_pairs(other, *tensors, PAD)
+        (-torch.sigmoid(chosen - rejected).log().sum() / 5).backward()
+    assert_close(gradients(model), gradients(other), atol=1e-9, rtol=0)
+    norm = math.sqrt((gradients(other).numpy() ** 2).sum())
+    assert stats["train/rm/gradient_norm"].item() == pytest.approx(norm)
+
+
+def test_references_get_a_mean_score_of_zero(tiny_models):
+    """T29: by the bias alone; distances between scores stay."""
+    model, rows = scalar_model(tiny_models("gpt2")), ragged_rows()
+    before = np.array([slow_scalars(model, row)[-1] for row in rows])
+    posts = tldr_policy.Posts(rows[:, :CONTEXT], rows[:, CONTEXT:], 0)
+    (results,) = on_processes(1, lambda process: shift_to_references(model, posts, PAD, 3, process))
+    after = np.array([slow_scalars(model, row)[-1] for row in rows])
+    assert_close(after, before - before.mean(), atol=1e-9, rtol=0)
+    assert results["eval/rm/shift"] == pytest.approx(-before.mean())
+    assert results["eval/rm/normalized_std"] == pytest.approx(before.std())
+    assert results["eval/rm/normalized_min"] == pytest.approx(after.min())
+    assert results["eval/rm/normalized_max"] == pytest.approx(after.max())
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# PPO update
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[int] = LENGTHS) -> TldrRollout:
+    """Ragged responses, whose log-probs and values differ by noise from what policy and critic now say.
+
+    Beyond the end stand NaN, infinities and large numbers.
+    """
+    tokens, (mask, value_mask) = ragged_rows(lengths), masks_of(lengths, RESPONSE)
+    with torch.no_grad():
+        logprobs, _, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+    logprobs = logprobs + noise * numbers(1, *logprobs.shape)
+    values = values + noise * numbers(2, *values.shape)
+    rewards = numbers(3, *values.shape).masked_fill(~value_mask, 0)
+    return TldrRollout(tokens, spoil(logprobs, mask), spoil(values, value_mask), rewards, mask, value_mask)
+
+
+def rows_of(rollout: TldrRollout, rows: slice) -> TldrRollout:
+    return TldrRollout(**{name: tensor[rows] for name, tensor in vars(rollout).items()})
+
+
+def update(
+    actor_critic: ActorCritic,
+    rollout: TldrRollout,
+    minibatches: list[torch.Tensor],
+    ppo: TldrPpoArgs,
+    accelerator=None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, float]:
+    """The metrics; without an optimizer nothing is learnt, and the last gradient stays in the models."""
+    optimizer = optimizer or torch.optim.SGD(actor_critic.parameters(), lr=0.0)
+    stats = tldr_ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, PAD, TEMPERATURE, accelerator)
+    assert all(value.ndim == 0 for value in stats.values())
+    return {name: value.item() for name, value in stats.items()}
+
+
+def slow_minibatch_metrics(
+    actor_critic: ActorCritic,
+    rollout: TldrRollout,
+    inds: list[int],
+    ppo: TldrPpoArgs,
+    temperature: float = TEMPERATURE,
+) -> dict[str, float]:
+    """Section 8: means over the tokens, and over the values, of one minibatch, each row read without padding."""
+    width = rollout.mask.shape[1]
+    lengths = [int(rollout.mask[i].sum()) for i in inds]
+    counts = [states(length, width) for length in lengths]
+    logprobs, values, rewards = (t[inds].numpy() for t in (rollout.logprobs, rollout.values, rollout.rewards))
+    new_logprobs, entropies, new_values = np.zeros((3, len(inds), width))
+    for row, (i, length, count) in enumerate(zip(inds, lengths, counts, strict=True)):
+        tokens = rollout.query_responses[i]
+        of_row = slow_logprobs(actor_critic.lm_backbone, tokens, temperature)
+        new_logprobs[row, :length], entropies[row, :length] = (found[-length:] for found in of_row)
+        new_values[row, :count] = slow_scalars(actor_critic.critic, tokens)[-length - 1 :][:count]
+    if ppo.whiten_rewards:
+        rewards = slow_whiten(rewards, counts, keep_mean=True)
+    advantages = slow_gae(rewards, values, lengths, ppo.gamma, ppo.lam)
+    returns = advantages + np.where(rollout.value_mask[inds].numpy(), values, 0)
+    whitened = slow_whiten(advantages, lengths)
+    pg_loss, pg_clipfrac, approxkl, _ = slow_policy_loss(new_logprobs, logprobs, whitened, lengths, ppo.cliprange)
+    vf_loss, vf_clipfrac, _ = slow_value_loss(new_values, values, returns, counts, ppo.cliprange_value)
+    ratios = np.exp(np.array(entries(new_logprobs, lengths)) - np.array(entries(logprobs, lengths)))
+    return {
+        "loss/policy_avg": pg_loss,
+        "loss/value_avg": vf_loss,
+        "policy/approxkl_avg": approxkl,
+        "policy/clipfrac_avg": pg_clipfrac,
+        "policy/entropy_avg": slow_mean(entropies, lengths),
+        "val/clipfrac_avg": vf_clipfrac,
+        "val/ratio": ratios.mean(),
+        "val/ratio_var": ((ratios - 1) ** 2).mean(),
+        "val/vpred": slow_mean(new_values, counts),
+        "val/error": slow_mean((new_values - returns) ** 2, counts),
+        "val/mean": slow_mean(values, counts),
+        "val/square": slow_mean(values**2, counts),
+        "returns/mean": slow_mean(returns, counts),
+        "returns/square": slow_mean(returns**2, counts),
+    }
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"whiten_rewards": True, "gamma": 0.9, "lam": 0.8}], ids=["default", "other"]
+)
+def test_metrics_of_one_step_equal_a_slow_oracle(tiny_models, architecture: str, changes: dict):
+    """T42, T44, T45, section 8, defects 3 and 4: what counts, and nothing else, is in every number."""
+    actor_critic = make_actor_critic(tiny_models, architecture)
+    ppo, rollout = TldrPpoArgs(noptepochs=1, **changes), make_rollout(actor_critic)
+    found = update(actor_critic, rollout, [torch.arange(8)], ppo)
+    expected = slow_minibatch_metrics(actor_critic, rollout, list(range(8)), ppo)
+    expected["val/first_ratio_gap"] = expected["val/ratio_var"]  # of the first minibatch
+    expected["gradient_norm"] = math.sqrt((gradients(actor_critic).numpy() ** 2).sum())
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert 0 < expected["policy/clipfrac_avg"] < 1 and 0 < expected["val/clipfrac_avg"] < 1
+    assert expected["policy/entropy_avg"] > 0
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_metrics_are_means_over_minibatches(tiny_models, micro_batch: int):
+    """T48, section 8: no slot of a statistic stays empty, whatever the number of epochs and minibatches."""
+    actor_critic = make_actor_critic(tiny_models)
+    ppo = TldrPpoArgs(noptepochs=2, nminibatches=2, local_micro_batch_size=micro_batch)
+    rollout = make_rollout(actor_critic)
+    minibatches = [inds for epoch in range(2) for inds in draw_minibatches(1, 0, epoch, range(8), 2)]
+    found = update(actor_critic, rollout, minibatches, ppo)
+    rows = [slow_minibatch_metrics(actor_critic, rollout, inds.tolist(), ppo) for inds in minibatches]
+    for name in rows[0]:
+        assert found[name] == pytest.approx(np.mean([row[name] for row in rows]), abs=1e-9), name
+    assert found["val/first_ratio_gap"] == pytest.approx(rows[0]["val/ratio_var"], abs=1e-9)
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+def test_micro_batches_give_the_same_gradient_and_metrics(tiny_models, whiten_rewards: bool):
+    """T45, defect 2."""
+    results = []
+    for micro_batch in (0, 4, 1):
+        actor_critic = make_actor_critic(tiny_models)
+        ppo = TldrPpoArgs(local_micro_batch_size=micro_batch, whiten_rewards=whiten_rewards)
+        metrics = update(actor_critic, make_rollout(actor_critic), [torch.arange(8)], ppo)
+        results.append((gradients(actor_critic), metrics))
+    for gradient, metrics in results[1:]:
+        assert_close(gradient, results[0][0], atol=1e-9, rtol=0)
+        assert metrics == pytest.approx(results[0][1], abs=1e-9)
+
+
+def test_gradient_equals_finite_differences(tiny_models):
+    """T32, T45: the objective is policy loss + vf_coef * value loss, and both networks learn from it."""
+    actor_critic = make_actor_critic(tiny_models)
+    rollout, ppo = make_rollout(actor_critic), TldrPpoArgs(noptepochs=1, local_micro_batch_size=2, vf_coef=0.7)
+    update(actor_critic, rollout, [torch.arange(8)], ppo)
+    learning = [parameter for parameter in actor_critic.parameters() if parameter.grad is not None]
+    gradient, step = gradients(actor_critic), 1e-6
+    weights = torch.nn.utils.parameters_to_vector(learning).detach().clone()
+    direction, losses = numbers(9, len(weights)), []
+    for sign in (1, -1):
+        torch.nn.utils.vector_to_parameters(weights + sign * step * direction, learning)
+        metrics = slow_minibatch_metrics(actor_critic, rollout, list(range(8)), ppo)
+        losses.append(metrics["loss/policy_avg"] + 0.7 * metrics["loss/value_avg"])
+    assert (gradient @ direction).item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
+    assert {name.split(".")[0] for name, p in actor_critic.named_parameters() if p.grad is not None} == {
+        "lm_backbone",
+        "critic",
+    }
+
+
+@pytest.mark.parametrize(("epochs", "nminibatches", "micro_batch"), [(1, 1, 0), (4, 1, 2), (2, 4, 1), (3, 2, 4)])
+def test_steps_are_epochs_times_minibatches(tiny_models, epochs: int, nminibatches: int, micro_batch: int):
+    """T47, T48, defects 4 and 5."""
+    actor_critic = make_actor_critic(tiny_models)
+    ppo = TldrPpoArgs(noptepochs=epochs, nminibatches=nminibatches, local_micro_batch_size=micro_batch)
+    minibatches = [inds for epoch in range(epochs) for inds in draw_minibatches(1, 0, epoch, range(8), nminibatches)]
+    optimizer = CountingSGD(actor_critic.parameters(), lr=0.01)
+    update(actor_critic, make_rollout(actor_critic), minibatches, ppo, optimizer=optimizer)
+    assert optimizer.steps == epochs * nminibatches
+
+
+def test_every_minibatch_learns_from_the_weights_before_it(tiny_models):
+    """T48: two minibatches are two steps of plain descent, each with a gradient of its own."""
+    first, second = torch.tensor([0, 3, 5, 6]), torch.tensor([1, 2, 4, 7])
+    stepped, ppo = make_actor_critic(tiny_models), TldrPpoArgs(nminibatches=2)
+    rollout = make_rollout(stepped)
+    update(stepped, rollout, [first, second], ppo, optimizer=torch.optim.SGD(stepped.parameters(), lr=0.01))
+    alone = make_actor_critic(tiny_models)
+    for inds in (first, second):
+        update(alone, rollout, [inds], ppo)
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.01 * parameter.grad)
+    for name, weight in weights_of(alone).items():
+        assert_close(stepped.get_parameter(name).detach(), weight, atol=1e-12, rtol=0)
+
+
+def test_the_ratio_begins_at_one(tiny_models):
+    """T34: exactly, where rollout and update read the same rows; then the policy moves away."""
+    actor_critic = make_actor_critic(tiny_models).float()
+    rollout = make_rollout(actor_critic, noise=0.0)
+    with torch.no_grad():
+        logprobs, _, values = actor_critic(rollout.query_responses, PAD, CONTEXT, TEMPERATURE)
+    rollout = replace(rollout, logprobs=logprobs, values=values, rewards=rollout.rewards.float())
+    metrics = update(actor_critic, rollout, [torch.arange(8)], TldrPpoArgs(noptepochs=1))
+    assert metrics["val/ratio"] == 1
+    for name in ("first_ratio_gap", "ratio_var", "clipfrac_avg"):
+        assert metrics[f"val/{name}"] == 0, name
+    assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == 0
+    assert metrics["loss/policy_avg"] == pytest.approx(0, abs=1e-6)  # minus the mean of whitened advantages
+
+    optimizer = torch.optim.AdamW(actor_critic.parameters(), lr=1e-3)
+    metrics = update(actor_critic, rollout, [torch.arange(8)] * 3, TldrPpoArgs(), optimizer=optimizer)
+    assert metrics["val/first_ratio_gap"] == 0 < metrics["policy/approxkl_avg"]
+
+
+def test_what_stands_beyond_the_end_changes_nothing(tiny_models):
+    """T42, T44: zeros in place of NaN and infinities give the same gradient and metrics, bit for bit."""
+    results = []
+    for fill in (True, False):
+        actor_critic = make_actor_critic(tiny_models)
+        rollout = make_rollout(actor_critic)
+        if fill:
+            logprobs = rollout.logprobs.masked_fill(~rollout.mask, 0)
+            rollout = replace(rollout, logprobs=logprobs, values=rollout.values.masked_fill(~rollout.value_mask, 0))
+        else:
+            assert not rollout.logprobs.isfinite().all() and not rollout.values.isfinite().all()
+        metrics = update(actor_critic, rollout, [torch.arange(8)], TldrPpoArgs(whiten_rewards=True))
+        results.append((gradients(actor_critic), metrics))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Two processes equal one, however unequal their tokens are
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def one_and_two(step: Callable[..., tuple]) -> tuple[tuple, list[tuple]]:
+    """What step(process, local rows) gives on one process, and on two."""
+    (alone,) = on_processes(1, lambda process: step(process, slice(0, 8)))
+    pair = on_processes(
+        2, lambda process: step(process, slice(4 * process.process_index, 4 * process.process_index + 4))
+    )
+    return alone, pair
+
+
+def assert_same_step(alone: tuple, pair: list[tuple]) -> None:
+    """The same gradient on every process, and the same metrics in the mean over processes."""
+    gradient, metrics = alone
+    for other, _ in pair:
+        assert_close(other, gradient, atol=1e-9, rtol=0)
+    means = {name: np.mean([stats[name] for _, stats in pair]) for name in metrics}
+    assert means == pytest.approx(metrics, abs=1e-9)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_two_processes_equal_one_in_ppo(tiny_models, micro_batch: int):
+    """T45, defect 11: sums, counts and whitening are those of the minibatch on all processes together."""
+    original, ppo = make_actor_critic(tiny_models), TldrPpoArgs(local_micro_batch_size=micro_batch)
+    rollout = make_rollout(original, lengths=[1, 1, 5, 1, 5, 5, 4, 3])
+    models = [copy.deepcopy(original) for _ in range(2)]
+
+    def step(process, rows: slice) -> tuple:
+        actor_critic = models[process.process_index]
+        count = rows.stop - rows.start
+        stats = update(actor_critic, rows_of(rollout, rows), [torch.arange(count)], ppo, accelerator=process)
+        return gradients(actor_critic).clone(), stats
+
+    assert_same_step(*one_and_two(step))
+
+
+def test_two_processes_equal_one_in_sft(tiny_models):
+    """T22."""
+    tokens, models = ragged_rows(), [LanguageModel(tiny_models("gpt2").double(), PAD) for _ in range(2)]
+    tokens[1:4] = PAD
+
+    def step(process, rows: slice) -> tuple:
+        model = models[process.process_index]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        stats = sft_update(model, optimizer, tokens[rows], PAD, 2, process)
+        return gradients(model).clone(), {name: float(value) for name, value in stats.items()}
+
+    assert_same_step(*one_and_two(step))
+
+
+def test_two_processes_equal_one_on_pairs(tiny_models):
+    """T25, T27: also where only one of them has pairs that count for nothing."""
+    comparisons, models = make_comparisons(), [scalar_model(tiny_models("gpt2")) for _ in range(2)]
+    inds, counts = torch.tensor([4, 1, 5, 2, 3, 0, 0, 0]), torch.arange(8) < 5
+
+    def step(process, rows: slice) -> tuple:
+        model = models[process.process_index]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        stats = pairs_update(model, optimizer, comparisons, inds[rows], counts[rows], PAD, 2, process)
+        return gradients(model).clone(), {name: float(value) for name, value in stats.items()}
+
+    assert_same_step(*one_and_two(step))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Metrics that follow from the means
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_finished_metrics():
+    """Section 8: variances over tokens and values, explained variance, RLHF reward, episodes per second."""
+    ratios, values, returns = (numbers(i, 50).numpy() for i in range(3))
+    means = {
+        "objective/scores": 2.0,
+        "objective/non_score_reward": -0.5,
+        "val/ratio": ratios.mean(),
+        "val/ratio_var": ((ratios - 1) ** 2).mean(),
+        "val/first_ratio_gap": 0.25,
+        "val/mean": values.mean(),
+        "val/square": (values**2).mean(),
+        "returns/mean": returns.mean(),
+        "returns/square": (returns**2).mean(),
+        "val/error": 0.4,
+        "policy/entropy_avg": 1.25,
+    }
+    given = dict(means)
+    args = Args(ppo=TldrPpoArgs(batch_size=512))
+    metrics = finish_tldr_metrics(means, 2, args, kl_coef=0.07, lr=2e-6, run_seconds=8.0)
+    assert metrics == pytest.approx(
+        {
+            "objective/scores": 2.0,
+            "objective/non_score_reward": -0.5,
+            "objective/rlhf_reward": 1.5,
+            "objective/kl_coef": 0.07,
+            "val/ratio": ratios.mean(),
+            "val/ratio_var": ratios.var(),
+            "val/first_ratio_gap": 0.5,
+            "val/mean": values.mean(),
+            "val/var": values.var(),
+            "returns/mean": returns.mean(),
+            "returns/var": returns.var(),
+            "val/error": 0.4,
+            "val/var_explained": 1 - 0.4 / returns.var(),
+            "policy/entropy_avg": 1.25,
+            "lr": 2e-6,
+            "episode": 3 * 512,
+            "eps": 3 * 512 / 8.0,
+            "time": 8.0,
+        }
+    )
+    assert means == given
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Summaries
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def summaries(actor_critic: ActorCritic, ids: TldrIds, temperature: float, rows: int = 64, length: int = 12) -> tuple:
+    """Contexts with padding on the left, and what `summarise` gives for them."""
+    contexts = ragged_rows([1, 3] * (rows // 2))[:, :CONTEXT]
+    uniforms = torch.rand(rows, length, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return contexts, *summarise(actor_critic, ids, temperature, contexts, uniforms)
+
+
+@pytest.mark.parametrize("stop", [EOS, STOP])
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
+def test_summaries_end_where_they_stop(tiny_models, architecture: str, stop: int):
+    """T33, T36, T39, 1.3: after the stop token all is padding, another one that could end a text ends nothing."""
+    ids, temperature = replace(IDS, stop=stop), 5.0
+    actor_critic = make_actor_critic(tiny_models, architecture)
+    contexts, responses, logprobs, values, gap = summaries(actor_critic, ids, temperature)
+    lengths = []
+    for row in responses.tolist():
+        lengths.append(row.index(stop) + 1 if stop in row else len(row))
+        assert PAD not in row[: lengths[-1]] and row[lengths[-1] :] == [PAD] * (12 - lengths[-1])
+    assert len(set(lengths)) > 5
+    other = STOP if stop == EOS else EOS
+    assert any(other in row[: length - 1] for row, length in zip(responses.tolist(), lengths, strict=True))
+    finished = has_stop(responses, stop, 0)
+    assert finished.tolist() == [stop in row for row in responses.tolist()]
+    assert 0 < finished.sum() < len(finished)
+    scores = punish_missing_eos(torch.arange(64.0), finished, "replace", 1.0)
+    assert scores.tolist() == [i if stop in row else -1.0 for i, row in enumerate(responses.tolist())]
+
+    rows = torch.cat([contexts, responses], 1)
+    for i in range(0, 64, 7):  # T34: log-probs and values are those of the training pass, on each row alone
+        length, count = lengths[i], states(lengths[i], 12)
+        expected, _ = slow_logprobs(actor_critic.lm_backbone, rows[i], temperature)
+        assert_close(logprobs[i, :length].numpy(), expected[-length:], atol=1e-9, rtol=0)
+        scalars = slow_scalars(actor_critic.critic, rows[i])[-length - 1 :]
+        assert_close(values[i, :count].numpy(), scalars[:count], atol=1e-9, rtol=0)
+    assert gap.max() < 1e-9
+    assert gap[responses == PAD].eq(0).all()
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "qwen2"])
+def test_reserved_ids_are_never_sampled(tiny_models, architecture: str):
+    """T14, defect 12: the output layer has 40 rows and likes the last eleven best, the tokenizer has 29 tokens."""
+    actor_critic = make_actor_critic(tiny_models, architecture)
+    with torch.no_grad():
+        actor_critic.lm_backbone.get_output_embeddings().weight[PAD:] *= 50
+    contexts, responses, logprobs, _, _ = summaries(actor_critic, IDS, 5.0)
+    sampled = responses[responses != PAD]
+    assert 0 <= sampled.min() <= sampled.max() < PAD
+    with torch.no_grad():
+        logits = actor_critic.lm_backbone(input_ids=unpadded(contexts[0])).logits[0, -1].double()
+    assert logits.argmax() >= PAD
+    table = slow_log_softmax(logits[:PAD].numpy() / 5.0)
+    assert logprobs[0, 0].item() == pytest.approx(table[responses[0, 0]], abs=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Reference, adapters, the saved models
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A policy with adapters and a critic after three steps, the weights before, and the arguments."""
+
+    actor_critic: ActorCritic
+    reference: Reference
+    before: dict[str, torch.Tensor]
+    args: Args
+
+
+@pytest.fixture(scope="module")
+def saved_models(tiny_models, tiny_tokenizer, tmp_path_factory) -> Path:
+    """The folder of sft/ and reward/: a GPT-2 and a reward model, in float64."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models("gpt2").double().save_pretrained(folder / "sft")
+    tiny_tokenizer.save_pretrained(folder / "sft")
+    backbone = tiny_models("gpt2", seed=1).base_model
+    info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
+    save_reward_model(folder / "reward", scalar_model(backbone), tiny_tokenizer, info)
+    return folder
+
+
+def arguments(models: Path, lora: LoraArgs) -> Args:
+    return Args(
+        base_model=str(models / "sft"),
+        lora=lora,
+        task=TldrTaskArgs(query_length=CONTEXT, response_length=RESPONSE),
+        rewards=TldrRewardsArgs(trained_model=str(models / "reward")),
+    )
+
+
+def networks(args: Args, tokenizer) -> tuple[ActorCritic, Reference]:
+    (found,) = on_processes(1, lambda process: load_networks(args, tokenizer, torch.float64, process))
+    return found
+
+
+@pytest.fixture
+def adapted(saved_models: Path, tiny_tokenizer) -> Adapted:
+    args = arguments(saved_models, LoraArgs(rank=2, alpha=4.0))
+    actor_critic, reference = networks(args, tiny_tokenizer)
+    before = weights_of(actor_critic)
+    rollout = make_rollout(actor_critic)
+    learning = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-2)
+    update(actor_critic, rollout, [torch.arange(8)] * 3, TldrPpoArgs(), optimizer=optimizer)
+    return Adapted(actor_critic, reference, before, args)
+
+
+def reference_logprobs(reference: Reference, tokens: torch.Tensor) -> torch.Tensor:
+    return reference.logprobs(ids=IDS, context_length=CONTEXT, temperature=TEMPERATURE, query_responses=tokens)
+
+
+def test_without_its_adapters_a_policy_is_the_reference(adapted: Adapted):
+    """T35: exactly the model it began as, also after steps; and they are on again afterwards."""
+    tokens, mask = ragged_rows(), masks_of(LENGTHS, RESPONSE)[0]
+    base = load_pretrained(adapted.args.base_model, torch.float64)
+    expected = reference_logprobs(Reference(base, None), tokens)
+    with torch.no_grad():
+        policy, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        assert torch.equal(reference_logprobs(adapted.reference, tokens), expected)
+        again, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+    assert torch.equal(again, policy)
+    assert ((policy - expected).abs()[mask] > 1e-4).float().mean() > 0.9
+    for i, length in enumerate(LENGTHS):
+        row = slow_logprobs(base, tokens[i], TEMPERATURE)[0]
+        assert_close(expected[i, :length].numpy(), row[-length:], atol=1e-9, rtol=0)
+
+
+def test_only_adapters_and_critic_learn(adapted: Adapted):
+    """T32: all of the critic but gain and bias, and no weight of the base model."""
+    after = weights_of(adapted.actor_critic)
+    moved = {name for name, weight in after.items() if not torch.equal(weight, adapted.before[name])}
+    adapters = {name for name in after if "lora_" in name}
+    critic = {name for name in after if name.startswith("critic.")} - {"critic.gain", "critic.bias"}
+    assert adapters and moved == adapters | critic
+    assert {name for name, p in adapted.actor_critic.named_parameters() if p.requires_grad} == moved
+
+
+def classifier_scores(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """By the library alone; the constant of models whose last norm has no bias stands in the configuration."""
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        logits = classifier(input_ids=tokens, attention_mask=(tokens != PAD).long()).logits
+    return logits.squeeze(1) + classifier.config.score_constant
+
+
+def right_padded(tokens: torch.Tensor) -> torch.Tensor:
+    rows = torch.full_like(tokens, PAD)
+    for i, row in enumerate(tokens):
+        rows[i, : (row != PAD).sum()] = row[row != PAD]
+    return rows
+
+
+def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_tokenizer, tmp_path: Path):
+    """T51: adapters are merged into an ordinary language model; the critic opens as a classifier."""
+    tokens = ragged_rows()
+    with torch.no_grad():
+        logprobs, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+    scores = [slow_scalars(adapted.actor_critic.critic, row)[-1] for row in tokens]
+    save_policy_and_critic(tmp_path, adapted.actor_critic, adapted.reference.adapters, tiny_tokenizer, adapted.args)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+    assert not any("lora" in name for name, _ in policy.named_parameters())
+    for i, length in enumerate(LENGTHS):
+        row, _ = slow_logprobs(policy, tokens[i], TEMPERATURE)
+        assert_close(logprobs[i, :length].numpy(), row[-length:], atol=1e-9, rtol=0)
+    assert (tmp_path / "policy/adapter/adapter_model.safetensors").is_file()
+    assert classifier_scores(tmp_path / "value", right_padded(tokens)).tolist() == pytest.approx(scores, abs=1e-9)
+    loaded = load_reward_model(tmp_path / "value", torch.float64)
+    assert loaded(tokens, PAD).tolist() == pytest.approx(scores, abs=1e-9)
+
+
+@pytest.mark.parametrize("script", [tldr_reward, tldr_policy])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_saved_reward_model_opens_as_a_classifier(tiny_models, tiny_tokenizer, tmp_path, architecture: str, script):
+    """T18, T29: with gain and bias, the shift to the references among them."""
+    tiny_models(architecture, ARCHITECTURES[architecture]).double().save_pretrained(tmp_path / "base")
+    model = scalar_model(load_pretrained(str(tmp_path / "base"), torch.float64, auto_class=AutoModel))
+    tokens = ragged_rows()
+    expected = [slow_scalars(model, row)[-1] for row in tokens]
+    script.save_reward_model(tmp_path / "reward", model, tiny_tokenizer, {})
+    assert classifier_scores(tmp_path / "reward", right_padded(tokens)).tolist() == pytest.approx(expected, abs=1e-9)
+    loaded = load_reward_model(tmp_path / "reward", torch.float64)
+    assert torch.equal(loaded(tokens, PAD), model(tokens, PAD))
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_without_adapters_the_reference_is_a_model_of_its_own(saved_models: Path, tiny_tokenizer):
+    """T32, T35: frozen, and the same model as the policy until that learns."""
+    actor_critic, reference = networks(arguments(saved_models, LoraArgs()), tiny_tokenizer)
+    assert not any(parameter.requires_grad for parameter in reference.lm_backbone.parameters())
+    assert all(parameter.requires_grad for parameter in actor_critic.lm_backbone.parameters())
+    rollout, mask = make_rollout(actor_critic, noise=0.0), masks_of(LENGTHS, RESPONSE)[0]
+    before = reference_logprobs(reference, rollout.query_responses)
+    assert torch.equal(before[mask], rollout.logprobs[mask])
+    optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.1)
+    update(actor_critic, rollout, [torch.arange(8)], TldrPpoArgs(), optimizer=optimizer)
+    assert torch.equal(reference_logprobs(reference, rollout.query_responses), before)
+    with torch.no_grad():
+        logprobs, _, _ = actor_critic(rollout.query_responses, PAD, CONTEXT, TEMPERATURE)
+    assert ((logprobs - before).abs()[mask] > 1e-6).all()
+
+
+def test_adapters_begin_the_same_on_every_process(saved_models: Path, tiny_tokenizer):
+    """And the policy with them begins as the reference."""
+    args, found = arguments(saved_models, LoraArgs(rank=2)), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        actor_critic, reference = networks(args, tiny_tokenizer)
+        found.append({name: weight for name, weight in weights_of(actor_critic).items() if "lora_" in name})
+    assert found[0] and found[0].keys() == found[1].keys()
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+    mask, tokens = masks_of(LENGTHS, RESPONSE)[0], ragged_rows()
+    with torch.no_grad():
+        logprobs, _, _ = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+    assert_close(logprobs[mask], reference_logprobs(reference, tokens)[mask], atol=1e-12, rtol=0)
+
+
+def test_the_critic_starts_as_the_reward_model(saved_models: Path, tiny_models, tiny_tokenizer):
+    """T32: with its constant; without a reward model, as the base model with a new head."""
+    tokens, args = ragged_rows(), arguments(saved_models, LoraArgs())
+    lm_backbone = load_pretrained(args.base_model, torch.float64)
+    critic = load_critic(args, lm_backbone, torch.float64, tiny_tokenizer)
+    expected = [slow_scalars(scalar_model(tiny_models("gpt2", seed=1).base_model), row)[-1] for row in tokens]
+    assert critic(tokens, PAD).tolist() == pytest.approx(expected, abs=1e-9)
+    frozen = {name for name, parameter in critic.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"gain", "bias"}
+
+    fresh = load_critic(replace(args, rewards=TldrRewardsArgs()), lm_backbone, torch.float64, tiny_tokenizer)
+    embeddings = (model.get_input_embeddings().weight.detach() for model in (fresh.lm_backbone, lm_backbone))
+    assert torch.equal(*embeddings)
+    assert (fresh.gain.item(), fresh.bias.item(), fresh.reward_head.bias.item()) == (1, 0, 0)
+    assert fresh.lm_backbone is not lm_backbone.base_model
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# A whole update, as train() puts it together
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def write_posts(folder: Path, count: int = 20) -> None:
+    """Posts of different lengths, in letters that the tiny tokenizer knows."""
+    for split in ("train", "validation"):
+        rows = [
+            {
+                "id": str(i),
+                "subreddit": "a",
+                "title": "b",
+                "post": "cat. dog"[: 1 + i % 8],
+                "summary": "cat"[: 1 + i % 3],
+            }
+            for i in range(count)
+        ]
+        (folder / f"posts_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("stop_text", "form"), [(None, "replace"), ("a", "subtract")])
+def test_first_update_of_a_run_equals_a_slow_oracle(
+    saved_models: Path, tiny_models, tmp_path: Path, monkeypatch, stop_text: str | None, form: str
+):
+    """T35, T37, T39, T42, T43, section 8: from recorded summaries to the row of metrics.csv.
+
+    What `summarise` says beyond the end is replaced by NaN, infinities and large numbers on its way.
+    """
+    recorded: list[tuple[torch.Tensor, ...]] = []
+
+    def spoiling(actor_critic, ids, temperature, contexts, uniforms):
+        responses, logprobs, values, gap = summarise(actor_critic, ids, temperature, contexts, uniforms)
+        mask, value_mask = masks_of((responses != PAD).sum(1).tolist(), 8)
+        recorded.append((torch.cat([contexts, responses], 1), logprobs, values))
+        return responses, spoil(logprobs, mask), spoil(values, value_mask), gap
+
+    monkeypatch.setattr(tldr_policy, "summarise", spoiling)
+    monkeypatch.chdir(tmp_path)
+    write_posts(tmp_path)
+    ppo = TldrPpoArgs(total_episodes=32, batch_size=32, noptepochs=1, lr=1e-3, local_rollout_batch_size=8)
+    args = Args(
+        base_model=str(saved_models / "sft"),
+        dtype="float64",
+        eval_posts=2,
+        task=TldrTaskArgs(
+            posts=str(tmp_path), query_length=48, response_length=8, stop_text=stop_text, temperature=4.0
+        ),
+        rewards=TldrRewardsArgs(
+            trained_model=str(saved_models / "reward"), missing_eos=form, missing_eos_penalty=2.5, kl_estimator="k3"
+        ),
+        ppo=replace(ppo, local_micro_batch_size=4),
+    )
+    tldr_policy.train(args)
+    metrics = metrics_of(only(tmp_path, "runs/*"))[0]
+
+    width = max(part[0].shape[1] for part in recorded[:4])
+    assert all(part[0].shape[1] == width for part in recorded[:4])
+    rows, logprobs, values = (torch.cat(parts) for parts in zip(*recorded[:4], strict=True))
+    responses, stop = rows[:, -8:].tolist(), EOS if stop_text is None else 0
+    lengths = [row.index(stop) + 1 if stop in row else 8 for row in responses]
+    finished = [stop in row for row in responses]
+    assert 0 < sum(finished) < 32 and any(EOS in row and stop not in row for row in responses) == (stop != EOS)
+    policy, reward_model = tiny_models("gpt2").double(), scalar_model(tiny_models("gpt2", seed=1).base_model)
+    raw = np.array([slow_scalars(reward_model, row)[-1] for row in rows])
+    punished = np.full(32, -2.5) if form == "replace" else raw - 2.5
+    scores = np.where(finished, raw, punished)
+    ref_logprobs = np.zeros((32, 8))
+    for i, length in enumerate(lengths):
+        ref_logprobs[i, :length] = slow_logprobs(policy, rows[i], 4.0)[0][-length:]
+    rewards, kl = slow_rewards(scores, logprobs, ref_logprobs, lengths, 0.05, "k3")
+    expected = {
+        "objective/kl": kl.sum(1).mean(),
+        "objective/kl_coef": 0.05,
+        "objective/entropy": -math.fsum(entries(logprobs, lengths)) / 32,
+        "objective/non_score_reward": -0.05 * kl.sum(1).mean(),
+        "objective/scores": scores.mean(),
+        "objective/raw_scores": raw.mean(),
+        "objective/rlhf_reward": scores.mean() - 0.05 * kl.sum(1).mean(),
+        "objective/eos_rate": np.mean(finished),
+        "objective/response_length": np.mean(lengths),
+        "val/num_eos_tokens": sum(finished),
+        "val/first_ratio_gap": 0.0,
+        "lr": 1e-3,
+        "episode": 32,
+    }
+    assert expected["objective/entropy"] > 0
+    mask, value_mask = masks_of(lengths, 8)
+    rollout = TldrRollout(rows, logprobs, values, torch.from_numpy(rewards), mask, value_mask)
+    start = ActorCritic(policy, reward_model, PAD)
+    expected |= slow_minibatch_metrics(start, rollout, list(range(32)), ppo, temperature=4.0)
+    expected["val/var"] = expected.pop("val/square") - expected["val/mean"] ** 2
+    expected["returns/var"] = expected.pop("returns/square") - expected["returns/mean"] ** 2
+    expected["val/ratio_var"] -= (expected["val/ratio"] - 1) ** 2
+    expected["val/var_explained"] = 1 - expected["val/error"] / expected["returns/var"]
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
