@@ -267,6 +267,11 @@ class Comparisons:
     def __len__(self) -> int:
         return len(self.queries)
 
+    def longest(self, pad_id: int) -> int:
+        """Tokens of the longest post and summary."""
+        queries, chosen, rejected = ((t != pad_id).sum(1) for t in (self.queries, self.chosen, self.rejected))
+        return int((queries + torch.maximum(chosen, rejected)).max())
+
 
 def check_comparison(row: dict[str, Any], what: str) -> None:
     """Refuse a row that is not a comparison."""

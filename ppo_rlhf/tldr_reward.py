@@ -499,9 +499,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     posts = read_posts(args.task, tokenizer, "train", args.normalize_posts)
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    longest = max(rows.queries.shape[1] + rows.chosen.shape[1] for rows in (comparisons, *held_out.values()))
-    what = f"--base_model {args.base_model}"
-    check_size(language_model, what, longest, ids.pad)
+    longest = max(rows.longest(ids.pad) for rows in (comparisons, *held_out.values()))
+    check_size(language_model, f"--base_model {args.base_model}", longest, ids.pad)
     check_model(language_model, args.base_model, args.task.query_length, ids.pad, read_tokens)
     with model_errors(args.base_model), torch.device("meta"):  # what it is saved as exists for this kind of model
         AutoModelForSequenceClassification.from_config(

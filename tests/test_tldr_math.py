@@ -87,6 +87,7 @@ class Process:
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list):
         self.process_index, self.num_processes, self.device = rank, len(slots), torch.device("cpu")
+        self.is_main_process = rank == 0
         self._barrier, self._slots = barrier, slots
 
     def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:

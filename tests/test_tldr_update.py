@@ -69,11 +69,11 @@ def token_ids(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(1, STOP, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def scalar_model(lm_backbone, seed: int = 1) -> RewardModel:
-    """A reward model with a head, gain and bias that are not those of the start."""
-    model = RewardModel(lm_backbone)
+def scalar_model(lm_backbone, script=tldr_policy) -> RewardModel:
+    """A reward model of a script, with a head, gain and bias that are not those of the start."""
+    model = script.RewardModel(lm_backbone)
     with torch.no_grad():
-        model.reward_head.weight.copy_(numbers(seed, 1, 16))
+        model.reward_head.weight.copy_(numbers(1, 1, 16))
         model.reward_head.bias.fill_(0.3)
         model.gain.fill_(1.7)
         model.bias.fill_(-0.4)
@@ -178,10 +178,12 @@ def test_the_value_after_the_end_is_the_score(tiny_models, architecture: str):
         assert abs(values[i, LENGTHS[i] - 1] - scores[i]) > 1e-3  # the state before it is another one
 
 
+@pytest.mark.parametrize("script", [tldr_reward, tldr_policy])
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_score_is_read_at_the_last_token_in_any_layout(tiny_models, architecture: str):
+def test_score_is_read_at_the_last_token_in_any_layout(tiny_models, architecture: str, script):
     """T19, T20: left-padded post and response, or the joint text padded on the right."""
-    model, tokens = scalar_model(tiny_models(architecture, ARCHITECTURES[architecture])), ragged_rows()
+    model = scalar_model(tiny_models(architecture, ARCHITECTURES[architecture]), script)
+    tokens = ragged_rows()
     right = torch.full_like(tokens, PAD)
     for i, row in enumerate(tokens):
         right[i, : len(unpadded(row)[0])] = unpadded(row)[0]
@@ -328,7 +330,7 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
     """T25, T26, T27: pairs that fill up the batch weigh nothing; micro-batches add up to the whole batch."""
     comparisons = make_comparisons()
     inds, counts = torch.tensor([4, 1, 5, 2, 3, 0, 0, 0]), torch.arange(8) < 5
-    model = scalar_model(tiny_models("gpt2"))
+    model = scalar_model(tiny_models("gpt2"), tldr_reward)
     pairs = [slow_pair_scores(model, comparisons, i) for i in inds[:5].tolist()]
     losses = [math.log1p(math.exp(rejected - chosen)) for chosen, rejected in pairs]
     expected = {
@@ -344,7 +346,7 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
         assert stats[f"train/rm/{name}"].item() == pytest.approx(value, abs=1e-9), name
     assert optimizer.steps == 1
 
-    other = scalar_model(tiny_models("gpt2"))  # the gradient, from five pairs in one pass each
+    other = scalar_model(tiny_models("gpt2"), tldr_reward)  # the gradient, from five pairs in one pass each
     for i in inds[:5].tolist():
         tensors = (t[i : i + 1] for t in (comparisons.queries, comparisons.chosen, comparisons.rejected))
         chosen, rejected = score_pairs(other, *tensors, PAD)
@@ -356,7 +358,7 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
 
 def test_references_get_a_mean_score_of_zero(tiny_models):
     """T29: by the bias alone; distances between scores stay."""
-    model, rows = scalar_model(tiny_models("gpt2")), ragged_rows()
+    model, rows = scalar_model(tiny_models("gpt2"), tldr_reward), ragged_rows()
     before = np.array([slow_scalars(model, row)[-1] for row in rows])
     posts = tldr_policy.Posts(rows[:, :CONTEXT], rows[:, CONTEXT:], 0)
     (results,) = on_processes(1, lambda process: shift_to_references(model, posts, PAD, 3, process))
@@ -634,7 +636,7 @@ def test_two_processes_equal_one_in_sft(tiny_models):
 
 def test_two_processes_equal_one_on_pairs(tiny_models):
     """T25, T27: also where only one of them has pairs that count for nothing."""
-    comparisons, models = make_comparisons(), [scalar_model(tiny_models("gpt2")) for _ in range(2)]
+    comparisons, models = make_comparisons(), [scalar_model(tiny_models("gpt2"), tldr_reward) for _ in range(2)]
     inds, counts = torch.tensor([4, 1, 5, 2, 3, 0, 0, 0]), torch.arange(8) < 5
 
     def step(process, rows: slice) -> tuple:
@@ -858,7 +860,9 @@ def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_to
     with torch.no_grad():
         logprobs, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
     scores = [slow_scalars(adapted.actor_critic.critic, row)[-1] for row in tokens]
-    save_policy_and_critic(tmp_path, adapted.actor_critic, adapted.reference.adapters, tiny_tokenizer, adapted.args)
+    given = {"folder": tmp_path, "actor_critic": adapted.actor_critic, "adapters": adapted.reference.adapters}
+    given |= {"tokenizer": tiny_tokenizer, "args": adapted.args}
+    on_processes(1, lambda process: save_policy_and_critic(**given, accelerator=process))
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
     assert not any("lora" in name for name, _ in policy.named_parameters())
     for i, length in enumerate(LENGTHS):
@@ -875,7 +879,7 @@ def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_to
 def test_saved_reward_model_opens_as_a_classifier(tiny_models, tiny_tokenizer, tmp_path, architecture: str, script):
     """T18, T29: with gain and bias, the shift to the references among them."""
     tiny_models(architecture, ARCHITECTURES[architecture]).double().save_pretrained(tmp_path / "base")
-    model = scalar_model(load_pretrained(str(tmp_path / "base"), torch.float64, auto_class=AutoModel))
+    model = scalar_model(load_pretrained(str(tmp_path / "base"), torch.float64, auto_class=AutoModel), script)
     tokens = ragged_rows()
     expected = [slow_scalars(model, row)[-1] for row in tokens]
     script.save_reward_model(tmp_path / "reward", model, tiny_tokenizer, {})

@@ -1,0 +1,110 @@
+"""What README.md says of chapter 2 is what static/demo-tldr holds: the numbers of one run of `make demo-tldr`."""
+
+import csv
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+from ppo_rlhf import judge
+from ppo_rlhf.tldr_data import rouge
+from ppo_rlhf.tldr_tales import gold_scores
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+DEMO = ROOT / "static/demo-tldr"
+RUNS = ("sft", "reward", "policy")
+
+
+def rows_of(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DEMO / name).read_text().splitlines()]
+
+
+def numbers(first_words: str) -> list[float]:
+    """The numbers of a row of the table, without its first cell."""
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| {first_words}")]
+    return [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", row.split("|", 2)[2])]
+
+
+META = {run: json.loads((DEMO / f"{run}_meta.json").read_text()) for run in RUNS}
+SFT, PPO = rows_of("sft_evaluation.jsonl"), rows_of("evaluation.jsonl")
+
+
+def test_one_commit_made_it():
+    (commit,) = {META[run]["commit"] for run in RUNS}
+    assert re.fullmatch("[0-9a-f]{40}", commit) and f"`make demo-tldr` at commit {commit[:7]}, seed 1" in README
+    assert all(META[run]["finished"] and META[run]["args"]["preset"] == "tales" for run in RUNS)
+
+
+def test_gold_scores_lengths_and_ends():
+    queries = [row["query"] for row in PPO]
+    assert len(queries) == 256 and "on 256 held-out posts" in README
+    assert sorted(queries) == sorted(row["query"] for row in SFT)
+    sides = [(PPO, "reference"), (SFT, "response"), (PPO, "response")]
+    golds = [gold_scores([row["query"] for row in rows], [row[side] for row in rows]) for rows, side in sides]
+    assert numbers("gold score |") == pytest.approx([statistics.fmean(gold) for gold in golds], abs=0.0051)
+    tokens = {"reference": "reference_tokens", "response": "tokens"}
+    lengths = [statistics.fmean(row[tokens[side]] for row in rows) for rows, side in sides]
+    assert numbers("length in tokens |") == pytest.approx(lengths, abs=0.051)
+    ends = [
+        100,
+        *(
+            100 * META[run]["results"][key]
+            for run, key in (("sft", "validation/sft/eos_rate"), ("policy", "eval/eos_rate"))
+        ),
+    ]
+    assert numbers("summaries that end |") == pytest.approx(ends, abs=0.051)
+
+
+def test_rouge_scores():
+    expected = []
+    for rows in (SFT, PPO):
+        expected += rouge([row["response"] for row in rows], [row["reference"] for row in rows]).values()
+    assert numbers("ROUGE-1, -2, -L") == pytest.approx(expected, abs=0.00051)
+
+
+def test_win_rates():
+    """Counted here, ties as half; the intervals are those of judge.py, which has tests of its own."""
+    after_sft = {row["query"]: row["response"] for row in SFT}
+    queries = [row["query"] for row in PPO]
+    ours = gold_scores(queries, [row["response"] for row in PPO])
+    expected = []
+    for others in ([row["reference"] for row in PPO], [after_sft[query] for query in queries]):
+        theirs = gold_scores(queries, others)
+        results = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
+        expected += [100 * value for value in judge.win_rate(results)]
+        assert expected[-3] == pytest.approx(100 * statistics.fmean(results))
+    assert numbers("win rate of PPO against it") == pytest.approx(expected, abs=0.051)
+
+
+def test_reward_model():
+    results, text = META["reward"]["results"], " ".join(README.split())
+    accuracy, ceiling = results["eval/rm/validation/accuracy"], results["ceiling"]
+    assert f"agrees with the annotator in {100 * accuracy:.1f} % of 1,024 held-out" in text
+    assert f"formula would reach {100 * ceiling:.1f} %" in text
+
+
+def test_three_posts():
+    for row in PPO[:3]:
+        after_sft = {r["query"]: r["response"] for r in SFT}[row["query"]]
+        post = row["query"].partition("POST: ")[2].removesuffix("\n\nTL;DR:").replace("\n", " ")
+        cells = [post, *(text.strip() for text in (row["reference"], after_sft, row["response"]))]
+        assert f"| {' | '.join(cells)} |" in README
+
+
+def test_every_metric_is_explained():
+    """In the table of chapter 2: a row names a metric in full, or after another of the same kind by its last part."""
+    part = README.partition("### Chapter 2")[2].partition("\n## ")[0]
+    named = {"step"}
+    for row in re.findall(r"^\| (`[^|]+`[^|]*) \|", part, re.MULTILINE):
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            folder = name.rpartition("/")[0] or folder
+            named.add(f"{folder}/{name}" if folder and "/" not in name else name)
+    for run in RUNS:
+        with (DEMO / f"{run}_metrics.csv").open() as file:
+            for name in next(csv.reader(file)):
+                known = name in named or name == "objective/gold_scores" or re.fullmatch("eval/.*gold_scores", name)
+                assert known, name
