@@ -3,7 +3,8 @@
 #
 #     WORKERS=2 bash benchmark/chapter2.sh tales
 #
-#     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs
+#     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs. 6.9b needs more
+#                                   than 80 GB on each: four networks are loaded whole before three of them are sharded
 #     1b-lora                       the same with adapters of rank 64 on the policy, on one GPU
 #     1b-subtract 1b-k3             the penalty subtracted; the k3 estimator of the KL divergence
 #     tales                         the small world, four seeds on a CPU
@@ -30,7 +31,7 @@ track="--sft.track --reward.track --policy.track"
 bf16="--sft.dtype bfloat16 --reward.dtype bfloat16 --policy.dtype bfloat16"
 
 pieces() { # of one process: posts per pass of SFT, comparisons, episodes, episodes of a rollout
-    echo "--sft.local_micro_batch_size $1 --reward.local_micro_batch_size $2" \
+    echo "--sft.local_micro_batch_size $1 --reward.local_micro_batch_size $2 --reward.local_rollout_batch_size $2" \
         "--policy.ppo.local_micro_batch_size $3 --policy.ppo.local_rollout_batch_size $4"
 }
 

@@ -582,8 +582,13 @@ def map_rows(
 
 
 def find_folder(path: str, root: Path) -> Path:
-    """A folder as it is given or, if it is not there, relative to the folder that holds runs/ and models/."""
-    return Path(path) if Path(path).is_dir() else root / path
+    """A folder as it is given or, if it is only there, relative to the folder that holds runs/ and models/."""
+    return root / path if (root / path).is_dir() and not Path(path).is_dir() else Path(path)
+
+
+def root_of(resume: str) -> Path:
+    """The folder that holds runs/ and models/ of a run to go on with; of a new one, the current folder."""
+    return Path(resume).resolve().parent.parent if resume else Path()
 
 
 def read_json(path: Path) -> Any:

@@ -72,7 +72,7 @@ SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # argume
 
 def parse(argv: list[str]) -> Args:
     """Read the command line. With --resume runs/<run>, the defaults are the arguments of that run."""
-    for flag in argv:
+    for flag in argv:  # in the patterns, a dot also matches the hyphen that may stand for an underscore
         shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
         if match := re.match(rf"--(?:sft|reward|policy)\.((?:{shared})\b[^=]*)", flag):
             raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
@@ -142,7 +142,7 @@ def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
         )
     lines.append(
         f"The policy is {results['last_kl']:.1f} nats per summary from the fine-tuned model, in the mean of the last "
-        f"ten updates; {results['eval/eos_rate']:.1%} of its held-out summaries end."
+        f"ten updates; {results['validation/eos_rate']:.1%} of its held-out summaries end."
     )
     rows, evaluation = sft_and_policy_rows(sft_run, policy_run), policy_run / "evaluation.jsonl"
     if gold := policy["args"]["rewards"]["monitor"]:

@@ -24,9 +24,13 @@ from ppo_rlhf import tldr_tales
 from ppo_rlhf.data import check_text, hub_errors, one_token, to_texts
 from ppo_rlhf.run import InputError, read_json
 
-# They load without loading scripts.
+# (repository, files, revision). Plain data files, since datasets 4 and later run no loading scripts.
 POSTS_REPOSITORY = ("vwxyzjn/summarize_from_feedback_tldr_3_filtered", None, None)
-COMPARISONS_REPOSITORY = ("openai/summarize_from_feedback", "comparisons", "refs/convert/parquet")
+COMPARISONS_REPOSITORY = (
+    "openai/summarize_from_feedback",
+    "comparisons/{split}/*.parquet",
+    "refs/convert/parquet",
+)
 
 # ----------------------------------------------------------------------------------------------------------------
 # Task
@@ -48,7 +52,8 @@ class TldrTaskArgs:
     article_query_length: int = 1_919
     """as query_length, for the news articles among the validation comparisons"""
     stop_text: str | None = None
-    """text of the one token that ends a sampled summary; None: the tokenizer's end-of-text token"""
+    """text of the one token that ends a sampled summary; None: the tokenizer's end-of-text token, where the reward
+    model has learned to be read"""
     temperature: float = 0.7
     """sampling temperature of the policy and of the reference in PPO"""
     eval_temperature: float = 0.01
@@ -70,6 +75,11 @@ class TldrIds:
     pad: int  # the tokenizer's length, which no token has
     eos: int
     stop: int  # ends a sampled summary
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokenizer's length. The output layer of a model may have more rows."""
+        return self.pad
 
 
 def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
@@ -175,15 +185,20 @@ class Posts:
     def __len__(self) -> int:
         return len(self.queries)
 
+    def first(self, n: int) -> "Posts":
+        """The first n posts."""
+        return Posts(self.queries[:n], self.references[:n], 0)
+
 
 def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file."""
     rows: list[dict[str, Any]] = []
     try:
         for line in filter(str.strip, path.read_text(encoding="utf-8-sig").split("\n")):
-            rows.append(json.loads(line))
-            if not isinstance(rows[-1], dict):
+            row = json.loads(line)
+            if not isinstance(row, dict):
                 raise ValueError("is not a JSON object")
+            rows.append(row)
     except (OSError, ValueError, RecursionError) as error:
         where = f", row {len(rows)}" if path.is_file() else ""
         raise InputError(f"--task.{field} {path}{where}: {error}") from error
@@ -197,9 +212,10 @@ def load_rows(source: str, field: str, split: str) -> Iterable[dict[str, Any]]:
             import datasets
         except ImportError as error:
             raise InputError(f"--task.{field} tldr needs the package `datasets`") from error
-        name, configuration, revision = POSTS_REPOSITORY if field == "posts" else COMPARISONS_REPOSITORY
+        name, files, revision = POSTS_REPOSITORY if field == "posts" else COMPARISONS_REPOSITORY
+        data_files = {split: files.format(split=split)} if files else None
         with hub_errors(f"--task.{field} tldr", f"give a folder with {field}_{split}.jsonl, or use --preset tales"):
-            return datasets.load_dataset(name, configuration, revision=revision, split=split)
+            return datasets.load_dataset(name, data_files=data_files, revision=revision, split=split)
     folder = tldr_tales.find_world() if source == "tales" else Path(source)
     if not folder.is_dir():
         raise InputError(f"--task.{field} {source}: unknown; there are tldr, tales and folders with {field}_*.jsonl")
@@ -295,7 +311,7 @@ def read_comparisons(
     articles: those of news articles, in place of posts.
 
     A summary of more than comparison_length tokens is cut and has no end-of-text token then. A comparison whose two
-    summaries are the same ids, by that or from the start, says nothing and is left out.
+    summaries are the same ids, by that or from the start, says nothing and is left out [X29].
     """
     # [T02] [T11] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L256-L259 @ee77a9a
     ids = tldr_ids(task, tokenizer)
@@ -399,8 +415,10 @@ def sample_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def rouge(responses: list[str], references: list[str]) -> dict[str, float]:
     """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure over all pairs, without stemming."""
     # [T23] [X20] Mean over examples.
-    from rouge_score.rouge_scorer import RougeScorer
-
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise InputError("the evaluation needs the package `rouge-score`") from error
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
     scores = [scorer.score(reference, response) for reference, response in zip(references, responses, strict=True)]
     return {name: math.fsum(score[name].fmeasure for score in scores) / len(scores) for name in scores[0]}

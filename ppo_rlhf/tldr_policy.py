@@ -6,6 +6,7 @@ reference). Three things differ from chapter 1: summaries end with the end-of-te
 counts nowhere; a summary without one is punished (the end-of-text trick); the critic is a network of its own that
 starts as a copy of the reward model. Each update does eight things, and `train()` below reads so:
 
+    0. every `eval_interval` updates, summarise held-out posts
     1. sample posts
     2. generate summaries, and cut them after the end-of-text token
     3. log-probs and values; log-probs of the reference
@@ -13,17 +14,16 @@ starts as a copy of the reward model. Each update does eight things, and `train(
     5. per-token rewards: KL penalty on every token, score after the last
     6. advantages and returns (GAE)
     7. PPO epochs over minibatches
-    8. adapt the KL coefficient and log; evaluate on held-out posts at times
+    8. adapt the KL coefficient and log
 
-Steps 6 and 7 stand in `tldr_ppo_update`. Marks like [T45] name an implementation detail. The original is
-vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; its file and line stand beside
-the mark. Marks like [D54] are details that chapter 1 has too. [X20] and the like are places where we differ on
-purpose; see DETAILS.md.
+Steps 6 and 7 stand in `tldr_ppo_update`. Read the mathematics and the update first, then `train()`. Marks like [T45]
+name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which
+reproduced OpenAI's; its file and line stand beside the mark. Marks like [D54] are details that chapter 1 has too.
+[X20] and the like are places where we differ on purpose; see DETAILS.md.
 
     python ppo_rlhf/tldr_all.py --preset tales                  # no network: all three stages, in minutes
     python ppo_rlhf/tldr_policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward
-    accelerate launch --num_processes 8 ppo_rlhf/tldr_policy.py --base_model models/<run>/sft \\
-        --rewards.trained_model models/<run>/reward --track
+    accelerate launch --num_processes 8 ppo_rlhf/tldr_policy.py --dtype bfloat16 --ppo.local_micro_batch_size 16 ...
     python ppo_rlhf/tldr_policy.py --resume runs/<run>          # go on after an interruption
 """
 
@@ -80,6 +80,7 @@ from ppo_rlhf.run import (
     mean_over_processes,
     parse_args,
     restore_training_state,
+    root_of,
     rows_at_a_time,
     run_script,
     shard,
@@ -133,7 +134,7 @@ class TldrRewardsArgs:
     adaptive_kl: KLControllerArgs = field(default_factory=KLControllerArgs)
     """controller of the KL coefficient"""
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
-    """what happens to the score of a summary that does not end: it becomes minus the penalty, loses it, or stays"""
+    """of a summary that does not end: replace, its score becomes minus the penalty; subtract, it is lowered by it"""
     missing_eos_penalty: float = 1.0
     """the penalty for that"""
 
@@ -141,7 +142,7 @@ class TldrRewardsArgs:
 @dataclass(frozen=True)
 class TldrPpoArgs:
     total_episodes: int = 1_000_000
-    """summaries to train on, over all updates"""
+    """summaries to train on, over all updates; rounded down to whole updates"""
     batch_size: int = 512
     """episodes (post and summary) per update, over all processes"""
     nminibatches: int = 1
@@ -177,7 +178,7 @@ class TldrPpoArgs:
 @dataclass(frozen=True)
 class LoraArgs:
     rank: int = 0
-    """rank of the policy's low-rank adapters; 0: train all weights"""
+    """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all of its own"""
     alpha: float = 16.0
     """the adapters' output is scaled by alpha / rank"""
     target_modules: str = ""
@@ -197,7 +198,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products; the paper's choice"""
     resume: str = ""
     """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     log_interval: int = 10
@@ -205,7 +206,7 @@ class Args:
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     eval_interval: int = 20
-    """updates between evaluations on held-out posts, the first before any; 0: none before the end"""
+    """updates between evaluations on held-out posts, from update 0 on; 0: only at the end"""
     eval_prompts: int = 64
     """held-out posts of such an evaluation"""
     eval_posts: int = 0
@@ -228,6 +229,11 @@ class Args:
     """the optimisation"""
     lora: LoraArgs = field(default_factory=LoraArgs)
     """low-rank adapters"""
+
+
+def base_model_of(args: Args) -> str:
+    """The model to start from; when a run goes on elsewhere, a relative folder is found beside the run's."""
+    return str(find_folder(args.base_model, root_of(args.resume)))
 
 
 PRESETS = {
@@ -320,7 +326,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
+    # [D13] Padding is never embedded: token 0 is looked up in its place, and no real token attends to it.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -393,7 +399,7 @@ class RewardModel(nn.Module):
         self.reward_head = nn.Linear(width, 1)
         nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
         nn.init.zeros_(self.reward_head.bias)
-        # [D31] [D32] Gain and bias are ordinary trainable parameters.
+        # [D31] [D32] Gain and bias are trainable parameters. Chapter 2 fixes them.
         #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
@@ -603,7 +609,7 @@ class AdaptiveKLController:
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum of the entries that count, over their number, or over another count: 0-d."""
+    """Sum of the entries that count, over their number, or over another count: 0-d. values, mask: of one shape."""
     return values.masked_fill(~mask, 0).sum() / (mask.sum() if count is None else count)
 
 
@@ -612,7 +618,7 @@ def masked_whiten(
 ) -> torch.Tensor:
     """Shift and scale what counts to mean 0 and variance 1; keep_mean adds the mean back. 0 where nothing counts.
 
-    Chapter 1's `whiten` [D54] with a mask.
+    values, mask: (batch, response_length). Chapter 1's `whiten` with a mask.
     The variance is biased [T52], and 1e-8 is added to it. reduce: sums a tensor over all processes.
     """
     # [T44] vwxyzjn/summarize_from_feedback_details ppo.py#L235-L241, ppo.py#L687-L704 @ee77a9a
@@ -691,7 +697,7 @@ def masked_advantages(
     """
     # [T44] Values and rewards beyond the state after the last token are 0, so that nothing leaks into GAE from there.
     #       vwxyzjn/summarize_from_feedback_details ppo.py#L235-L241, ppo.py#L687-L704 @ee77a9a
-    values = values.masked_fill(~value_mask, 0)
+    rewards, values = (tensor.masked_fill(~value_mask, 0) for tensor in (rewards, values))
     if ppo.whiten_rewards:
         rewards = masked_whiten(rewards, value_mask, keep_mean=True, reduce=reduce)
     advantages, returns = compute_gae(rewards, values, ppo.gamma, ppo.lam)
@@ -709,8 +715,8 @@ def masked_value_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clipped value loss: half the mean of max((V - R)^2, (clip(V, V_old +- range) - R)^2), and the share of clipped.
 
-    Chapter 1's `value_loss` [D59] with a mask, of the values. count: what the sum is divided by; None: the number of
-    values that count.
+    All tensors are (batch, response_length). Chapter 1's `value_loss` with a mask, of the values. count: what
+    the sum is divided by; None: the number of values that count.
     """
     # [T45] vwxyzjn/summarize_from_feedback_details ppo.py#L731-L759 @ee77a9a
     new_values, values, returns = (tensor.masked_fill(~mask, 0) for tensor in (new_values, values, returns))
@@ -731,9 +737,9 @@ def masked_policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Clipped surrogate: mean of max(-A * ratio, -A * clip(ratio, 1 +- range)), ratio = exp(new - old).
 
-    Chapter 1's `policy_loss` [D60] with a mask, of the tokens. count: what the sums are divided by; None: the number
-    of tokens that count. Returns the loss, the share of clipped tokens, and approxkl = half the mean of
-    (new - old)^2, the last two detached.
+    All tensors are (batch, response_length). Chapter 1's `policy_loss` with a mask, of the tokens. count: what
+    the sums are divided by; None: the number of tokens that count. Returns the loss, the share of clipped tokens, and
+    approxkl = half the mean of (new - old)^2, the last two detached.
     """
     # [T45] vwxyzjn/summarize_from_feedback_details ppo.py#L731-L759 @ee77a9a
     log_ratio = (new_logprobs - logprobs).masked_fill(~mask, 0)  # (batch, response_length)
@@ -805,7 +811,7 @@ def summarise(
     )
     # [T36] vwxyzjn/summarize_from_feedback_details ppo.py#L350-L355, ppo.py#L632 @ee77a9a
     responses = truncate_at(responses, ids.stop, 0, ids.pad)
-    # [T34] [X26] The training pass says what the log-probs were, so that the ratio starts at exactly 1.
+    # [T34] [X26] The training pass says what the log-probs were, so that the ratio starts at 1, but for rounding.
     #       vwxyzjn/summarize_from_feedback_details ppo.py#L321-L335, ppo.py#L617-L619 @ee77a9a
     query_responses = torch.cat([contexts, responses], dim=1)
     logprobs, _, values = actor_critic(query_responses, ids.pad, contexts.shape[1], temperature)
@@ -819,10 +825,11 @@ def summarise(
 
 
 def draw_minibatches(seed: int, update: int, epoch: int, episodes: range, nminibatches: int) -> torch.Tensor:
-    """Which of these episodes of a batch form each minibatch: (nminibatches, episodes / nminibatches), from 0 on.
+    """Rows of the local batch in each minibatch: (nminibatches, local_minibatch).
 
-    Of every nminibatches episodes in a row each minibatch gets one, at random. So all processes have equally many
-    episodes of each minibatch, and which minibatch an episode is in does not depend on the number of processes.
+    episodes: this process's, of the global batch. Of every nminibatches episodes in a row each minibatch gets one, at
+    random. So all processes have equally many episodes of each minibatch, and which minibatch an episode is in does
+    not depend on the number of processes.
     """
     # [X27] One permutation of everything would not share the minibatches evenly.
     generator = keyed_generator(seed, "minibatches", update, epoch)
@@ -856,6 +863,15 @@ def masked_statistics(
     }
 
 
+def moments(name: str, values: torch.Tensor, mask: torch.Tensor, count: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A process's share of mean and mean square of what counts, in float64; finish_tldr_metrics makes a variance."""
+    values = values.double()
+    return {
+        f"{name}/mean": masked_mean(values, mask, count),
+        f"{name}/square": masked_mean(values**2, mask, count),
+    }
+
+
 def tldr_ppo_update(
     actor_critic: ActorCritic,
     optimizer: torch.optim.Optimizer,
@@ -868,17 +884,17 @@ def tldr_ppo_update(
 ) -> dict[str, torch.Tensor]:
     """Steps 6 and 7: all epochs of PPO on one rollout.
 
-    minibatches: for each optimiser step, this process's episodes in it, (local_minibatch,). Returns metrics: 0-d
-    means over what counts in a minibatch, on all processes together, averaged over the minibatches.
+    minibatches: for each optimiser step, this process's episodes in it, (local_minibatch,). Returns numbers, 0-d,
+    whose mean over processes is a metric: the mean over what counts in a minibatch, averaged over the minibatches.
     """
     context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
     processes = accelerator.num_processes if accelerator else 1
     reduce = partial(accelerator.reduce, reduction="sum") if accelerator else lambda total: total
     stats: list[dict[str, torch.Tensor]] = []
     for mb_inds in (inds.to(rollout.rewards.device) for inds in minibatches):
-        # 6. Advantages and returns.
+        # 6. Advantages and returns, in every epoch anew, since whitening depends on the minibatch.
         mb_mask, mb_value_mask = rollout.mask[mb_inds], rollout.value_mask[mb_inds]  # (local_minibatch, length)
-        mb_values = rollout.values[mb_inds].masked_fill(~mb_value_mask, 0)
+        mb_values = rollout.values[mb_inds]
         mb_advantages, mb_returns = masked_advantages(
             rollout.rewards[mb_inds], mb_values, mb_mask, mb_value_mask, ppo, reduce
         )
@@ -895,7 +911,7 @@ def tldr_ppo_update(
             mb_value_mask,
         )
         # 7. One optimiser step.
-        # [T47] [T48] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
+        # [T47] [T48] Gradients of micro-batches add up, and we step when all are done, without accelerate's counter.
         #       vwxyzjn/summarize_from_feedback_details ppo.py#L721 @ee77a9a
         optimizer.zero_grad()
         micro_stats: list[dict[str, torch.Tensor]] = []
@@ -931,10 +947,8 @@ def tldr_ppo_update(
         optimizer.step()
         shares = {
             **{name: sum(row[name] for row in micro_stats) for name in micro_stats[0]},
-            "val/mean": masked_mean(mb_values, mb_value_mask, value_count),
-            "val/square": masked_mean(mb_values**2, mb_value_mask, value_count),
-            "returns/mean": masked_mean(mb_returns, mb_value_mask, value_count),
-            "returns/square": masked_mean(mb_returns**2, mb_value_mask, value_count),
+            **moments("val", mb_values, mb_value_mask, value_count),
+            **moments("returns", mb_returns, mb_value_mask, value_count),
         }
         # Of each process a share of the whole mean, and means over processes are taken later.
         stats.append({name: share * processes for name, share in shares.items()} | {"gradient_norm": gradient})
@@ -948,13 +962,13 @@ def tldr_ppo_update(
 
 
 def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
-    """The reward model that train_reward.py saved in models/<run>/reward, bit for bit."""
+    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
     # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
     head_file = folder / "reward_head.safetensors"
     if not folder.is_dir():
         raise InputError(f"reward model {folder}: no such folder")
     if not head_file.is_file():
-        raise InputError(f"{folder} is not a reward model of train_reward.py: it has no {head_file.name}")
+        raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
     reward_model = RewardModel(load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)).to(dtype)
     try:
         head = load_file(head_file)
@@ -979,11 +993,11 @@ class Reference:
     def logprobs(
         self, ids: TldrIds, context_length: int, temperature: float, query_responses: torch.Tensor
     ) -> torch.Tensor:
-        """Log-probs (batch, response_length) of the responses, at the policy's temperature."""
+        """Log-probs (batch, response_length) of query_responses (batch, context_length + response_length)."""
         # [T35] vwxyzjn/summarize_from_feedback_details ppo.py#L623-L627 @ee77a9a
         with self.adapters.disable_adapter() if self.adapters else gathered(self.lm_backbone):
             logprobs, _, _ = response_logprobs(
-                self.lm_backbone, query_responses, ids.pad, context_length, temperature, vocab_size=ids.pad
+                self.lm_backbone, query_responses, ids.pad, context_length, temperature, vocab_size=ids.vocab_size
             )
         return logprobs
 
@@ -1018,7 +1032,7 @@ def load_critic(
         )
     else:
         torch.manual_seed(args.seed)  # for the head, the same on every process
-        critic = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(dtype)
+        critic = RewardModel(load_pretrained(base_model_of(args), dtype, args.trust_remote_code, AutoModel)).to(dtype)
     critic.requires_grad_(True)
     critic.gain.requires_grad_(False)
     critic.bias.requires_grad_(False)
@@ -1029,8 +1043,7 @@ def load_scalar_model(
     field: str, path: str, args: Args, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
 ) -> RewardModel:
     """The reward model or critic in a folder, checked against the policy's tokenizer. field: of args.rewards."""
-    root = Path(args.resume).resolve().parent.parent if args.resume else Path()
-    folder, what = find_folder(path, root), f"--rewards.{field} {path}"
+    folder, what = find_folder(path, root_of(args.resume)), f"--rewards.{field} {path}"
     model = load_reward_model(folder, dtype, args.trust_remote_code)
     check_vocabulary(read_info(folder), what, args.base_model, len(tokenizer))
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, len(tokenizer))
@@ -1042,14 +1055,14 @@ def load_networks(
 ) -> tuple[ActorCritic, Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
     device, length = accelerator.device, args.task.query_length + args.task.response_length
-    lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
+    lm_backbone = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device)
     check_model(lm_backbone, args.base_model, length, len(tokenizer), read_tokens)
     critic = load_critic(args, lm_backbone, dtype, tokenizer)
     layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
     if args.lora.rank:
         reference = Reference(lm_backbone, add_adapters(lm_backbone, args.lora, args.seed))
     else:
-        frozen = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
+        frozen = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device).requires_grad_(False)
         shard(frozen, layers, accelerator)
         reference = Reference(frozen, None)
     actor_critic = ActorCritic(lm_backbone, critic, len(tokenizer))
@@ -1129,7 +1142,7 @@ def evaluate_policy(
         queries, references = posts.queries[inds].to(device), posts.references[inds].to(device)
         contexts = trim_padding(queries, pad_id=ids.pad)
         sampled, _, _ = generate(
-            lm_backbone, contexts, noise[inds].to(device), ids.pad, ids.pad, task.eval_temperature
+            lm_backbone, contexts, noise[inds].to(device), ids.pad, ids.vocab_size, task.eval_temperature
         )
         responses = truncate_at(sampled, ids.stop, 0, ids.pad)
         both = (scorer(queries, texts) for scorer in scorers.values() for texts in (responses, references))
@@ -1296,11 +1309,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, tldr_ppo_sizes(args.ppo, accelerator.num_processes)
-    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = load_tokenizer(base_model_of(args), args.trust_remote_code)
     ids = tldr_ids(task, tokenizer)
     posts = read_posts(task, tokenizer, "train")
-    held_out = read_posts(task, tokenizer, "validation", args.eval_posts)
-    prompts = Posts(held_out.queries[: args.eval_prompts], held_out.references[: args.eval_prompts], 0)
+    held_out = {split: read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
+    rouge(["a"], ["a"])  # a missing package is said now, not after the training
+    prompts = held_out["validation"].first(args.eval_prompts)
     score = load_score(args, tokenizer, ids, dtype, device)
     monitor = monitors(args, tokenizer, ids)
     actor_critic, reference = load_networks(args, tokenizer, dtype, accelerator)
@@ -1342,7 +1356,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with torch.no_grad(), autocast(), gathered(actor_critic):
-                # 8. of the update before: evaluate on held-out posts at times. Metrics keep the newest result.
+                # 0. Summarise held-out posts, at times. The metrics repeat the newest result.
                 if args.eval_interval and update % args.eval_interval == 0:
                     evaluation, _ = evaluate_on(prompts)
 
@@ -1395,11 +1409,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 "objective/raw_scores": raw_scores,
                 "objective/eos_rate": finished,
                 "objective/response_length": mask.sum(1),
-                "objective/sampler_gap": sampler_gap,
+                "objective/sampler_gap": sampler_gap.sum(1) / mask.sum(1),
                 **{f"objective/{name}": scorer(queries, responses) for name, scorer in monitor.items()},
             }
             stats = {name: values.double().mean() for name, values in objectives.items()} | stats
-            # a sum over processes, and means are taken next
+            # Times the number of processes: the mean that is taken next is then the sum.
             stats["val/num_eos_tokens"] = finished.double().sum() * accelerator.num_processes
             means = mean_over_processes(stats, accelerator)
             check_finite(means, update, "if it happens again after --resume, begin anew with a lower --ppo.lr")
@@ -1419,13 +1433,17 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 state = {"kl_coef": controller.value, "evaluation": evaluation}
                 run.save_checkpoint(update + 1, training_state(actor_critic, optimizer), state)
 
-    with autocast(), gathered(actor_critic):
-        means, table = evaluate_on(held_out)
-        rouge_scores = rouge([row["response"] for row in table], [row["reference"] for row in table])
+    results: dict[str, float] = {}
+    for split, split_posts in held_out.items():
+        with autocast(), gathered(actor_critic):
+            means, table = evaluate_on(split_posts)
+        scores = rouge([row["response"] for row in table], [row["reference"] for row in table])
+        means |= {f"eval/rouge/{name}": value for name, value in scores.items()}
+        results |= {name.replace("eval", split, 1): value for name, value in means.items()}
         if accelerator.is_main_process:
-            (run.folder / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+            name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
+            (run.folder / name).write_text("".join(json.dumps(row) + "\n" for row in table))
     save_policy_and_critic(run.model_folder, actor_critic, reference.adapters, tokenizer, args, accelerator)
-    results = means | {f"eval/rouge/{name}": value for name, value in rouge_scores.items()}
     last = {f"last_{name}": run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     run.finish(PANELS, **results, **last, too_long=posts.too_long)
     if args.upload_model and accelerator.is_main_process:

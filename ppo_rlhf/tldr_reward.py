@@ -12,8 +12,8 @@ vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced Open
 the mark. [X20] and the like are places where we differ on purpose; see DETAILS.md.
 
     python ppo_rlhf/tldr_reward.py --preset tales --base_model models/<run>/sft        # no network, two minutes
-    python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft                       # Pythia 1B, one GPU
-    accelerate launch --num_processes 8 ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --track
+    python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
+    accelerate launch --num_processes 8 ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --track
     python ppo_rlhf/tldr_reward.py --resume runs/<run>                                 # go on after an interruption
 """
 
@@ -43,12 +43,14 @@ from ppo_rlhf.run import (
     check_finite,
     check_values,
     deal,
+    find_folder,
     gathered,
     make_accelerator,
     map_rows,
     mean_over_processes,
     parse_args,
     restore_training_state,
+    root_of,
     rows_at_a_time,
     run_script,
     shard,
@@ -88,7 +90,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products; the paper's choice"""
     resume: str = ""
     """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     save_interval: int = 200
@@ -120,9 +122,14 @@ class Args:
     local_micro_batch_size: int = 0
     """comparisons per forward and backward pass on one process; a memory knob; 0: the whole local batch"""
     local_rollout_batch_size: int = 64
-    """comparisons or posts that one process scores at a time; a memory knob"""
+    """comparisons (two texts each) or posts that one process scores at a time; a memory knob"""
     task: TldrTaskArgs = field(default_factory=TldrTaskArgs)
     """queries and responses"""
+
+
+def base_model_of(args: Args) -> str:
+    """The model to start from; when a run goes on elsewhere, a relative folder is found beside the run's."""
+    return str(find_folder(args.base_model, root_of(args.resume)))
 
 
 PRESETS = {
@@ -190,7 +197,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
+    # [D13] Padding is never embedded: token 0 is looked up in its place, and no real token attends to it.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -226,7 +233,7 @@ class RewardModel(nn.Module):
         self.reward_head = nn.Linear(width, 1)
         nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
         nn.init.zeros_(self.reward_head.bias)
-        # [D31] [D32] Gain and bias are ordinary trainable parameters.
+        # [D31] [D32] Gain and bias are trainable parameters. Chapter 2 fixes them.
         #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
@@ -320,14 +327,15 @@ def pairs_update(
 ) -> dict[str, torch.Tensor]:
     """One optimiser step on comparisons with these indices (local_batch,); those that do not count weigh nothing.
 
-    Returns loss, accuracy and mean scores of the whole batch, over all processes, and the gradient norm; all 0-d.
+    Returns numbers, 0-d, whose mean over processes is loss, accuracy and mean scores of the whole batch, and the
+    gradient norm.
     """
     device = reward_model.gain.device
     processes = accelerator.num_processes if accelerator else 1
     count = counts.sum().to(device)
     count = accelerator.reduce(count, "sum") if accelerator else count
     sums = torch.zeros(4, device=device, dtype=torch.float64)
-    # [T47] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
+    # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
     for micro_inds, micro_counts in zip(inds.split(micro_batch), counts.split(micro_batch), strict=True):
         queries, chosen, rejected = (
@@ -488,7 +496,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     check_pair_arguments(args)
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = load_tokenizer(base_model_of(args), args.trust_remote_code)
     ids = tldr_ids(args.task, tokenizer)
     comparisons = read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
     held_out = {
@@ -498,11 +506,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = {name: rows for name, rows in held_out.items() if len(rows)}
     posts = read_posts(args.task, tokenizer, "train", args.normalize_posts)
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
-    language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
+    language_model = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device)
     longest = max(rows.longest(ids.pad) for rows in (comparisons, *held_out.values()))
     check_size(language_model, f"--base_model {args.base_model}", longest, ids.pad)
     check_model(language_model, args.base_model, args.task.query_length, ids.pad, read_tokens)
-    with model_errors(args.base_model), torch.device("meta"):  # what it is saved as exists for this kind of model
+    with model_errors(base_model_of(args)), torch.device("meta"):  # what it is saved as exists for this kind of model
         AutoModelForSequenceClassification.from_config(
             language_model.config, trust_remote_code=args.trust_remote_code
         )

@@ -12,8 +12,8 @@ detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9
 and line stand beside the mark. [X20] and the like are places where we differ on purpose; see DETAILS.md.
 
     python ppo_rlhf/tldr_sft.py --preset tales                            # no network, two minutes
-    python ppo_rlhf/tldr_sft.py                                           # Pythia 1B, one GPU
-    accelerate launch --num_processes 8 ppo_rlhf/tldr_sft.py --base_model EleutherAI/pythia-2.8b-deduped --track
+    python ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU
+    accelerate launch --num_processes 8 ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8 --track
     python ppo_rlhf/tldr_sft.py --resume runs/<run>                       # go on after an interruption
 """
 
@@ -88,7 +88,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products; the paper's choice"""
     resume: str = ""
     """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     save_interval: int = 200
@@ -195,7 +195,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
+    # [D13] Padding is never embedded: token 0 is looked up in its place, and no real token attends to it.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -237,7 +237,8 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
         """Log-probs (batch, length - 1) of tokens (batch, length), without the first; 0 where there is no token."""
         # [T15] vwxyzjn/summarize_from_feedback_details sft.py#L205-L212 @ee77a9a
-        # [T16] vwxyzjn/summarize_from_feedback_details ppo.py#L358-L368, reward.py#L223-L233 @ee77a9a
+        # [T16] Positions are always given. The original gives none, which is right for rotary ones only.
+        #       vwxyzjn/summarize_from_feedback_details ppo.py#L358-L368, reward.py#L223-L233 @ee77a9a
         hidden_states = read_tokens(self.lm_backbone, tokens, pad_id, slice(0, -1))  # (batch, length - 1, width)
         logits = scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
         # [T21] Every token but the first is predicted, those of the query and the end-of-text token too.
@@ -368,6 +369,14 @@ def truncate_at(responses: torch.Tensor, stop_id: int | None, after: int, pad_id
     return responses.masked_fill(stops_before > 0, pad_id)
 
 
+def has_stop(responses: torch.Tensor, stop_id: int | None, after: int) -> torch.Tensor:
+    """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
+    # [D50] openai/lm-human-preferences lm_human_preferences/lm_tasks.py#L58-L65 @cbfd210
+    if stop_id is None:
+        return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
+    return (responses[:, after:] == stop_id).any(1)
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # Update
 # ----------------------------------------------------------------------------------------------------------------
@@ -383,7 +392,8 @@ def sft_update(
 ) -> dict[str, torch.Tensor]:
     """One optimiser step on texts (local_batch, length); rows that are all padding count as nothing.
 
-    Returns the loss and the number of predicted tokens of the whole batch, over all processes, and the gradient norm.
+    Returns numbers, 0-d, whose mean over processes is the loss and the number of predicted tokens of the whole batch,
+    and the gradient norm.
     """
     # [T22] [X21] The loss is the mean over all tokens of the batch, so that a token of a long text counts as much as
     #       one of a short text, however the batch is split.
@@ -392,7 +402,7 @@ def sft_update(
     processes = accelerator.num_processes if accelerator else 1
     count = accelerator.reduce(count, "sum") if accelerator else count
     total = torch.zeros((), device=tokens.device)
-    # [T47] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
+    # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
     for micro_tokens in tokens.split(micro_batch):
         logprobs = model(trim_padding(micro_tokens, pad_id=pad_id), pad_id)
@@ -431,16 +441,16 @@ def summarise_held_out(
         queries, references = posts.queries[inds].to(device), posts.references[inds].to(device)
         contexts, texts = (trim_padding(*tokens, pad_id=ids.pad) for tokens in ((queries,), (queries, references)))
         responses, _, _ = generate(
-            model.lm_backbone, contexts, noise[inds].to(device), ids.pad, ids.pad, task.eval_temperature
+            model.lm_backbone, contexts, noise[inds].to(device), ids.pad, ids.vocab_size, task.eval_temperature
         )
         return (
-            truncate_at(responses, ids.eos, 0, ids.pad),
+            truncate_at(responses, ids.stop, 0, ids.pad),
             model(texts, ids.pad).sum(1),
             next_token_mask(texts, ids.pad).sum(1),
         )
 
     responses, logprobs, counts = map_rows(of_rows, len(posts), args.local_rollout_batch_size, accelerator)
-    finished = (responses == ids.eos).any(1)  # (posts,)
+    finished = has_stop(responses, ids.stop, 0)  # (posts,)
     rows = evaluation_rows(tokenizer, ids.pad, posts.queries, responses, posts.references)
     scores = rouge([row["response"] for row in rows], [row["reference"] for row in rows])
     # [T24] vwxyzjn/summarize_from_feedback_details sft.py#L407-L425 @ee77a9a
@@ -480,12 +490,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     posts = read_posts(args.task, tokenizer, "train", args.num_train)
     held_out = {split: read_posts(args.task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
     sizes = sft_sizes(args, len(posts), accelerator.num_processes)
+    rouge(["a"], ["a"])  # a missing package is said now, not after the training
     # [T17] Without dropout.
     #       vwxyzjn/summarize_from_feedback_details sft.py#L153-L157 @ee77a9a
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     length = args.task.query_length + args.task.response_length
     check_model(lm_backbone, args.base_model, length, ids.pad, read_tokens)
-    model = LanguageModel(lm_backbone, ids.pad)
+    model = LanguageModel(lm_backbone, ids.vocab_size)
     model.forward = autocast()(model.forward)
     shard(model, lm_backbone._no_split_modules or (), accelerator)
     optimizer = torch.optim.AdamW(

@@ -18,8 +18,8 @@ did, and nothing else:
 3. `gold_scores`: what a good summary is, as a formula. One point for each fact of the post that it mentions; less one
    for each statement that the post does not make; less a tenth for each word.
 4. `write_comparisons`: a simulated annotator reads two summaries of different quality and prefers the one with the
-   higher gold score, with noise: P(first) = sigmoid((gold_1 - gold_2) / annotator_temperature). Nobody can predict
-   more than the mean of the larger of the two probabilities: the ceiling.
+   higher gold score, with noise: P(first) = sigmoid((gold_1 - gold_2) / annotator_temperature). No judge can
+   be expected to agree with it more often than the mean of max(P, 1 - P): the ceiling.
 5. `train_language_model`: a small GPT-NeoX, the architecture of Pythia, learns to write such threads from scratch:
    posts with replies that quote them. It has never seen a `TL;DR:`, nor the end-of-text token; SFT teaches both.
 
@@ -100,6 +100,10 @@ class PostsArgs:
     """loss, nats per token, at which it has learned that, and these steps end; no model gets below 0.86"""
     lm_thread_steps: int = 350
     """further steps, on whole threads"""
+    lm_quotes: int = 8_000
+    """texts that only repeat facts"""
+    lm_threads: int = 16_000
+    """threads"""
     lm_batch_size: int = 32
     """texts per step"""
     lm_lr: float = 2e-3
@@ -137,7 +141,7 @@ FACT = re.compile(rf"\b({'|'.join(NAMES.split())}) ({'|'.join(DEEDS)}) ({'|'.joi
 
 
 def fill(rng: random.Random, template: str) -> str:
-    """A template with a word in each slot; {fact} stays."""
+    """A template with a word in each slot, from tales.py's SLOTS; {fact} stays."""
     return re.sub(r"{(?!fact)(\w+)}", lambda slot: rng.choice(rng.choice(SLOTS[slot[1]])), template)
 
 
@@ -336,7 +340,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
-    """Write posts and comparisons; returns the ceiling of accuracy and the mean gold score of the references."""
+    """Write posts and comparisons; returns the ceiling of the validation split, and the references' mean gold."""
     golds: list[float] = []
     for split in ("train", "validation", "test"):
         rng = random.Random(f"{args.seed} posts {split}")
@@ -363,8 +367,8 @@ def build_world(folder: Path, args: PostsArgs) -> None:
         print(f"tldr tales: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
         facts = write_texts(building, args)
         rng = random.Random(f"{args.seed} threads")
-        quotes = [write_quotes(rng, args) for _ in range(8_000)]
-        threads = [write_thread(rng, args) for _ in range(16_000)]
+        quotes = [write_quotes(rng, args) for _ in range(args.lm_quotes)]
+        threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
         tokenizer = train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
         print("tldr tales: training a GPT-NeoX", flush=True)
         model, loss = train_language_model(quotes, threads, tokenizer, args, device)
@@ -390,13 +394,15 @@ def find_world(args: PostsArgs | None = None) -> Path:
     """
     args = args or PostsArgs()
     check_values(args)
-    at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
+    sizes = {name for name, value in dataclasses.asdict(args).items() if type(value) is int} - {"seed", "asides"}
+    at_least(1, "", args, *sorted(sizes))
+    at_least(0, "", args, "asides")
     above_zero("", args, "lm_lr", "lm_quote_loss", "annotator_temperature")
     at_least(3, "", args, "facts")
     if args.facts >= len(NAMES.split()):
         raise InputError(f"facts is {args.facts}; it must be below {len(NAMES.split())}, the number of names")
-    if args.width % args.heads:
-        raise InputError(f"heads {args.heads} does not divide width {args.width}")
+    if args.width % (2 * args.heads):
+        raise InputError(f"heads {args.heads} does not divide width {args.width} into even parts")
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
     key = json.dumps(
         [dataclasses.asdict(args), SLOTS, NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]

@@ -297,7 +297,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
+    # [D13] Padding is never embedded: token 0 is looked up in its place, and no real token attends to it.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -399,7 +399,7 @@ class RewardModel(nn.Module):
         self.reward_head = nn.Linear(width, 1)
         nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
         nn.init.zeros_(self.reward_head.bias)
-        # [D31] [D32] Gain and bias are ordinary trainable parameters.
+        # [D31] [D32] Gain and bias are trainable parameters. Chapter 2 fixes them.
         #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
@@ -886,13 +886,13 @@ def load_policy_and_reference(
 
 
 def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
-    """The reward model that train_reward.py saved in models/<run>/reward, bit for bit."""
+    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
     # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
     head_file = folder / "reward_head.safetensors"
     if not folder.is_dir():
         raise InputError(f"reward model {folder}: no such folder")
     if not head_file.is_file():
-        raise InputError(f"{folder} is not a reward model of train_reward.py: it has no {head_file.name}")
+        raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
     reward_model = RewardModel(load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)).to(dtype)
     try:
         head = load_file(head_file)

@@ -211,7 +211,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int,
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is masked and never embedded: it is looked up as token 0, and no real token attends to it.
+    # [D13] Padding is never embedded: token 0 is looked up in its place, and no real token attends to it.
     #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -259,7 +259,7 @@ class RewardModel(nn.Module):
         self.reward_head = nn.Linear(width, 1)
         nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
         nn.init.zeros_(self.reward_head.bias)
-        # [D31] [D32] Gain and bias are ordinary trainable parameters.
+        # [D31] [D32] Gain and bias are trainable parameters. Chapter 2 fixes them.
         #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))

@@ -30,6 +30,8 @@ TINY_POSTS = tldr_tales.PostsArgs(
     heads=2,
     lm_quote_steps=5,
     lm_thread_steps=5,
+    lm_quotes=200,
+    lm_threads=1_000,
     lm_batch_size=4,
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ablations
 import compare
+import interop
 import overoptimisation
 import pandas as pd
 import pytest
@@ -17,7 +18,18 @@ import scipy.stats
 import speed
 
 import benchmark
-from ppo_rlhf import sample, tales, train_both, train_policy, train_reward
+from ppo_rlhf import (
+    judge,
+    sample,
+    tales,
+    tldr_all,
+    tldr_policy,
+    tldr_reward,
+    tldr_sft,
+    train_both,
+    train_policy,
+    train_reward,
+)
 from ppo_rlhf.run import flatten
 
 ROOT = Path(__file__).parent.parent
@@ -207,8 +219,11 @@ def test_every_metric_of_the_demo_is_explained():
 
 
 def test_flags_exist():
-    scripts = {"train_both": train_both, "train_policy": train_policy, "train_reward": train_reward, "sample": sample}
-    flags = {name: flags_of(module) for name, module in scripts.items()}
+    chapter1, chapter2 = (
+        (train_both, train_policy, train_reward, sample),
+        (tldr_all, tldr_sft, tldr_reward, tldr_policy),
+    )
+    flags = {module.__name__.split(".")[1]: flags_of(module) for module in (*chapter1, *chapter2, judge)}
     everything = set().union(*flags.values())
     commands = re.findall(r"ppo_rlhf/(\w+)\.py((?: +--?[\w.]+(?:[ =][^\s`-]\S*)?)*)", README)
     assert len(commands) > 6
@@ -222,7 +237,8 @@ def test_flags_exist():
 
 
 def test_flags_of_the_benchmark_exist():
-    scripts = {script.__name__: script for script in (ablations, benchmark, compare, overoptimisation, replay, speed)}
+    scripts = (ablations, benchmark, compare, interop, overoptimisation, replay, speed)
+    scripts = {script.__name__: script for script in scripts}
     commands = re.findall(r"benchmark/(\w+)\.py((?:[^`\n]|\\\n)*)", README + BENCHMARK)
     assert {script for script, _ in commands} == set(scripts)
     for script, words in commands:
@@ -233,6 +249,6 @@ def test_flags_of_the_benchmark_exist():
 
 
 def flags_of(module) -> set[str]:
-    if module is sample:
-        return {field.name for field in dataclasses.fields(sample.Args)}
+    if module in (sample, judge):
+        return set(flatten(dataclasses.asdict(module.Args("x"))))
     return set(flatten(dataclasses.asdict(module.PRESETS["tales"])))

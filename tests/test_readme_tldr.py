@@ -52,7 +52,7 @@ def test_gold_scores_lengths_and_ends():
         100,
         *(
             100 * META[run]["results"][key]
-            for run, key in (("sft", "validation/sft/eos_rate"), ("policy", "eval/eos_rate"))
+            for run, key in (("sft", "validation/sft/eos_rate"), ("policy", "validation/eos_rate"))
         ),
     ]
     assert numbers("summaries that end |") == pytest.approx(ends, abs=0.051)

@@ -403,22 +403,28 @@ def test_an_unknown_source_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "name", "configuration"),
+    ("field", "name", "files", "revision"),
     [
-        ("posts", "vwxyzjn/summarize_from_feedback_tldr_3_filtered", None),
-        ("comparisons", "openai/summarize_from_feedback", "comparisons"),
+        ("posts", "vwxyzjn/summarize_from_feedback_tldr_3_filtered", None, None),
+        (
+            "comparisons",
+            "openai/summarize_from_feedback",
+            {"validation": "comparisons/validation/*.parquet"},
+            "refs/convert/parquet",
+        ),
     ],
 )
-def test_the_hub_is_asked_for_the_published_data(monkeypatch, field, name, configuration):
+def test_the_hub_is_asked_for_the_published_data(monkeypatch, field, name, files, revision):
+    """The parquet branch has no configurations, so its files are named."""
     asked = []
 
     def load_dataset(*arguments, **named):
-        asked.append((arguments, named["split"]))
+        asked.append((arguments, named))
         return [POST]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(tldr_data.load_rows("tldr", field, "validation")) == [POST]
-    assert asked == [((name, configuration), "validation")]
+    assert asked == [((name,), {"data_files": files, "revision": revision, "split": "validation"})]
 
 
 def test_without_a_network_the_hub_is_an_error():

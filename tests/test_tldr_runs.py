@@ -27,7 +27,7 @@ SFT = "--batch_size 20 --epochs 2 --lr 0.03 --save_interval 2 --eval_posts 0"
 REWARD = "--batch_size 20 --lr 0.01 --save_interval 2 --normalize_posts 0"
 POLICY = (
     "--ppo.total_episodes 80 --ppo.batch_size 20 --ppo.nminibatches 2 --ppo.noptepochs 2 --ppo.lr 1e-3 "
-    "--save_interval 2 --eval_interval 4 --eval_prompts 8 --eval_posts 0 --log_interval 1 "
+    "--save_interval 2 --eval_interval 3 --eval_prompts 8 --eval_posts 0 --log_interval 1 "
     "--rewards.adaptive_kl.target 0.05 --rewards.adaptive_kl.horizon 200"
 )
 LORA = f"{POLICY} --lora.rank 2 --lora.target_modules all-linear --ppo.lr 0.1"
@@ -295,7 +295,7 @@ def test_references_have_a_mean_score_of_0(reward, policy, tiny_posts):
     rows = policy.rows()
     assert [row["reference_scores"] for row in rows] == pytest.approx(scores.tolist(), rel=1e-5, abs=1e-6)
     mean = sum(row["scores"] for row in rows) / len(rows)
-    assert policy.meta["results"]["eval/scores"] == pytest.approx(mean)
+    assert policy.meta["results"]["validation/scores"] == pytest.approx(mean)
 
 
 def test_accuracies_are_those_of_the_table(reward, tiny_posts):
@@ -757,6 +757,15 @@ def edit_line(path: str, number: int, text: str) -> Damage:
     return damage
 
 
+def long_summary(folder: Path) -> None:
+    """One of a pair has more than 200 tokens."""
+    file = folder / "world/comparisons_train.jsonl"
+    lines = file.read_text().splitlines()
+    row = json.loads(lines[5])
+    row["summaries"][1]["text"] = " Mara robbed sailors." * 55
+    file.write_text("\n".join([*lines[:5], json.dumps(row), *lines[6:]]))
+
+
 def remove(path: str) -> Damage:
     return lambda folder: (folder / path).unlink()
 
@@ -820,7 +829,9 @@ BAD_INPUT = {
     "references that are all too long": bad_sft("--task.response_length 3", "response_length 3", "48 are longer"),
     "queries that cannot fit": bad_policy("--task.query_length 5", "query_length 5"),
     "longer than the model reads": bad_sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
-    "comparisons longer than the model reads": bad_reward("--task.comparison_length 300", "256 tokens"),
+    "comparisons longer than the model reads": bad_reward(
+        "--task.comparison_length 300", "256 tokens", "--base_model sft", damage=long_summary
+    ),
     # models
     "sft: no such model": bad_sft("--base_model nowhere", "--base_model nowhere"),
     "all: no such model": bad_all("--base_model nowhere", "--base_model nowhere"),
@@ -913,7 +924,11 @@ def test_what_does_not_divide_by_the_processes_is_said_once(row, offer, good_fil
 
 def test_the_same_files_undamaged_run_to_the_end(good_files, tmp_path):
     folder = shutil.copytree(good_files, tmp_path / "here")
-    for row in (bad_sft(""), bad_reward("--normalize_posts 4"), bad_policy("--ppo.noptepochs 1 --eval_posts 4")):
+    for row in (
+        bad_sft(""),
+        bad_reward("--normalize_posts 4 --task.comparison_length 300"),
+        bad_policy("--ppo.noptepochs 1 --eval_posts 4"),
+    ):
         result = launch(row.script, *row.arguments.split(), folder=folder)
         assert result.status == 0, result.stderr
         assert "error" not in result.stderr and "Traceback" not in result.stderr

@@ -944,7 +944,7 @@ def test_the_critic_starts_as_the_reward_model(saved_models: Path, tiny_models, 
 
 def write_posts(folder: Path, count: int = 20) -> None:
     """Posts of different lengths, in letters that the tiny tokenizer knows."""
-    for split in ("train", "validation"):
+    for split in ("train", "validation", "test"):
         rows = [
             {
                 "id": str(i),
