@@ -79,6 +79,22 @@ def test_win_rates():
     assert numbers("win rate of PPO against it") == pytest.approx(expected, abs=0.051)
 
 
+def test_win_rates_at_equal_length():
+    """judge.length_controlled_win_rate has tests of its own."""
+    after_sft = {row["query"]: row for row in SFT}
+    sides = [[(row["reference"], row["reference_tokens"]) for row in PPO]]
+    sides.append([(after_sft[row["query"]]["response"], after_sft[row["query"]]["tokens"]) for row in PPO])
+    queries, shown = [row["query"] for row in PPO], []
+    ours = gold_scores(queries, [row["response"] for row in PPO])
+    for others in sides:
+        theirs = gold_scores(queries, [text for text, _ in others])
+        results = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
+        differences = [row["tokens"] - tokens for row, (_, tokens) in zip(PPO, others, strict=True)]
+        rate, low, high = (100 * value for value in judge.length_controlled_win_rate(results, differences))
+        shown.append(f"{rate:.1f} % [{low:.1f}, {high:.1f}] against")
+    assert f"{shown[0]} the references, {shown[1]} SFT" in " ".join(README.split())
+
+
 def test_reward_model():
     results, text = META["reward"]["results"], " ".join(README.split())
     accuracy, ceiling = results["eval/rm/validation/accuracy"], results["ceiling"]
@@ -90,7 +106,7 @@ def test_three_posts():
     for row in PPO[:3]:
         after_sft = {r["query"]: r["response"] for r in SFT}[row["query"]]
         post = row["query"].partition("POST: ")[2].removesuffix("\n\nTL;DR:").replace("\n", " ")
-        cells = [post, *(text.strip() for text in (row["reference"], after_sft, row["response"]))]
+        cells = [post, *(text.strip().replace("\n", "⏎") for text in (row["reference"], after_sft, row["response"]))]
         assert f"| {' | '.join(cells)} |" in README
 
 
