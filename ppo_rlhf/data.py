@@ -684,6 +684,8 @@ def load_pretrained(
                 trust_remote_code=trust_remote_code,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                # The library would load adapters that lie beside the weights. They are looked for where none can be.
+                adapter_kwargs={"subfolder": "config.json"},
             )
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
