@@ -1,9 +1,9 @@
 """Compare the summaries of two models pairwise, and report how often the first one wins.
 
-# a language model decides, behind any OpenAI-compatible endpoint; the other side is the reference of each post
-python ppo_rlhf/judge.py --candidate runs/<run> --endpoint.url http://localhost:8000/v1 --endpoint.model <name>
-# a known gold score decides; the other side is another run
-python ppo_rlhf/judge.py --candidate runs/<run> --baseline runs/<sft run> --gold ppo_rlhf.tldr_tales:gold_scores
+    # a language model decides, behind any OpenAI-compatible endpoint; the other side is the reference of each post
+    python ppo_rlhf/judge.py --candidate runs/<run> --endpoint.url http://localhost:8000/v1 --endpoint.model <name>
+    # a known gold score decides; the other side is another run
+    python ppo_rlhf/judge.py --candidate runs/<run> --baseline runs/<sft run> --gold ppo_rlhf.tldr_tales:gold_scores
 
 The rows are JSON lines with "query" (a post that ends in `TL;DR:`), "response" and "reference", and where they are
 known "tokens" and "reference_tokens", the lengths of the two. A run leaves them in its folder as evaluation.jsonl.
@@ -29,20 +29,19 @@ import http.client
 import json
 import math
 import os
+import queue
 import random
 import re
 import statistics
 import threading
 import time
 import traceback
-import urllib.error
 import urllib.request
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -72,7 +71,9 @@ EXAMPLES = 2  # printed wins, losses and ties
 RETRIED = {408, 409, 429}  # statuses that may pass, like all from 500 on
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds between two tries; the first doubles each time
 LONGEST_RETRY_AFTER = 600.0  # seconds that a server may ask for
+LONGEST_REPLY = 2**22  # bytes, which is about a million tokens
 FAILURES_IN_A_ROW = 20  # questions after which an endpoint is given up
+LAST_WAIT = 1.0  # seconds for the answers that are under way at the end
 GO_ON = "the same command goes on where this one stopped"
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -92,10 +93,12 @@ class EndpointArgs:
     """sampling temperature of the judge; None: not sent, for models that take none"""
     max_tokens: int = 512
     """the longest reply, in tokens; 0: not sent, for models that take no such limit"""
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """what the API calls that limit; OpenAI's newer models take max_completion_tokens only"""
     concurrency: int = 8
     """requests under way at a time"""
     timeout: float = 60.0
-    """seconds that the server may stay silent"""
+    """seconds for a reply, from the first contact to its last byte"""
     retries: int = 6
     """tries after the first, for a request that fails in a way that may pass"""
     replies: int = 3
@@ -325,14 +328,20 @@ Preferred: B
 Preferred: TIE"""
 REMINDER = "Your reply did not end as asked. Reply with one line: Preferred: A, Preferred: B or Preferred: TIE"
 MARKS = r"[\s*_`]*"  # blanks, and the marks of bold text or code
-VERDICT = re.compile(rf"{MARKS}preferred{MARKS}:{MARKS}(a|b|tie){MARKS}\.?{MARKS}", re.IGNORECASE)
+VERDICT = re.compile(rf"{MARKS}preferred{MARKS}:{MARKS}(a|b|tie){MARKS}(?:\.{MARKS})?")  # of a line in small letters
 POINTS = {"A": 1.0, "tie": 0.5, "B": 0.0}  # of the summary that is shown first
+TAG = re.compile(r"<(?=[\s/]*(post|summary_[ab])\b)", re.IGNORECASE)  # where one of the question's tags begins
 
 
 def question(post: str, first: str, second: str) -> str:
-    """What the judge reads. post: a query, which ends in `TL;DR:`."""
+    """What the judge reads. post: a query, which ends in `TL;DR:`.
+
+    A text that holds one of the tags could end its own block, and write what the judge takes for the other summary;
+    so the tag is written as &lt;...>.
+    """
     # [T55] vwxyzjn/summarize_from_feedback_details eval/oai2.py#L44-L62 @ee77a9a
-    return QUESTION.format(post=post.strip().removesuffix("TL;DR:").strip(), first=first, second=second)
+    texts = {"post": post.strip().removesuffix("TL;DR:").strip(), "first": first, "second": second}
+    return QUESTION.format(**{name: TAG.sub("&lt;", text) for name, text in texts.items()})
 
 
 def parse_verdict(text: str) -> str | None:
@@ -343,8 +352,8 @@ def parse_verdict(text: str) -> str | None:
     # [T57] [X28] Nothing is guessed.
     #       vwxyzjn/summarize_from_feedback_details eval/oai2.py#L91-L98, eval/oai2.py#L130-L140 @ee77a9a
     lines = [line for line in text.split("\n") if line.strip()]
-    match = VERDICT.fullmatch(lines[-1]) if lines else None
-    return {"a": "A", "b": "B", "tie": "tie"}[match[1].lower()] if match else None
+    match = VERDICT.fullmatch(lines[-1].lower()) if lines else None
+    return {"a": "A", "b": "B", "tie": "tie"}[match[1]] if match else None
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -370,17 +379,22 @@ class NoAnswer(Exception):
     """A request failed in all its tries. The message is the last reason."""
 
 
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key goes to the address that was given and to no other."""
+class EveryStatus(urllib.request.HTTPErrorProcessor):
+    """Every reply is a response, also an error. No redirect is followed: the key goes to no other address."""
 
-    def redirect_request(self, *request: Any) -> None:
-        return None
+    def http_response(self, request: urllib.request.Request, response: http.client.HTTPResponse) -> Any:
+        return response
+
+    https_response = http_response
 
 
-def body_of(error: urllib.error.HTTPError) -> bytes:
+def body_of(response: http.client.HTTPResponse) -> bytes:
+    """The body, but for what is beyond the longest; of an error's, nothing if the connection ends too early."""
     try:
-        return error.read()
-    except (OSError, http.client.HTTPException):  # the connection ended
+        return response.read(LONGEST_REPLY + 1)
+    except (OSError, http.client.HTTPException):
+        if response.status < 300:
+            raise
         return b""
 
 
@@ -430,14 +444,14 @@ class Endpoint:
         self.cache = cache
         self.known = self.read_cache()
         self.writing, self.stopping = threading.Lock(), threading.Event()
-        self.opener = urllib.request.build_opener(NoRedirects)
+        self.opener = urllib.request.build_opener(EveryStatus)
         self.api_key = read_api_key(args.api_key_variable)
 
     def payload(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         sent = {"model": self.args.model, "messages": messages}
         if self.args.temperature is not None:
             sent["temperature"] = self.args.temperature
-        return sent | ({"max_tokens": self.args.max_tokens} if self.args.max_tokens else {})
+        return sent | ({self.args.max_tokens_name: self.args.max_tokens} if self.args.max_tokens else {})
 
     def key_of(self, text: str) -> str:
         """The name of a question in the cache: a hash of all that its answer depends on."""
@@ -471,10 +485,34 @@ class Endpoint:
         """A server may repeat the key. One below eight characters is a placeholder, and no secret."""
         return text.replace(self.api_key, "***") if len(self.api_key) >= 8 else text
 
-    def send(self, request: urllib.request.Request) -> dict[str, Any]:
-        """The server's answer. Raises ValueError if it is not one, and whatever urllib raises."""
-        with self.opener.open(request, timeout=self.args.timeout) as response:
-            said = response.read()
+    def exchange(self, request: urllib.request.Request) -> tuple[int, str | None, bytes]:
+        """Status, header Retry-After and body of the server's reply. Raises whatever urllib raises.
+
+        urllib limits every silence, not the reply, and a server may go on sending for ever. So a thread of its own
+        waits for the reply, and is left to itself when the time is over.
+        """
+        outcome = queue.SimpleQueue()
+
+        def receive() -> None:
+            try:
+                with self.opener.open(request, timeout=self.args.timeout) as response:
+                    outcome.put((response.status, response.headers["Retry-After"], body_of(response)))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                outcome.put(error)
+
+        threading.Thread(target=receive, daemon=True).start()
+        try:
+            received = outcome.get(timeout=self.args.timeout)
+        except queue.Empty as error:
+            raise TimeoutError(f"no whole reply within {self.args.timeout:g} seconds") from error
+        if isinstance(received, Exception):
+            raise received
+        return received
+
+    def read_answer(self, said: bytes) -> dict[str, Any]:
+        """The body of a reply. Raises ValueError if it is no answer."""
+        if len(said) > LONGEST_REPLY:
+            raise ValueError(f"an answer of more than {LONGEST_REPLY:,} bytes")
         try:
             body = json.loads(said)
             content = body["choices"][0]["message"].get("content")
@@ -497,14 +535,17 @@ class Endpoint:
         for attempt in range(self.args.retries + 1):
             wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT) * random.uniform(0.5, 1.0)
             try:
-                return self.send(request)
-            except urllib.error.HTTPError as error:
-                reason = f"status {error.code}: {self.without_key(error_text(body_of(error)))[:300]}"
-                if error.code not in RETRIED and error.code < 500:
-                    raise InputError(f"--endpoint.url {self.args.url} answers with {reason}") from error
-                wait = max(wait, seconds_to_wait(error.headers["Retry-After"]))
+                status, retry_after, said = self.exchange(request)
+                answer = self.read_answer(said) if 200 <= status < 300 else None
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reason = str(error) or type(error).__name__
+            else:
+                if answer:
+                    return answer
+                reason = f"status {status}: {self.without_key(error_text(said))[:300]}"
+                if status not in RETRIED and status < 500:
+                    raise InputError(f"--endpoint.url {self.args.url} answers with {reason}")
+                wait = max(wait, seconds_to_wait(retry_after))
             if attempt < self.args.retries and self.stopping.wait(wait):
                 break
         raise NoAnswer(reason)
@@ -532,30 +573,47 @@ class Endpoint:
     def answers(self, questions: Sequence[str]) -> dict[str, Answer]:
         """Question -> answer. What the cache does not hold is asked, `concurrency` questions at a time.
 
-        However this ends, answers that are under way are waited for, and kept.
+        However this ends, answers that are under way are waited for, but not long, and kept. The threads are daemons,
+        so that none can hold up the end.
         """
         keys = {text: self.key_of(text) for text in questions}
         found = {text: self.known[key] for text, key in keys.items() if key in self.known}
+        asked = [text for text in keys if text not in found]
+        waiting, outcomes, failed = queue.SimpleQueue(), queue.SimpleQueue(), 0
 
-        def work(text: str) -> Answer:
-            answer = self.ask(text)
-            self.remember(keys[text], answer)
-            return answer
+        def work() -> None:
+            for text in iter(waiting.get, None):
+                if self.stopping.is_set():
+                    break
+                try:
+                    answer = self.ask(text)
+                    self.remember(keys[text], answer)
+                except Exception as error:  # raised again below
+                    answer = error
+                outcomes.put((text, answer))
 
-        executor, failed = ThreadPoolExecutor(self.args.concurrency), 0
-        futures = {executor.submit(work, text): text for text in keys if text not in found}
+        threads = [threading.Thread(target=work, daemon=True) for _ in asked[: self.args.concurrency]]
+        for text in (*asked, *(None for _ in threads)):
+            waiting.put(text)
+        for thread in threads:
+            thread.start()
         try:
-            for done, future in enumerate(as_completed(futures), 1):
-                answer = found[futures[future]] = future.result()
+            for done in range(1, len(asked) + 1):
+                text, answer = outcomes.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                found[text] = answer
                 failed = failed + 1 if answer.verdict == "failed" else 0
                 if failed == FAILURES_IN_A_ROW:
                     what = f"{failed} questions in a row failed, the last with {answer.reply}"
                     raise InputError(f"--endpoint.url {self.args.url}: {what}; {GO_ON}")
-                if done % max(1, len(futures) // 10) == 0:
-                    print(f"{done} of {len(futures)} questions asked", flush=True)
+                if done % max(1, len(asked) // 10) == 0:
+                    print(f"{done} of {len(asked)} questions asked", flush=True)
         finally:
             self.stopping.set()
-            executor.shutdown(cancel_futures=True)
+            end = time.monotonic() + LAST_WAIT
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
         return found
 
 
@@ -570,7 +628,8 @@ Judgement = tuple[list[float | None], list[dict[str, Any]], dict[str, Any]]
 def gold_scores(name: str, function: Callable, queries: list[str], responses: list[str]) -> list[float]:
     """What the function says of the responses, one finite number each. Raises InputError if it does not."""
     try:
-        scores = [float(score) for score in function(queries, responses)]
+        # It gets copies, because it may empty what it is given.
+        scores = [float(score) for score in function([*queries], [*responses])]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename}:{frame.lineno}"
@@ -683,11 +742,12 @@ def statistics_of(pairs: Sequence[Pair], results: Sequence[float | None]) -> dic
 
 def print_report(report: dict[str, Any], rows: Sequence[dict[str, Any]], seed: int) -> None:
     """Two tables: the numbers, and a few wins, losses and ties that the seed chooses."""
-    numbers = [
-        {"number": name.replace("_", " "), "value": f"{value:.4f}" if isinstance(value, float) else str(value)}
+    shown = {
+        name.replace("_", " "): f"{value:.4f}" if isinstance(value, float) else str(value)
         for name, value in report.items()
         if name != "args" and value not in (None, "")
-    ]
+    }
+    numbers = [{"number": name, "value": one_line(value)} for name, value in shown.items()]
     print_table("Judgement", numbers, show_lines=False)
     examples = []
     for name, points in (("win", (0.75, 1.0)), ("loss", (0.0, 0.25)), ("tie", (0.5,))):
