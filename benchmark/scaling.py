@@ -22,15 +22,15 @@ in a backward pass; and 6 per logit in a forward, 10 in a backward pass, 16 to s
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import speed
 import torch
+import tyro
 from compare import markdown
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PretrainedConfig
 
@@ -48,6 +48,12 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = speed.SHAPES | {
         intermediate_size=16384,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Args:
+    what: tyro.conf.Positional[Literal["tables", "bandwidth"]] = "tables"
+    """write the tables of scaling.md, or measure the bandwidth of this machine's memory"""
 
 
 @dataclass(frozen=True)
@@ -234,8 +240,13 @@ def bandwidth() -> float:
     return 2 * source.numel() * source.itemsize / statistics.median(seconds[5:])
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["bandwidth"]:
+def main(args: Args) -> None:
+    if args.what == "bandwidth":
         print(f"{bandwidth() / 1e9:.3g} GB/s")
     else:
         write_page()
+        print(f"written: {PAGE}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -116,7 +116,7 @@ class Args:
     baseline: str = "reference"
     """the other side, with the same queries: a run's folder or a file; `reference`: the candidate's references"""
     n: int = 0
-    """judge the first n rows of the candidate; 0: all"""
+    """judge the first n rows of the candidate, of which the other side may have more; 0: all"""
     gold: str = ""
     """judge by a function package.module:name of (queries, responses), two lists of texts, to a list of scores"""
     endpoint: EndpointArgs = field(default_factory=EndpointArgs)
@@ -191,13 +191,15 @@ def read_rows(path: Path, flag: str, *texts: str) -> list[dict[str, Any]]:
     return [row for _, row in rows]
 
 
-def rows_of_the_other(rows: list[dict[str, Any]], others: list[dict[str, Any]], names: str) -> list[dict[str, Any]]:
+def rows_of_the_other(
+    rows: list[dict[str, Any]], others: list[dict[str, Any]], names: str, *, all_of_them: bool
+) -> list[dict[str, Any]]:
     """The row of `others` with the same query, for each row; of equal queries, the first goes with the first.
 
-    names: of the two files, for the message.
+    names: of the two files, for the message. all_of_them: raise InputError if others are left.
     """
     ours, theirs = (Counter(row["query"] for row in side) for side in (rows, others))
-    missing, extra = ours - theirs, theirs - ours
+    missing, extra = ours - theirs, theirs - ours if all_of_them else Counter()
     if missing or extra:
         raise InputError(
             f"{names}: {missing.total()} queries are only in the first and {extra.total()} only in the second, "
@@ -214,14 +216,14 @@ def read_pairs(args: Args) -> tuple[list[Pair], str]:
     # [T54] vwxyzjn/summarize_from_feedback_details eval/oai.py#L70-L100, eval/oai2.py#L80-L148 @ee77a9a
     file = file_of(args.candidate)
     if args.baseline == "reference":
-        rows = read_rows(file, "--candidate", "query", "response", "reference")
+        rows = read_rows(file, "--candidate", "query", "response", "reference")[: args.n or None]
         others = [{"response": row["reference"], "tokens": row.get("reference_tokens")} for row in rows]
     else:
-        rows = read_rows(file, "--candidate", "query", "response")
+        rows = read_rows(file, "--candidate", "query", "response")[: args.n or None]
         others = read_rows(file_of(args.baseline), "--baseline", "query", "response")
         names = f"--candidate {file} and --baseline {file_of(args.baseline)}"
-        others = rows_of_the_other(rows, others, names)
-    matched = list(zip(rows, others, strict=True))[: args.n or None]
+        others = rows_of_the_other(rows, others, names, all_of_them=not args.n)
+    matched = list(zip(rows, others, strict=True))
     in_tokens = all(row.get("tokens") is not None for match in matched for row in match)
     pairs = []
     for match in matched:

@@ -25,6 +25,7 @@ from ppo_rlhf.run import (
     flags_of,
     joint_args,
     make_accelerator,
+    one_line,
     parse_args,
     print_table,
     read_meta,
@@ -146,7 +147,7 @@ def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
     )
     rows, evaluation = sft_and_policy_rows(sft_run, policy_run), policy_run / "evaluation.jsonl"
     if gold := policy["args"]["rewards"]["monitor"]:
-        lines += compare_by_gold(gold, sft_run, policy_run)
+        lines += compare_by_gold(gold, sft_run, policy_run, len(rows))
     minutes = [meta["wall_time"] / 60 for meta in (sft, reward, policy)]
     lines += [
         f"It took {sum(minutes):.1f} minutes: SFT {minutes[0]:.1f}, reward model {minutes[1]:.1f}, "
@@ -164,32 +165,35 @@ def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
 
 
 def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]:
-    """The summaries of both stages of the same held-out posts, side by side."""
+    """The summaries of both stages of the same held-out posts, side by side.
+
+    Each stage has summarised the first posts of the split, as many as its eval_posts says.
+    """
     tables = [
         [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
         for run in (sft_run, policy_run)
     ]
-    after_sft = {row["query"]: row["response"] for row in tables[0]}
     return [
         {
-            "post": row["query"],
-            "reference": row["reference"],
-            "SFT": after_sft.get(row["query"], ""),
-            "PPO": row["response"],
+            "post": one_line(policy["query"]),
+            "reference": one_line(policy["reference"]),
+            "SFT": one_line(sft["response"]),
+            "PPO": one_line(policy["response"]),
         }
-        for row in tables[1]
+        for sft, policy in zip(*tables, strict=False)
     ]
 
 
-def compare_by_gold(function: str, sft_run: Path, policy_run: Path) -> list[str]:
-    """Mean gold scores of reference, SFT and PPO, and win rates of PPO, as sentences."""
+def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) -> list[str]:
+    """Mean gold scores of reference, SFT and PPO on the first posts, and win rates of PPO, as sentences."""
     lines = []
     for baseline, name in (("reference", "the reference summaries"), (str(sft_run), "those after SFT")):
-        result = judge.judge(judge.Args(str(policy_run), baseline, gold=function), quiet=True)
+        result = judge.judge(judge.Args(str(policy_run), baseline, n=posts, gold=function), quiet=True)
         lines.append(
             f"Judged by {function.split(':')[-1]}, which PPO never saw, the policy's summaries win against {name} in "
-            f"{result['win_rate']:.1%} (95% interval {result['win_rate_low']:.1%} to {result['win_rate_high']:.1%}; "
-            f"ties count half): {result['candidate_score']:+.2f} against {result['baseline_score']:+.2f} "
+            f"{result['win_rate']:.1%} of {result['rows']:,} posts (95% interval {result['win_rate_low']:.1%} to "
+            f"{result['win_rate_high']:.1%}; ties count half): "
+            f"{result['candidate_score']:+.2f} against {result['baseline_score']:+.2f} "
             f"in the mean, at {result['candidate_length']:.1f} against {result['baseline_length']:.1f} tokens."
         )
     return lines

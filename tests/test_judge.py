@@ -1049,8 +1049,11 @@ def test_rows_are_matched_by_query_and_equal_queries_in_order():
     assert [line["baseline"] for line in results_of("out")] == ["a0 a0", "b0", "a1", "c0"]
     assert [line["result"] for line in results_of("out")] == [0.0, 1.0, 1.0, 0.5]
     assert report["baseline_file"] == "theirs/evaluation.jsonl"
-    assert judged(ours, theirs, n=2)["rows"] == 2
-    assert [line["baseline"] for line in results_of("out")] == ["a0 a0", "b0"]
+    for others in (theirs, theirs[1:3]):
+        assert judged(ours, others, n=2)["rows"] == 2
+        assert [line["baseline"] for line in results_of("out")] == ["a0 a0", "b0"]
+    with pytest.raises(InputError, match="1 queries are only in the first and 0 only in the second"):
+        judged(ours, theirs[1:3], n=3)
 
 
 def test_queries_that_do_not_match():

@@ -1,5 +1,6 @@
 """benchmark/scaling.py against numbers by hand, and its page against the committed results."""
 
+import runpy
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,17 @@ def test_memory_of_a_process_by_hand():
     assert process_memory(WORK) == 24 * 124_439_808
     assert process_memory(replace(WORK, processes=8)) == 32 * 124_439_808
     assert process_memory(replace(WORK, processes=8, sharded=True)) == (2 + 4 + 8) * 124_439_808
+
+
+@pytest.mark.parametrize("word, status", [("--help", 0), ("bandwith", 2), ("--bandwidth", 2)])
+def test_help_and_mistyped_words_write_nothing(monkeypatch, capsys, word, status):
+    written = scaling.PAGE.stat().st_mtime_ns
+    monkeypatch.setattr("sys.argv", ["scaling.py", word])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(scaling.__file__, run_name="__main__")
+    assert ended.value.code == status and scaling.PAGE.stat().st_mtime_ns == written
+    said = capsys.readouterr()
+    assert "{tables,bandwidth}" in said.out if word == "--help" else word in said.err
 
 
 def test_the_page_holds_what_the_script_writes():

@@ -19,6 +19,8 @@ from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from ppo_rlhf import tldr_all
+
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
 
@@ -629,26 +631,41 @@ def test_the_summary_says_what_happened(all_three, tiny_posts):
     assert "learning_curves.png" in said and "evaluation.jsonl" in said and "minutes" in said
 
 
-def test_win_rates_are_those_of_the_tables(all_three):
-    said = (all_three / "stdout").read_text()
-    tables = {
-        stage: [
+def check_win_rates(folder: Path, said: str, posts: int) -> None:
+    """Compare what was said of the policy with the gold scores of the first so many posts."""
+    sft, policy = (
+        [
             json.loads(line)
-            for line in (only(all_three, f"runs/tldr_{stage}__*[0-9]") / "evaluation.jsonl").read_text().splitlines()
-        ]
+            for line in (only(folder, f"runs/tldr_{stage}__*[0-9]") / "evaluation.jsonl").read_text().splitlines()
+        ][:posts]
         for stage in ("sft", "policy")
-    }
-    ours = [gold(row["query"], row["response"]) for row in tables["policy"]]
+    )
+    assert [row["query"] for row in sft] == [row["query"] for row in policy] and len(sft) == posts
+    ours = [gold(row["query"], row["response"]) for row in policy]
     others = {
-        "the reference summaries": [gold(row["query"], row["reference"]) for row in tables["policy"]],
-        "those after SFT": [gold(row["query"], row["response"]) for row in tables["sft"]],
+        "the reference summaries": [gold(row["query"], row["reference"]) for row in policy],
+        "those after SFT": [gold(row["query"], row["response"]) for row in sft],
     }
-    assert len(ours) == HELD_OUT
     assert max(others["the reference summaries"]) > 1
     for name, theirs in others.items():
         results = [(a > b - 1e-9) / 2 + (a > b + 1e-9) / 2 for a, b in zip(ours, theirs, strict=True)]
-        assert f"win against {name} in {sum(results) / HELD_OUT:.1%}" in said
-        assert f"{sum(ours) / HELD_OUT:+.2f} against {sum(theirs) / HELD_OUT:+.2f}" in said
+        assert f"win against {name} in {sum(results) / posts:.1%} of {posts} posts" in said
+        assert f"{sum(ours) / posts:+.2f} against {sum(theirs) / posts:+.2f}" in said
+
+
+def test_win_rates_are_those_of_the_tables(all_three):
+    check_win_rates(all_three, (all_three / "stdout").read_text(), HELD_OUT)
+
+
+@pytest.mark.parametrize("stage", ["sft", "policy"])
+def test_one_stage_that_summarised_fewer_posts(all_three, tmp_path, capsys, stage):
+    """As with --sft.eval_posts 5 or --policy.eval_posts 5: the posts that both have summarised are judged."""
+    shutil.copytree(all_three, tmp_path, dirs_exist_ok=True)
+    runs = {name: only(tmp_path, f"runs/tldr_{name}__*[0-9]") for name in ("sft", "reward", "policy")}
+    file = runs[stage] / "evaluation.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
+    tldr_all.report(*runs.values())
+    check_win_rates(tmp_path, capsys.readouterr().out, posts=5)
 
 
 def sentences(text: str) -> list[str]:
