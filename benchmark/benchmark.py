@@ -16,8 +16,8 @@ every seed is finished.
 
 Words of the command with a slash in them that name an existing file are made absolute. `{seed}` in a word becomes the
 seed; without any, `--seed <seed>` is appended. `python`, `accelerate` and `torchrun` are those of the environment of
-this file. Where several commands of more than one process run at once, let each find its port: `torchrun
---standalone`.
+this file. Where several commands of more than one process run at once, let each find its
+port: `torchrun --standalone`.
 """
 
 import contextlib

@@ -25,8 +25,10 @@ The verdict takes the difference of the two means at a few updates and divides i
 Inside is |z| <= 3. With ten seeds on either side that is a distance of 1.3 standard deviations over seeds. The means
 are averaged over a window and the deviations are not those of such averages but larger, so with ten seeds z is too
 small rather than too large, and a small difference may pass. With few seeds the deviations themselves are uncertain,
-and points fall outside by chance. A deviation that could not be read from a figure, or that of a single seed, is
-taken to be the other side's. The exit status is 0 if all are inside, 1 if not, 2 for bad input.
+and points fall outside by chance. A deviation that could not be read from a figure, that of a single seed, or one
+that is nothing but rounding, below a millionth of the mean, as of seeds that are nearly equal, is taken to be the
+other side's; where neither is known, a point is not judged. Means that agree to rounding, of seeds that do so too,
+are inside. The exit status is 0 if all are inside, 1 if not, 2 for bad input.
 """
 
 import glob
@@ -54,6 +56,8 @@ WINDOW = 100  # points per window, as openrlbenchmark has it
 POINTS = 100  # of a curve in curves.csv, at most
 CHECKPOINTS = (100, 250, 500, 1000, 1500)  # updates, and the last
 Z_LIMIT = 3.0
+ROUNDING = 1e-6  # of a mean; curves.csv keeps six digits
+LEAST = 1e-12  # what is smaller is rounding, whatever the mean
 BOOTSTRAP = 2000  # resamplings
 PUBLISHED_FIGURES = ("ours1.png", "lm-human-preference.png")  # the first shows deviations
 PUBLISHED_SEEDS = {"sentiment": 10, "descriptiveness": 10, "tldr": 1}
@@ -310,15 +314,19 @@ def value_at(curve: pd.DataFrame, column: str, update: int) -> float:
 def standardised(ours: dict[str, float], theirs: dict[str, float]) -> float:
     """The difference of two means divided by its standard error; nan if neither deviation is known.
 
-    Each side: mean, std, seeds, mean_error. An unknown deviation is taken to be the other's.
+    Each side: mean, std, seeds, mean_error. An unknown deviation, or one of rounding, is taken to be the other's.
     """
     difference = ours["mean"] - theirs["mean"]
-    known = [side["std"] for side in (ours, theirs) if not math.isnan(side["std"])]
+    stds = [side["std"] for side in (ours, theirs)]
+    rounding = max(LEAST, *(ROUNDING * abs(side["mean"]) for side in (ours, theirs)))
+    if all(value <= rounding for value in (abs(difference), *stds)):
+        return 0.0
+    known = [std for std in stds if std == 0.0 or std > rounding]
     if not known:
         return math.nan
     error = 0.0
     for side in (ours, theirs):
-        std = known[0] if math.isnan(side["std"]) else side["std"]
+        std = side["std"] if side["std"] in known else known[0]
         reading = 0.0 if math.isnan(side["mean_error"]) else side["mean_error"]
         error += std**2 / side["seeds"] + reading**2
     if error == 0.0:
@@ -392,7 +400,7 @@ def summary(verdict: pd.DataFrame) -> list[str]:
 
 
 def number(value: float) -> str:
-    return "?" if math.isnan(value) else f"{value:.3g}" if abs(value) > 1e-12 else "0"  # smaller is rounding
+    return "?" if math.isnan(value) else f"{value:.3g}" if abs(value) > LEAST else "0"
 
 
 def markdown(rows: Iterable[dict[str, str]]) -> str:

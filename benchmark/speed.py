@@ -21,8 +21,8 @@ attends to; a backward pass has twice that. An episode needs
     scoring       two more: the reference with logits at the response, the reward model without logits
     training      per epoch, forward and backward over query and response, logits at the response
 
-What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a GPU
-8192) rows in the precision of the run, measured at the end of each run of ours.
+What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a
+GPU 8192) rows in the precision of the run, measured at the end of each run of ours.
 """
 
 import json

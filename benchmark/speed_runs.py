@@ -248,6 +248,9 @@ def details(settings: Settings) -> Result:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        print(__doc__)
+        sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     kind, settings_file, result_file = sys.argv[1:]
     run = {"ours": ours, "trl": trl, "details": details}[kind]
     result = run(json.loads(Path(settings_file).read_text()))

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import random
 import re
 import shutil
@@ -363,12 +364,37 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
     return facts
 
 
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+def begin_building(folder: Path) -> Path:
+    """A new folder beside that of a world, to build it in; what killed processes have left of it is removed.
+
+    The name holds machine and process: several may build at once, and machines may share the cache.
+    """
+    machine = platform.node()
+    pattern = re.compile(rf"{re.escape(folder.name)}\.(?:{re.escape(machine)}\.)?(\d{{1,9}})\.tmp")
+    for path in folder.parent.glob("*.tmp"):
+        name = pattern.fullmatch(path.name)
+        if name and (int(name[1]) == os.getpid() or not is_running(int(name[1]))):
+            shutil.rmtree(path, ignore_errors=True)
+    building = folder.with_name(f"{folder.name}.{machine}.{os.getpid()}.tmp")
+    building.mkdir(parents=True)
+    return building
+
+
 def build_world(folder: Path, args: TalesArgs) -> None:
     """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
     started = time.time()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    building.mkdir(parents=True)
+    building = begin_building(folder)
     try:
         print(f"tales: writing {args.stories:,} stories", flush=True)
         rng = random.Random(args.seed)

@@ -18,8 +18,8 @@ starts as a copy of the reward model. Each update does eight things, and `train(
 
 Steps 6 and 7 stand in `tldr_ppo_update`. Read the mathematics and the update first, then `train()`. Marks like [T45]
 name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which
-reproduced OpenAI's; its file and line stand beside the mark. Marks like [D54] are details that chapter 1 has too.
-[X20] and the like are places where we differ on purpose; see DETAILS.md.
+reproduced OpenAI's; its file and line stand beside the mark. Marks like [D54] are details that chapter 1 has
+too. [X20] and the like are places where we differ on purpose; see DETAILS.md.
 
     python ppo_rlhf/tldr_all.py --preset tales                  # no network: all three stages, in minutes
     python ppo_rlhf/tldr_policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward

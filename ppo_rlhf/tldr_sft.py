@@ -1,8 +1,8 @@
 """Supervised fine-tuning: chapter 2, TL;DR summarisation, stage 1 of 3.
 
-A pretrained language model learns to summarise posts by imitating the summaries that people wrote (Stiennon et al.
-2020). It is ordinary language modelling on post and summary together; what makes it a stage of its own is that the
-model learns the form of the task, and that a summary ends with the end-of-text token:
+A pretrained language model learns to summarise posts by imitating the summaries that people wrote (Stiennon et
+al. 2020). It is ordinary language modelling on post and summary together; what makes it a stage of its own is that
+the model learns the form of the task, and that a summary ends with the end-of-text token:
 
     1. one pass over the posts in random order, AdamW, learning rate on a cosine to zero
     2. summarise held-out posts, at a temperature near zero, and compare with the reference summaries (ROUGE)

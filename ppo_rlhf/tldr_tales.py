@@ -55,7 +55,7 @@ from ppo_rlhf.run import (
     read_json,
     run_script,
 )
-from ppo_rlhf.tales import NAMES, NEUTRAL, PLEASANT, SLOTS, UNPLEASANT, train_tokenizer
+from ppo_rlhf.tales import NAMES, NEUTRAL, PLEASANT, SLOTS, UNPLEASANT, begin_building, train_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -361,8 +361,7 @@ def build_world(folder: Path, args: PostsArgs) -> None:
     """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
     started = time.time()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    building.mkdir(parents=True)
+    building = begin_building(folder)
     try:
         print(f"tldr tales: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
         facts = write_texts(building, args)

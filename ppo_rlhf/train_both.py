@@ -1,7 +1,7 @@
 """Train a reward model, then a policy against it: `train_reward.py` and `train_policy.py` in a row.
 
-Preset, seed, base model and task are given once. Every other argument of the two reaches them as --reward.* and
---policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
+Preset, seed, base model and task are given once. Every other argument of the two reaches them as --reward.*
+and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
 
     python ppo_rlhf/train_both.py --preset tales                                          # no network, one CPU
     torchrun --nproc_per_node 2 ppo_rlhf/train_both.py --preset tales                     # two processes on a CPU

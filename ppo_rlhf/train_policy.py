@@ -1,7 +1,7 @@
 """PPO against a reward model: chapter 1, Fine-tuning language models from human preferences (Ziegler et al. 2019).
 
-A language model (the policy) writes continuations of queries. A reward model, trained from human comparisons by
-`train_reward.py`, scores them. PPO raises the score, and a penalty on the KL divergence from the model that we
+A language model (the policy) writes continuations of queries. A reward model, trained from human comparisons
+by `train_reward.py`, scores them. PPO raises the score, and a penalty on the KL divergence from the model that we
 started from (the reference) keeps the text fluent. Each update does eight things, and `train()` below reads so:
 
     1. sample queries

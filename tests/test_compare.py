@@ -116,6 +116,36 @@ def test_standardised_difference_by_hand():
     assert compare.standardised(exact, exact | {"mean": 2.0}) == -np.inf
 
 
+def test_a_deviation_of_rounding_is_none():
+    ours = {"mean": 5.0, "std": 4e-16, "seeds": 2, "mean_error": 0.0}
+    theirs = {"mean": 4.0, "std": 1.0, "seeds": 8, "mean_error": 0.0}
+    assert compare.standardised(ours, theirs) == pytest.approx(1 / np.sqrt(1 / 2 + 1 / 8))
+    assert compare.standardised(theirs, ours) == pytest.approx(-1 / np.sqrt(1 / 2 + 1 / 8))
+    for std in (4e-16, 4e-7, np.nan):
+        assert np.isnan(compare.standardised(ours, theirs | {"std": std}))
+    assert compare.standardised(ours, theirs | {"mean": 5.000001, "std": 0.0}) == 0.0  # as far as curves.csv goes
+    small = {"std": 2e-5, "seeds": 2}  # but no rounding
+    assert compare.standardised(ours | small, theirs | small) == pytest.approx(1 / 2e-5)
+    nothing = ours | {"mean": 3e-18, "std": 1e-18}
+    assert compare.standardised(nothing, nothing | {"mean": 0.0}) == 0.0
+
+
+def test_seeds_that_are_nearly_equal_are_not_judged():
+    """Two seeds that differ in their last digit only, and two of another run; the constants of both agree."""
+    sides = []
+    for scale in (1.0, 1.1):
+        seeds = [line() * [scale * (1 + seed * 2e-16), 1 + seed * 2e-16] for seed in (0, 1)]
+        none = pd.DataFrame(columns=["task", "metric", "window"])
+        sides.append(compare.aggregate({"tales": seeds}, "us", ["objective/kl", "objective/scores"], none))
+    assert (sides[0]["std"] < 1e-14).all() and (sides[0]["std"] > 0).any()
+    verdict = compare.compare(*sides, ["objective/kl", "objective/scores"]).set_index("metric")["verdict"]
+    assert verdict.to_dict() == {"objective/kl": "not judged", "objective/scores": "inside"}
+    (said, _) = compare.summary(compare.compare(*sides, ["objective/kl", "objective/scores"]))
+    assert said.startswith(
+        "tales: 1 of 1 inside; the largest |z| is 0.0, objective/scores at update 20; 1 not judged"
+    )
+
+
 def test_smoothing_is_that_of_the_published_figures():
     """expt drew them, for openrlbenchmark: 10,000 points, 100 to a window."""
     random = np.random.default_rng(0)

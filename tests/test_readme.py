@@ -1,5 +1,6 @@
 """README.md keeps to what it speaks of: the numbers of static/demo, files that exist, flags that the scripts have."""
 
+import ast
 import csv
 import dataclasses
 import json
@@ -16,6 +17,7 @@ import pytest
 import replay
 import scipy.stats
 import speed
+import tyro
 
 import benchmark
 from ppo_rlhf import (
@@ -252,3 +254,29 @@ def flags_of(module) -> set[str]:
     if module in (sample, judge):
         return set(flatten(dataclasses.asdict(module.Args("x"))))
     return set(flatten(dataclasses.asdict(module.PRESETS["tales"])))
+
+
+@dataclasses.dataclass
+class Few:
+    """Arguments of a script without many."""
+
+    number: int = 1
+
+
+SCRIPTS = sorted([*ROOT.glob("ppo_rlhf/*.py"), *ROOT.glob("benchmark/*.py")])
+DESCRIBED = [path for path in SCRIPTS if re.search(r"(description=|argv, )__doc__", path.read_text())]
+
+
+@pytest.mark.parametrize("path", DESCRIBED, ids=[path.name for path in DESCRIBED])
+def test_help_shows_a_docstring_as_it_is_written(path, monkeypatch, capsys):
+    """Indented lines and lists keep their lines; prose is filled, but a line keeps its own if no letter begins it."""
+    described = ast.get_docstring(ast.parse(path.read_text()), clean=False)
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        tyro.cli(Few, args=["--help"], description=described)
+    shown = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+    for paragraph in described.split("\n\n"):
+        lines = [line for line in paragraph.splitlines() if line]
+        kept = all(re.match(r" |\d\. ", line) for line in lines)
+        assert set(lines if kept else [" ".join(lines)]) <= shown
+        assert kept or not re.search(r"(python|bash|launch|torchrun) .*(ppo_rlhf|benchmark)/", paragraph)

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import math
+import os
+import platform
 import random
 import re
 import shutil
+import subprocess
 from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf import tales, train_policy
+from ppo_rlhf import tales, tldr_tales, train_policy
 from ppo_rlhf.data import QueryStream, TaskArgs, read_labels, to_texts
 
 SENTENCES = 14
@@ -338,6 +341,30 @@ def test_a_failure_leaves_nothing_half_built(tmp_path, monkeypatch, tiny_world_a
     with pytest.raises(error):
         tales.find_world(dataclasses.replace(tiny_world_args, stories=40, lm_steps=1))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("world, stage", [(tales, "write_story"), (tldr_tales, "write_texts")])
+def test_what_killed_builds_have_left_is_removed(tmp_path, monkeypatch, world, stage):
+    """But not what belongs to a process that lives, to another machine or to another world."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here = platform.node()
+    left = [f"world.{gone.pid}.tmp", f"world.{here}.{gone.pid}.tmp", f"world.{here}.{os.getpid()}.tmp"]
+    others = [f"world.{os.getppid()}.tmp", f"world.{here}.{os.getppid()}.tmp", f"world.x{here}.{gone.pid}.tmp"]
+    others += ["world", f"world2.{gone.pid}.tmp", f"my-world.{gone.pid}.tmp", "world.tmp", f"world.{gone.pid}"]
+    for name in (*left, *others):
+        (tmp_path / name / "model").mkdir(parents=True)
+    found = []
+
+    def stop(*_):
+        found.extend(path.name for path in tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world, stage, stop)
+    with pytest.raises(KeyboardInterrupt):
+        world.build_world(tmp_path / "world", world.TalesArgs() if world is tales else world.PostsArgs())
+    assert len(found) == len(others) + 1  # what is being built
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
 
 
 def test_the_same_settings_give_the_same_world(tmp_path, monkeypatch, tiny_world, tiny_world_args):
