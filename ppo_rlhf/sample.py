@@ -1,9 +1,11 @@
 """Read what a trained policy writes, beside the model that it started from.
 
-python ppo_rlhf/sample.py --policy models/<run>/policy                     # queries of the task's held-out texts
-python ppo_rlhf/sample.py --policy models/<run>/policy --n 20 --out samples.jsonl
-python ppo_rlhf/sample.py --policy models/<run>/policy --prompt "Mara gladly helped the old miller."
-python ppo_rlhf/sample.py --policy models/<run>/policy --interactive       # type queries; an empty line ends
+Both continue the same queries with the same sampling noise, and the reward model scores what they write.
+
+    python ppo_rlhf/sample.py --policy models/<run>/policy                     # queries of the task's held-out texts
+    python ppo_rlhf/sample.py --policy models/<run>/policy --n 20 --out samples.jsonl
+    python ppo_rlhf/sample.py --policy models/<run>/policy --prompt "Mara gladly helped the old miller."
+    python ppo_rlhf/sample.py --policy models/<run>/policy --interactive       # type queries; an empty line ends
 """
 
 import dataclasses
