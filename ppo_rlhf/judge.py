@@ -785,7 +785,7 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
     write_json(folder / "judgement.json", report)
     if not quiet:
         print_report(report, rows, args.seed)
-        print(f"all numbers and rows: {folder}")
+        print(f"all numbers and rows: {one_line(str(folder))}")
     return report
 
 

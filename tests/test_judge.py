@@ -1098,6 +1098,14 @@ def test_a_file_or_a_folder_and_where_the_results_go():
     assert judge(Args("rows.jsonl", "rows.jsonl", gold=gold))["ties"] == 1
 
 
+def test_what_is_printed_stays_on_its_line(capsys):
+    """Texts, and names of files: all that others may have written."""
+    write_rows("a\nb/evaluation.jsonl", [row("q\n", "1\n2", "1")])
+    judge(Args("a\nb", gold="test_judge:count_words"))
+    printed = capsys.readouterr().out
+    assert "│ a⏎b/evaluation.jsonl " in printed and "│ 1⏎2 " in printed and "rows: a⏎b/" in printed
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
