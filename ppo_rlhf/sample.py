@@ -8,6 +8,7 @@ python ppo_rlhf/sample.py --policy models/<run>/policy --interactive         # t
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from ppo_rlhf.data import (
 )
 from ppo_rlhf.run import (
     InputError,
+    NumericalError,
     check_values,
     find_folder,
     from_dict,
@@ -137,7 +139,11 @@ class Comparison:
             truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
             columns[name] = to_texts(self.tokenizer, truncated, self.ids.pad)
             for score_name, scorer in self.scorers.items():
-                columns[f"{name} {score_name}"] = scorer(queries, truncated).tolist()
+                scores = columns[f"{name} {score_name}"] = scorer(queries, truncated).tolist()
+                if broken := [score for score in scores if not math.isfinite(score)]:
+                    raise NumericalError(
+                        f"the {score_name} of a text by the {name} model is {broken[0]}, not a number"
+                    )
         query_responses = torch.cat([contexts, responses], dim=1)
         logprobs = {
             name: response_logprobs(
