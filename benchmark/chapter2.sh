@@ -4,7 +4,8 @@
 #     WORKERS=2 bash benchmark/chapter2.sh tales
 #
 #     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs. 6.9b needs more
-#                                   than 80 GB on each: four networks are loaded whole before three of them are sharded
+#                                   than 80 GB on each: four networks are loaded whole before three of them are sharded; the
+#                                   reward model stays whole
 #     1b-lora                       the same with adapters of rank 64 on the policy, on one GPU
 #     1b-subtract 1b-k3             the penalty subtracted; the k3 estimator of the KL divergence
 #     tales                         the small world, four seeds on a CPU

@@ -35,18 +35,18 @@ import re
 import statistics
 import threading
 import time
-import traceback
 import urllib.request
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
 
-from ppo_rlhf.data import check_text
+from ppo_rlhf.data import check_text, score_texts
 from ppo_rlhf.run import (
     InputError,
     Stopped,
@@ -118,7 +118,8 @@ class Args:
     n: int = 0
     """judge the first n rows of the candidate, of which the other side may have more; 0: all"""
     gold: str = ""
-    """judge by a function package.module:name of (queries, responses), two lists of texts, to a list of scores"""
+    """judge by a function package.module:name of (queries, responses), two lists of texts, to a list of scores; if it
+    has a third parameter, it also gets the candidate's references, or None where there are none"""
     endpoint: EndpointArgs = field(default_factory=EndpointArgs)
     """judge by a language model"""
     cache: str = ""
@@ -163,6 +164,7 @@ class Pair:
     query: str
     candidate: str
     baseline: str
+    reference: str | None  # the candidate's
     candidate_length: int
     baseline_length: int
 
@@ -178,14 +180,16 @@ def read_rows(path: Path, flag: str, *texts: str) -> list[dict[str, Any]]:
         rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{flag} {path}: cannot be read as JSON lines: {error}") from error
-    kinds = dict.fromkeys(texts, str) | {"tokens": int | None, "reference_tokens": int | None}
+    optional = {"reference": str | None, "tokens": int | None, "reference_tokens": int | None}
+    kinds = optional | dict.fromkeys(texts, str)
     for number, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{flag} {path}: line {number} is not a JSON object")
         if wrong := [name for name, kind in kinds.items() if not fits(row.get(name), kind)]:
             raise InputError(f"{flag} {path}: line {number} has no {wrong[0]}, or one of another type")
-        for name in texts:
-            check_text(row[name], f"{flag} {path}: line {number}, {name},")
+        for name in kinds:
+            if isinstance(row.get(name), str):
+                check_text(row[name], f"{flag} {path}: line {number}, {name},")
     if not rows:
         raise InputError(f"{flag} {path}: holds no rows")
     return [row for _, row in rows]
@@ -211,6 +215,11 @@ def rows_of_the_other(
     return [waiting[row["query"]].popleft() for row in rows]
 
 
+def text_of(summary: str) -> str:
+    """A summary up to its end."""
+    return summary.split(END_OF_TEXT)[0].strip()
+
+
 def read_pairs(args: Args) -> tuple[list[Pair], str]:
     """What is to be judged, and the unit of length: tokens if all rows of both sides have them, else words."""
     # [T54] vwxyzjn/summarize_from_feedback_details eval/oai.py#L70-L100, eval/oai2.py#L80-L148 @ee77a9a
@@ -227,8 +236,10 @@ def read_pairs(args: Args) -> tuple[list[Pair], str]:
     in_tokens = all(row.get("tokens") is not None for match in matched for row in match)
     pairs = []
     for match in matched:
-        texts = [row["response"].split(END_OF_TEXT)[0].strip() for row in match]
+        texts = [text_of(row["response"]) for row in match]
         lengths = [row["tokens"] if in_tokens else len(text.split()) for row, text in zip(match, texts, strict=True)]
+        reference = match[0].get("reference")
+        texts.append(None if reference is None else text_of(reference))
         pairs.append(Pair(match[0]["query"], *texts, *lengths))
     return pairs, "tokens" if in_tokens else "words"
 
@@ -627,19 +638,14 @@ class Endpoint:
 Judgement = tuple[list[float | None], list[dict[str, Any]], dict[str, Any]]
 
 
-def gold_scores(name: str, function: Callable, queries: list[str], responses: list[str]) -> list[float]:
-    """What the function says of the responses, one finite number each. Raises InputError if it does not."""
-    try:
-        # It gets copies, because it may empty what it is given.
-        scores = [float(score) for score in function([*queries], [*responses])]
-    except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}:{frame.lineno}"
-        raise InputError(
-            f"--gold {name} failed on {len(queries)} texts: {type(error).__name__}: {error} ({where})"
-        ) from error
-    if len(scores) != len(responses):
-        raise InputError(f"--gold {name} returned {len(scores)} scores for {len(responses)} responses")
+def gold_scores(name: str, function: Callable, *texts: Sequence[str | None]) -> list[float]:
+    """What the function says of the responses, one finite number each. Raises InputError if it does not.
+
+    texts: queries, responses and references, as in data.score_texts.
+    """
+    scores, problem = score_texts(function, f"--gold {name}", *texts)
+    if problem:
+        raise InputError(problem)
     if broken := [score for score in scores if not math.isfinite(score)]:
         raise InputError(f"--gold {name} returned {broken[0]}; scores must be finite")
     return scores
@@ -647,9 +653,10 @@ def gold_scores(name: str, function: Callable, queries: list[str], responses: li
 
 def judge_by_gold(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The higher score wins; equal scores are a tie."""
-    function, queries = import_function(args.gold, "gold"), [pair.query for pair in pairs]
-    candidate = gold_scores(args.gold, function, queries, [pair.candidate for pair in pairs])
-    baseline = gold_scores(args.gold, function, queries, [pair.baseline for pair in pairs])
+    score = partial(gold_scores, args.gold, import_function(args.gold, "gold"), [pair.query for pair in pairs])
+    references = [pair.reference for pair in pairs]
+    candidate = score([pair.candidate for pair in pairs], references)
+    baseline = score([pair.baseline for pair in pairs], references)
     scores = list(zip(candidate, baseline, strict=True))
     results = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in scores]
     details = [{"candidate_score": ours, "baseline_score": theirs} for ours, theirs in scores]

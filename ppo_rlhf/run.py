@@ -642,7 +642,8 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    replace_file(path, json.dumps(value, indent=2) + "\n")
+    """Write a JSON file. Its numbers must be finite: JSON has no others."""
+    replace_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def commit() -> str:

@@ -10,6 +10,7 @@ Both continue the same queries with the same sampling noise, and the reward mode
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from ppo_rlhf.data import (
 )
 from ppo_rlhf.run import (
     InputError,
+    NumericalError,
     check_values,
     find_folder,
     from_dict,
@@ -139,7 +141,11 @@ class Comparison:
             truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
             columns[name] = to_texts(self.tokenizer, truncated, self.ids.pad)
             for score_name, scorer in self.scorers.items():
-                columns[f"{name} {score_name}"] = scorer(queries, truncated).tolist()
+                scores = columns[f"{name} {score_name}"] = scorer(queries, truncated).tolist()
+                if broken := [score for score in scores if not math.isfinite(score)]:
+                    raise NumericalError(
+                        f"the {score_name} of a text by the {name} model is {broken[0]}, not a number"
+                    )
         query_responses = torch.cat([contexts, responses], dim=1)
         logprobs = {
             name: response_logprobs(

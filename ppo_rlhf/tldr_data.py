@@ -389,6 +389,7 @@ def evaluation_rows(
     queries: torch.Tensor,
     responses: torch.Tensor,
     references: torch.Tensor,
+    /,
     **numbers: torch.Tensor,
 ) -> list[dict[str, Any]]:
     """What evaluation.jsonl holds, one row for each query: texts without special tokens, and their lengths.

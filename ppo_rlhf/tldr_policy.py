@@ -4,7 +4,8 @@ The fine-tuned model of `tldr_sft.py` (the policy) summarises posts, the reward 
 summaries, and PPO raises the score, less a penalty on the KL divergence from where the policy started (the
 reference). Three things differ from chapter 1: summaries end with the end-of-text token, and what comes after it
 counts nowhere; a summary without one is punished (the end-of-text trick); the critic is a network of its own that
-starts as a copy of the reward model. Each update does eight things, and `train()` below reads so:
+starts as a copy of the reward model. Each update does eight things, at times after one more, and `train()` below
+reads so:
 
     0. every `eval_interval` updates, summarise held-out posts
     1. sample posts
@@ -16,7 +17,7 @@ starts as a copy of the reward model. Each update does eight things, and `train(
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-Steps 6 and 7 stand in `tldr_ppo_update`. Read the mathematics and the update first, then `train()`. Marks like [T45]
+Steps 6 and 7 stand in `tldr_ppo_update`. Start with `train()` at the bottom, then read from the top. Marks like [T45]
 name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which
 reproduced OpenAI's; its file and line stand beside the mark. Marks like [D54] are details that chapter 1 has
 too. [X20] and the like are places where we differ on purpose; see DETAILS.md.
@@ -122,7 +123,8 @@ class TldrRewardsArgs:
     trained_model: str = ""
     """folder of the reward model that tldr_reward.py saved: models/<run>/reward"""
     function: str = ""
-    """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model"""
+    """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
+    with a third parameter it also gets the reference answers, here the summaries of the data"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     value_model: str = ""
@@ -270,6 +272,15 @@ class TldrPpoSizes:
     local_micro_batch: int
 
 
+def check_horizon(horizon: int, episodes: int) -> None:
+    """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
+    if episodes >= 5 * horizon:
+        raise InputError(
+            f"--rewards.adaptive_kl.horizon {horizon}: an update of --ppo.batch_size {episodes} episodes could take "
+            f"the KL coefficient to 0 or below; --rewards.adaptive_kl.horizon {episodes // 5 + 1} would do"
+        )
+
+
 def check_tldr_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     check_values(args)
@@ -282,6 +293,7 @@ def check_tldr_arguments(args: Args) -> None:
     above_zero("lora.", args.lora, "alpha")
     if args.rewards.adaptive_kl.target is not None:
         above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
+        check_horizon(args.rewards.adaptive_kl.horizon, args.ppo.batch_size)
     if not args.base_model:
         raise InputError("--base_model is empty; give the folder of a fine-tuned model, models/<run>/sft")
 
@@ -639,6 +651,12 @@ def punish_missing_eos(
     return torch.where(finished, scores, punished[form])
 
 
+K3_WARNING = (
+    "--rewards.kl_estimator k3: as a reward, its gradient vanishes near the reference and can point away from it "
+    "further out; that of k1 is the gradient of the KL divergence"
+)
+
+
 def masked_rewards(
     scores: torch.Tensor,
     logprobs: torch.Tensor,
@@ -651,6 +669,9 @@ def masked_rewards(
 
     scores: (batch,); log-probs and mask, of the tokens: (batch, response_length). Returns rewards, non_score_rewards
     and kl, of that shape. A response that fills its row gets the score on its last token.
+
+    As a reward, k1 has the gradient of the KL divergence. That of k3 lacks the gradient of KL(reference || policy) at
+    each token, which near the reference is all of it.
     """
     # [T42] [X24] Nothing is filled in; what does not count is 0 in every sum.
     #       vwxyzjn/summarize_from_feedback_details ppo.py#L38, ppo.py#L675-L677 @ee77a9a
@@ -1074,14 +1095,18 @@ def load_networks(
 
 def text_function(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TldrIds) -> Scorer:
     """Score with a function of texts; the texts do not show the end-of-text token."""
-    scorer = text_scorer(name, field, tokenizer, ids.pad, on_all_processes=True)
-    return lambda queries, responses: scorer(queries, responses.masked_fill(responses == ids.eos, ids.pad))
+    scorer = text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
+
+    def score(queries: torch.Tensor, *summaries: torch.Tensor) -> torch.Tensor:
+        return scorer(queries, *(tokens.masked_fill(tokens == ids.eos, ids.pad) for tokens in summaries))
+
+    return score
 
 
 def load_score(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: TldrIds, dtype: torch.dtype, device: torch.device
 ) -> Scorer:
-    """What scores (queries, truncated responses)."""
+    """What scores (queries, truncated responses, reference summaries); a reward model does not look at the last."""
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
         raise InputError("give one of --rewards.trained_model and --rewards.function")
     if args.rewards.function:
@@ -1089,17 +1114,17 @@ def load_score(
     reward_model = load_scalar_model("trained_model", args.rewards.trained_model, args, dtype, tokenizer).to(device)
 
     @torch.no_grad()
-    def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+    def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
         # [T37] vwxyzjn/summarize_from_feedback_details ppo.py#L635-L641 @ee77a9a
-        with gathered(reward_model):
-            return reward_model(trim_padding(queries, responses, pad_id=ids.pad), ids.pad)
+        return reward_model(trim_padding(queries, responses, pad_id=ids.pad), ids.pad)
 
     return score
 
 
-TAKEN_OBJECTIVES = (
+TAKEN = (  # names under which a run without a monitor logs an objective, an evaluation or a column of its tables
     *("kl", "kl_coef", "entropy", "non_score_reward", "rlhf_reward", "scores", "raw_scores", "eos_rate"),
-    *("response_length", "sampler_gap"),
+    *("response_length", "sampler_gap", "reference_scores"),
+    *("query", "response", "reference", "tokens", "reference_tokens"),
 )
 
 
@@ -1108,14 +1133,27 @@ def monitors(args: Args, tokenizer: PreTrainedTokenizerBase, ids: TldrIds) -> di
     if not args.rewards.monitor:
         return {}
     name = re.split("[:.]", args.rewards.monitor)[-1]
-    if name in TAKEN_OBJECTIVES:
-        raise InputError(f"--rewards.monitor {args.rewards.monitor}: objective/{name} is taken; rename the function")
+    if name in TAKEN:
+        raise InputError(f"--rewards.monitor {args.rewards.monitor}: the name {name} is taken; rename the function")
     return {name: text_function(args.rewards.monitor, "rewards.monitor", tokenizer, ids)}
 
 
 # ----------------------------------------------------------------------------------------------------------------
 # Evaluation
 # ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score_references(
+    scorers: dict[str, Scorer], chunk: int, accelerator: Accelerator, posts: Posts
+) -> dict[str, torch.Tensor]:
+    """Scores (posts,) of the reference summaries by each scorer, under its name."""
+
+    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, references = (tokens[inds].to(accelerator.device) for tokens in (posts.queries, posts.references))
+        return tuple(scorer(queries, references, references) for scorer in scorers.values())
+
+    return dict(zip(scorers, map_rows(of_rows, len(posts), chunk, accelerator), strict=True))
 
 
 @torch.no_grad()
@@ -1128,10 +1166,13 @@ def evaluate_policy(
     chunk: int,
     accelerator: Accelerator,
     posts: Posts,
+    reference_scores: dict[str, torch.Tensor],
+    update: int,
 ) -> tuple[dict[str, float], list[dict]]:
     """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
 
-    The scores are those of the scorers, without a penalty for summaries that do not end.
+    The scores are those of the scorers, without a penalty for summaries that do not end. reference_scores: what
+    score_references says of the posts. Raises a NumericalError that names the update if a mean is not finite.
     """
     # [T49] [T50] vwxyzjn/summarize_from_feedback_details ppo.py#L371-L416, ppo.py#L826-L840 @ee77a9a
     task, device = args.task, accelerator.device
@@ -1145,17 +1186,17 @@ def evaluate_policy(
             lm_backbone, contexts, noise[inds].to(device), ids.pad, ids.vocab_size, task.eval_temperature
         )
         responses = truncate_at(sampled, ids.stop, 0, ids.pad)
-        both = (scorer(queries, texts) for scorer in scorers.values() for texts in (responses, references))
-        return responses, *both
+        return responses, *(scorer(queries, responses, references) for scorer in scorers.values())
 
-    responses, *both = map_rows(of_rows, len(posts), chunk, accelerator)
+    responses, *scores = map_rows(of_rows, len(posts), chunk, accelerator)
     numbers = {}
-    for i, name in enumerate(scorers):
-        numbers |= {name: both[2 * i], f"reference_{name}": both[2 * i + 1]}
+    for name, values in zip(scorers, scores, strict=True):
+        numbers |= {name: values, f"reference_{name}": reference_scores[name]}
     rows = evaluation_rows(tokenizer, ids.pad, posts.queries, responses, posts.references, **numbers)
     means = {f"eval/{name}": values.double().mean().item() for name, values in numbers.items()}
     means["eval/eos_rate"] = has_stop(responses, ids.stop, 0).double().mean().item()
     means["eval/response_length"] = (responses != ids.pad).sum(1).double().mean().item()
+    check_finite(means, update, "the reward model or function must give every summary a number")
     return means, rows
 
 
@@ -1306,6 +1347,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     check_tldr_arguments(args)
+    if args.rewards.kl_estimator == "k3" and accelerator.is_main_process:
+        print(K3_WARNING)
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, tldr_ppo_sizes(args.ppo, accelerator.num_processes)
@@ -1337,6 +1380,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     scorers = {"scores": score, **monitor}
     summarise_posts = partial(summarise, actor_critic, ids, task.temperature)
+    scores_of_references = autocast()(partial(score_references, scorers, sizes.local_rollout_batch, accelerator))
+    reference_scores = scores_of_references(prompts) if args.eval_interval else {}
     evaluate_on = partial(
         evaluate_policy,
         actor_critic.lm_backbone,
@@ -1358,12 +1403,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
             with torch.no_grad(), autocast(), gathered(actor_critic):
                 # 0. Summarise held-out posts, at times. The metrics repeat the newest result.
                 if args.eval_interval and update % args.eval_interval == 0:
-                    evaluation, _ = evaluate_on(prompts)
+                    evaluation, _ = evaluate_on(prompts, reference_scores, update)
 
                 # 1. Sample posts. Every process draws the whole batch and takes its rows.
                 inds = posts_of_update(args.seed, len(posts), update, sizes.batch)[rows]  # (local_batch,)
                 queries = trim_padding(posts.queries[inds], pad_id=ids.pad)  # (local_batch, context_length)
-                queries = queries.to(device)
+                queries, references = queries.to(device), posts.references[inds].to(device)
                 noise = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate summaries, and 3. their log-probs and values; log-probs of the reference.
@@ -1375,7 +1420,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 ref_logprobs = in_chunks(reference_of, sizes.local_rollout_batch, query_responses)
 
                 # 4. Score; punish summaries that do not end.
-                raw_scores = in_chunks(score, sizes.local_rollout_batch, queries, responses)  # (local_batch,)
+                raw_scores = in_chunks(
+                    score, sizes.local_rollout_batch, queries, responses, references
+                )  # (local_batch,)
                 finished = has_stop(responses, ids.stop, 0)  # (local_batch,)
                 scores = punish_missing_eos(
                     raw_scores, finished, args.rewards.missing_eos, args.rewards.missing_eos_penalty
@@ -1410,7 +1457,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 "objective/eos_rate": finished,
                 "objective/response_length": mask.sum(1),
                 "objective/sampler_gap": sampler_gap.sum(1) / mask.sum(1),
-                **{f"objective/{name}": scorer(queries, responses) for name, scorer in monitor.items()},
+                **{f"objective/{name}": scorer(queries, responses, references) for name, scorer in monitor.items()},
             }
             stats = {name: values.double().mean() for name, values in objectives.items()} | stats
             # Times the number of processes: the mean that is taken next is then the sum.
@@ -1423,8 +1470,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
             run.log(update, metrics | evaluation)
             if args.log_interval and update % args.log_interval == 0:
                 numbers = {"scores": scores[:3], "kl": kl.sum(1)[:3]}
-                references = posts.references[inds[:3]].to(device)
-                samples = evaluation_rows(tokenizer, ids.pad, queries[:3], responses[:3], references, **numbers)
+                texts = (tokens[:3] for tokens in (queries, responses, references))
+                samples = evaluation_rows(tokenizer, ids.pad, *texts, **numbers)
                 run.log_samples(update, sample_table(samples))
             controller.update(metrics["objective/kl"], sizes.batch)
             speed = f"{sizes.batch / (time.time() - started):.0f} episodes/s"
@@ -1436,7 +1483,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     results: dict[str, float] = {}
     for split, split_posts in held_out.items():
         with autocast(), gathered(actor_critic):
-            means, table = evaluate_on(split_posts)
+            means, table = evaluate_on(split_posts, scores_of_references(split_posts), sizes.updates)
         scores = rouge([row["response"] for row in table], [row["reference"] for row in table])
         means |= {f"eval/rouge/{name}": value for name, value in scores.items()}
         results |= {name.replace("eval", split, 1): value for name, value in means.items()}

@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -424,6 +425,7 @@ PANELS = {
 }
 
 
+DIVERGED = "if it happens again after --resume, begin anew with a lower --lr"  # what to do about a broken number
 FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
 
 
@@ -553,7 +555,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 reward_model, optimizer, comparisons, inds, counts, ids.pad, sizes.local_micro_batch, accelerator
             )
             means = mean_over_processes(stats, accelerator)
-            check_finite(means, step, "if it happens again after --resume, begin anew with a lower --lr")
+            check_finite(means, step, DIVERGED)
             run.log(step, means | {"train/rm/lr": lr})
             advance(f"loss {means['train/rm/loss']:.3f}, accuracy {means['train/rm/accuracy']:.2f}")
             if run.is_time_to_save(step + 1, sizes.steps):
@@ -564,6 +566,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
         # 2. Agreement with people.
         for name, rows in held_out.items():
             accuracy, table = agreement(reward_model, rows, ids.pad, args.local_rollout_batch_size, accelerator)
+            means = {
+                f"{name}/{side}": fmean(row[side] for row in table) for side in ("chosen_reward", "rejected_reward")
+            }
+            check_finite(means, sizes.steps, DIVERGED)
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
             if accelerator.is_main_process:
                 with (run.folder / f"{name}.csv").open("w", newline="") as file:
@@ -572,7 +578,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
                     writer.writerows(table)
 
         # 3. Normalise.
-        results |= shift_to_references(reward_model, posts, ids.pad, args.local_rollout_batch_size, accelerator)
+        normalised = shift_to_references(reward_model, posts, ids.pad, args.local_rollout_batch_size, accelerator)
+        check_finite(normalised, sizes.steps, DIVERGED)
+        results |= normalised
 
     folder, plain = run.model_folder / "reward", unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:

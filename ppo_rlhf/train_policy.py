@@ -105,7 +105,8 @@ class RewardsArgs:
     trained_model: str = ""
     """folder of the reward model that train_reward.py saved: models/<run>/reward"""
     function: str = ""
-    """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model"""
+    """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
+    with a third parameter it also gets the reference answers, here None"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     kl_coef: float = 0.15
@@ -233,6 +234,15 @@ class PpoSizes:
     local_micro_batch: int
 
 
+def check_horizon(horizon: int, episodes: int) -> None:
+    """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
+    if episodes >= 5 * horizon:
+        raise InputError(
+            f"--rewards.adaptive_kl.horizon {horizon}: an update of --ppo.batch_size {episodes} episodes could take "
+            f"the KL coefficient to 0 or below; --rewards.adaptive_kl.horizon {episodes // 5 + 1} would do"
+        )
+
+
 def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     check_values(args)
@@ -242,6 +252,7 @@ def check_arguments(args: Args) -> None:
     above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
     if args.rewards.adaptive_kl.target is not None:
         above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
+        check_horizon(args.rewards.adaptive_kl.horizon, args.ppo.batch_size)
 
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
@@ -935,7 +946,7 @@ def load_scorer(
     return score, info
 
 
-TAKEN_OBJECTIVES = (
+TAKEN = (  # names under which a run without a monitor logs an objective
     *("kl", "kl_coef", "entropy", "score", "scores", "score_total", "raw_score", "non_score_reward"),
     *("stopped", "response_length", "sampler_gap"),
 )
@@ -946,8 +957,8 @@ def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Sc
     if not args.rewards.monitor:
         return {}
     name = re.split("[:.]", args.rewards.monitor)[-1]
-    if name in TAKEN_OBJECTIVES:
-        raise InputError(f"--rewards.monitor {args.rewards.monitor}: objective/{name} is taken; rename the function")
+    if name in TAKEN:
+        raise InputError(f"--rewards.monitor {args.rewards.monitor}: the name {name} is taken; rename the function")
     scorer = text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer), on_all_processes=True)
     return {f"objective/{name}": scorer}
 

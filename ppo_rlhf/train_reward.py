@@ -612,6 +612,7 @@ PANELS = {
 }
 
 
+DIVERGED = "if it happens again after --resume, begin anew with a lower --lr"  # what to do about a broken number
 FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
 
 
@@ -737,7 +738,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             )
             stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
             means = mean_over_processes(stats, accelerator)
-            check_finite(means, step, "if it happens again after --resume, begin anew with a lower --lr")
+            check_finite(means, step, DIVERGED)
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
             run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
             accuracy = f", accuracy {means['train/accuracy']:.2f}" if "train/accuracy" in means else ""
@@ -752,16 +753,19 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if args.normalize_after:
         normalize_now("after", 0.0, 1.0)
 
+    # [X07] The labels beyond the first num_train show how good the model is.
+    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1], "skipped_queries": stream.skipped}
+    held_out = torch.arange(args.num_train, len(labels.targets))
+    if len(held_out):
+        measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
+        check_finite(measured, sizes.steps, DIVERGED)
+        results |= measured
+
     folder = run.model_folder / "reward"
     if accelerator.is_main_process:
         info = {"kind": "reward model", "base_model": args.base_model, "label_dataset": args.label_dataset}
         info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(args.task)}
         save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
-    # [X07] The labels beyond the first num_train show how good the model is.
-    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1], "skipped_queries": stream.skipped}
-    held_out = torch.arange(args.num_train, len(labels.targets))
-    if len(held_out):
-        results |= evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
     run.finish(PANELS, **results)
     if args.upload_model and accelerator.is_main_process:
         upload_model(folder, args.hf_entity, run.model_folder.name)

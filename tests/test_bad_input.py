@@ -226,6 +226,16 @@ NUMBERS = {
     "learning rate below 0": reward("--lr=-1e-5", "lr is -1e-05", "above 0"),
     "KL coefficient below 0": policy("--rewards.kl_coef -1", "rewards.kl_coef is -1.0", "at least 0"),
     "KL horizon 0": policy("--rewards.adaptive_kl.horizon 0", "rewards.adaptive_kl.horizon is 0", "above 0"),
+    "KL horizon too short": policy(
+        "--rewards.adaptive_kl.horizon 3",
+        "--rewards.adaptive_kl.horizon 3: an update of --ppo.batch_size 16",
+        "--rewards.adaptive_kl.horizon 4",
+    ),
+    "both: KL horizon too short": both(
+        "--policy.rewards.adaptive_kl.horizon 1",
+        "--policy.rewards.adaptive_kl.horizon 1: an update of --policy.ppo.batch_size 16",
+        "--policy.rewards.adaptive_kl.horizon 4",
+    ),
     "penalty nan": policy("--task.penalty_reward_value nan", "--task.penalty_reward_value is nan"),
     "temperature 0": policy("--task.temperature 0", "--task.temperature is 0.0", "above 0"),
     "temperature inf": both("--task.temperature inf", "--task.temperature is inf"),
@@ -277,7 +287,7 @@ NAMES = {
         "--rewards.monitor rewards:scores", "--rewards.monitor rewards:scores", "taken"
     ),
     "both: monitor's name is taken": both(
-        "--policy.rewards.monitor rewards:entropy", "--policy.rewards.monitor", "objective/entropy is taken"
+        "--policy.rewards.monitor rewards:entropy", "--policy.rewards.monitor", "the name entropy is taken"
     ),
 }
 

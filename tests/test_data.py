@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import random
 import socket
@@ -464,6 +465,89 @@ def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
     assert scores.tolist() == [4.0, 8.0]
     message = error_line(data.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
     assert "--rewards.function two_scores:too_few returned 1 scores for 2" in message
+
+
+def two(queries, responses):
+    return [2.0] * len(responses)
+
+
+def three(queries, responses, references):
+    return [len(reference or "") for reference in references]
+
+
+def three_with_a_default(queries, responses, references=None):
+    return three(queries, responses, references)
+
+
+def option(queries, responses, *, references=None):
+    return [0.0 if references is None else 1.0 for _ in responses]
+
+
+def wrapped(function):
+    """The function in a wrapper that takes anything, with and without a word about what it wraps."""
+
+    def wrapper(*texts, **options):
+        return function(*texts, **options)
+
+    return wrapper
+
+
+class Callables:
+    def method(self, queries, responses, references):
+        return three(queries, responses, references)
+
+    def __call__(self, queries, responses):
+        return two(queries, responses)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (two, False),
+        (three, True),
+        (three_with_a_default, True),
+        (option, False),
+        (wrapped(two), False),
+        (functools.wraps(three)(wrapped(three)), True),
+        (functools.partial(three, references=[]), False),
+        (functools.partial(lambda scale, q, r: r, 2.0), False),
+        (Callables().method, True),
+        (Callables(), False),
+        (lambda q, r, /, *rest, **options: r, False),
+        (lambda q, r, references, more=1: r, True),
+        (max, False),  # does not tell
+    ],
+)
+def test_a_third_parameter_by_position_asks_for_references(function, expected):
+    assert data.takes_references(function) is expected
+
+
+def test_references_are_texts_or_none():
+    queries = responses = torch.tensor([[65, PAD], [65, 66]])
+    references = torch.tensor([[66, 67], [PAD, PAD]])
+    for name in ("three", "three_with_a_default"):
+        score = data.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
+        assert score(queries, responses, references).tolist() == [2.0, 0.0]
+    score = data.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
+    assert score(queries, responses).tolist() == [0.0, 0.0]
+    score = data.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
+    assert score(queries, responses, references).tolist() == [2.0, 2.0]
+
+
+def empties(queries, responses, references):
+    scores = [1.0 for _ in responses]
+    for texts in (queries, responses, references):
+        texts.clear()
+    return scores
+
+
+def test_a_function_may_empty_its_lists():
+    """They are its own, and how many there were is known."""
+    score = data.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
+    assert score(torch.full((3, 2), 65), torch.full((3, 2), 66)).tolist() == [1.0, 1.0, 1.0]
+    texts = [["q"], ["r"], ["a"]]
+    assert data.score_texts(empties, "f", *texts) == ([1.0], "")
+    assert texts == [["q"], ["r"], ["a"]]
 
 
 @pytest.mark.parametrize("body", ["1 / 0", "return None", "return ['a', 'b']", "import nothing_of_that_name"])

@@ -1,6 +1,7 @@
 """A number that is not finite stops the run in its update, by name, and leaves the last good checkpoint."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import torch
 from runs import metrics_of, only
 from safetensors.torch import load_file
 
-from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.run import NumericalError
+from ppo_rlhf import sample, tldr_reward, tldr_sft, train_policy, train_reward
+from ppo_rlhf.run import NumericalError, write_json
 
 BROKEN_UPDATE = 2  # of 0, 1, 2, 3
 
@@ -178,6 +179,70 @@ def breaks_argument(function, call: int):
     return wrapper
 
 
-def test_without_a_broken_number_the_runs_end(policy_args, reward_args):
+@pytest.fixture
+def sft_args(tiny_posts: Path) -> tldr_sft.Args:
+    """One step on 16 posts."""
+    preset = tldr_sft.PRESETS["tales"]
+    task = dataclasses.replace(preset.task, posts=str(tiny_posts))
+    base_model, sizes = str(tiny_posts / "model"), {"num_train": 16, "batch_size": 16, "epochs": 1, "eval_posts": 2}
+    return dataclasses.replace(preset, base_model=base_model, task=task, **sizes)
+
+
+@pytest.fixture
+def pair_args(tiny_posts: Path) -> tldr_reward.Args:
+    """One step on 16 comparisons."""
+    preset = tldr_reward.PRESETS["tales"]
+    task = dataclasses.replace(preset.task, posts=str(tiny_posts), comparisons=str(tiny_posts))
+    sizes = {"num_train": 16, "batch_size": 16, "normalize_posts": 2}
+    return dataclasses.replace(preset, base_model=str(tiny_posts / "model"), task=task, **sizes)
+
+
+def spoil_loss(result):
+    means, rows = result
+    return {**means, "validation/sft/loss": math.nan}, rows
+
+
+# what is broken after the last step: (script, its arguments, function, which call, how, what is named, in which step)
+EVALUATIONS = {
+    "chapter 1": (train_reward, "reward_args", "score_samples", 4, spoil_one(math.nan), "test_loss is nan", 4),
+    "summaries": (tldr_sft, "sft_args", "summarise_held_out", 0, spoil_loss, "validation/sft/loss is nan", 1),
+    "pairs": (tldr_reward, "pair_args", "score_pairs", 1, spoil_one(math.inf), "validation/chosen_reward is inf", 1),
+    "references": (tldr_reward, "pair_args", "map_rows", 1, spoil_one(math.nan), "eval/rm/shift is nan", 1),
+}
+
+
+@pytest.mark.parametrize("what", EVALUATIONS)
+def test_an_evaluation_after_training(what, request, monkeypatch):
+    """The run is not finished, and no model is saved; the last checkpoint is there to go on from."""
+    script, args, function, call, spoil, named, step = EVALUATIONS[what]
+    monkeypatch.setattr(script, function, breaks(getattr(script, function), call, spoil))
+    with pytest.raises(NumericalError, match=f"{named}.* in step {step};"):
+        script.train(request.getfixturevalue(args))
+    run = only(Path("runs"), "*")
+    assert (run / f"checkpoints/{step}").is_dir() and not Path("models").exists()
+    assert not json.loads((run / "meta.json").read_text())["finished"] and not list(run.glob("evaluation*"))
+
+
+def test_scores_of_texts_that_are_compared(policy_args, monkeypatch):
+    """sample.py, which train_both.py ends with."""
+    folder = train_policy.train(policy_args)
+    comparison = sample.Comparison(sample.Args(str(folder)))
+    queries = comparison.task_queries(2)
+    assert len(comparison.rows(queries)) == 2
+    comparison.scorers["gold"] = breaks(comparison.scorers["gold"], 1, spoil_one(math.nan))
+    with pytest.raises(NumericalError, match="the gold of a text by the policy model is nan"):
+        comparison.rows(queries)
+
+
+def test_json_holds_numbers_only():
+    write_json(Path("a.json"), {"a": 1.5})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(Path("a.json"), {"a": math.nan})
+    assert json.loads(Path("a.json").read_text()) == {"a": 1.5}
+
+
+def test_without_a_broken_number_the_runs_end(policy_args, reward_args, sft_args, pair_args):
     assert train_policy.train(policy_args).is_dir()
     assert train_reward.train(reward_args).is_dir()
+    assert tldr_sft.train(sft_args).is_dir()
+    assert tldr_reward.train(pair_args).is_dir()

@@ -952,6 +952,11 @@ def fails(queries: list[str], responses: list[str]) -> list[float]:
     raise KeyError("teapot")
 
 
+def same_as_reference(queries: list[str], responses: list[str], references: list[str | None]) -> list[float]:
+    """How many there are, and it uses its lists up."""
+    return [float(responses.pop(0) == references.pop(0)) for _ in queries]
+
+
 def row(query: str, response: str, reference: str = "", **more: Any) -> dict[str, Any]:
     return {"query": f"{query}TL;DR:", "response": response, "reference": reference, **more}
 
@@ -1010,6 +1015,21 @@ def test_the_length_controlled_win_rate_is_that_of_the_rows():
     low, high = (1 / (1 + math.exp(-math.log(3) - side * margin)) for side in (-1, 1))
     assert report["length_controlled_win_rate_low"] == pytest.approx(low)
     assert report["length_controlled_win_rate_high"] == pytest.approx(high)
+
+
+def test_a_function_with_three_parameters_gets_the_references():
+    rows = [row("a", " x<|endoftext|>", "x "), row("b", "x", "y"), row("c", "z", "z")]
+    write_rows("run/evaluation.jsonl", rows)
+    report = judge(Args("run", gold="test_judge:same_as_reference"))
+    assert (report["candidate_score"], report["baseline_score"]) == (2 / 3, 1.0)
+    write_rows("other/evaluation.jsonl", [row("c", "c"), row("b", "y"), row("a", "x")])
+    report = judge(Args("run", "other", gold="test_judge:same_as_reference"))  # the candidate's references
+    assert (report["wins"], report["losses"], report["ties"]) == (1, 1, 1)
+    write_rows("mine.jsonl", [{"query": "a", "response": "x"}])
+    assert judge(Args("mine.jsonl", "mine.jsonl", gold="test_judge:same_as_reference"))["candidate_score"] == 0.0
+    write_rows("mine.jsonl", [{"query": "a", "response": "x", "reference": 5}])
+    with pytest.raises(InputError, match=r"mine.jsonl: line 1 has no reference, or one of another type"):
+        judge(Args("mine.jsonl", "mine.jsonl", gold="test_judge:same_as_reference"))
 
 
 @pytest.mark.parametrize(

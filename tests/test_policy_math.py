@@ -1,6 +1,8 @@
 """train_policy.py: the mathematics against numbers by hand and slow oracles; properties of models and sampling."""
 
+import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf import tldr_policy, train_policy, train_reward
 from ppo_rlhf.data import TaskArgs, check_model, load_pretrained, trim_query
 from ppo_rlhf.run import InputError
 from ppo_rlhf.train_policy import (
@@ -134,6 +136,27 @@ def test_g9_kl_controller():
     for kl, expected in ((0.0, 0.148464), (0.0, 0.14694373), (7.0, 0.14819765), (9.0, 0.14971519)):
         controller.update(kl, 512)
         assert controller.value == pytest.approx(expected, abs=5e-9)
+
+
+@pytest.mark.parametrize("script", [train_policy, tldr_policy])
+def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(script):
+    """The factor of an update is at least 1 - episodes / (5 * horizon), here in exact arithmetic."""
+    for horizon, episodes in itertools.product(range(1, 8), range(1, 50)):
+        if 1 - Fraction(episodes, 5 * horizon) > 0:
+            script.check_horizon(horizon, episodes)
+            controller = script.AdaptiveKLController(0.15, 6.0, horizon)
+            controller.update(0.0, episodes)
+            assert controller.value > 0
+            continue
+        with pytest.raises(
+            InputError, match=rf"--rewards.adaptive_kl.horizon {horizon}: .* {episodes} ep"
+        ) as refused:
+            script.check_horizon(horizon, episodes)
+        offer = int(str(refused.value).split("--rewards.adaptive_kl.horizon ")[2].split()[0])
+        script.check_horizon(offer, episodes)
+        with pytest.raises(InputError):  # it is the least
+            script.check_horizon(offer - 1, episodes)
+    script.check_horizon(10**18, 5 * 10**18 - 1)
 
 
 def test_kl_controller_without_target_is_constant():

@@ -496,6 +496,9 @@ def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
         {"query": "TLDR:", "response": " dddd.", "reference": " f.", **lengths[1], "scores": -1.0},
     ]
     assert rows == expected
+    column = {"queries": torch.tensor([1.0, 2.0])}  # the name of a function, which the parameters have too
+    texts = (queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0"))
+    assert [row["queries"] for row in tldr_data.evaluation_rows(Letters(), PAD, *texts, **column)] == [1.0, 2.0]
     shown = [{key: row[key] for key in ("query", "response", "reference", "scores")} for row in expected]
     assert tldr_data.sample_table(rows) == shown
 

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from golden_models import load_json
 from torch.testing import assert_close
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
@@ -16,6 +17,7 @@ from ppo_rlhf.run import deal, map_rows
 from ppo_rlhf.tldr_data import rouge, trim_padding
 from ppo_rlhf.tldr_policy import (
     TldrPpoArgs,
+    compute_gae,
     draw_minibatches,
     episode_noise,
     has_stop,
@@ -307,6 +309,86 @@ def test_h7_estimators_of_the_divergence(estimator: str, expected: float):
     assert_close(kl, double([expected, expected]), atol=5e-9, rtol=0)
     assert_close(non_score_rewards, double([-0.1 * expected] * 2), atol=5e-9, rtol=0)
     assert_close(rewards, double([-0.1 * expected, 2 - 0.1 * expected]), atol=5e-9, rtol=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What the penalty does to a policy, by going through all 9 sequences of 2 tokens out of 3
+# ----------------------------------------------------------------------------------------------------------------
+
+SEQUENCES = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # (9, 2)
+ENUMERATION = load_json("kl_enumeration")
+
+
+def sequence_logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probs (9, 2) of the tokens. logits: (4, 3), those of the first token, then those after each first token."""
+    table, (first, second) = logits.log_softmax(1), SEQUENCES.T
+    return torch.stack([table[0, first], table[1 + first, second]], dim=1)
+
+
+def penalty_gradient(logits: torch.Tensor, ref_logits: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Expected policy gradient (4, 3) of the penalty alone, with the coefficient 1: sum of p * grad log p * cost."""
+    logits = logits.clone().requires_grad_()
+    logprobs = sequence_logprobs(logits)
+    everything = torch.ones(9, 2, dtype=torch.bool)
+    rewards, _, _ = masked_rewards(
+        torch.zeros(9, dtype=torch.float64),
+        logprobs.detach(),
+        sequence_logprobs(ref_logits),
+        everything,
+        1.0,
+        estimator,
+    )
+    to_come, _ = compute_gae(rewards, torch.zeros_like(rewards), gamma=1.0, lam=1.0)  # (9, 2)
+    objective = (logprobs.detach().sum(1).exp() * (logprobs * to_come).sum(1)).sum()
+    return -torch.autograd.grad(objective, logits)[0]
+
+
+def divergence_gradient(logits: torch.Tensor, ref_logits: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """KL divergence from the reference and its gradient (4, 3), by the definition: sum of p * (log p - log q)."""
+    logits = logits.clone().requires_grad_()
+    logprobs, ref_logprobs = (sequence_logprobs(each).sum(1) for each in (logits, ref_logits))
+    kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum()
+    return kl.item(), torch.autograd.grad(kl, logits)[0]
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a * b).sum() / (a.norm() * b.norm())).item()
+
+
+def test_only_k1_has_the_gradient_of_the_divergence():
+    """Far from the reference, the gradient of k3 even points away: a step down its slope raises the divergence."""
+    logits, ref_logits = (double(*ENUMERATION[name]) for name in ("logits", "ref_logits"))
+    gradients = ENUMERATION["gradients"]
+    kl, true = divergence_gradient(logits, ref_logits)
+    assert kl == pytest.approx(gradients["true"]["value"], rel=1e-12)
+    assert_close(true, double(*gradients["true"]["grad"]), atol=1e-11, rtol=0)
+    for estimator in ("k1", "k3"):
+        golden, gradient = gradients[f"{estimator} in the reward"], penalty_gradient(logits, ref_logits, estimator)
+        assert_close(gradient, double(*golden["grad"]), atol=1e-11, rtol=0)
+        assert gradient.norm().item() == pytest.approx(golden["norm"], rel=1e-9)
+        assert cosine(gradient, true) == pytest.approx(golden["cosine_with_true"], abs=1e-9)
+        after, _ = divergence_gradient(logits - 0.1 * gradient, ref_logits)
+        assert after < kl if estimator == "k1" else after > kl
+    assert_close(penalty_gradient(logits, ref_logits, "k1"), true)
+
+
+def test_the_gradient_of_k3_vanishes_near_the_reference():
+    """A tenth of the distance: a tenth of the true gradient, and a hundredth of that of k3."""
+    logits, ref_logits = (double(*ENUMERATION[name]) for name in ("logits", "ref_logits"))
+    for golden in ENUMERATION["near_reference"]:
+        between = ref_logits + golden["scale"] * (logits - ref_logits)
+        kl, true = divergence_gradient(between, ref_logits)
+        assert (kl, true.norm().item()) == pytest.approx((golden["kl"], golden["norm_true"]), rel=1e-9)
+        for estimator in ("k1", "k3"):
+            gradient = penalty_gradient(between, ref_logits, estimator)
+            share = (gradient.norm() / true.norm()).item()
+            assert share == pytest.approx(golden[f"{estimator}_in_reward_over_true"], rel=1e-6)
+            assert cosine(gradient, true) == pytest.approx(golden[f"{estimator}_in_reward_cos"], abs=1e-6)
+    near, nearer = (
+        penalty_gradient(ref_logits + scale * (logits - ref_logits), ref_logits, "k3").norm().item()
+        for scale in (1e-2, 1e-3)
+    )
+    assert near / nearer == pytest.approx(100, rel=0.05)
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_rlhf import tldr_all
+from ppo_rlhf import tldr_all, tldr_policy
+from ppo_rlhf.run import InputError
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
@@ -473,11 +474,15 @@ def test_every_row_is_trained_on_once_in_each_pass(kind, processes, request, tmp
 # A function in place of a reward model, which keeps what it has read.
 SEEN = """
 import json
+import math
 
-def constant(queries, responses):
+def constant(queries, responses, references):
     with open("seen.jsonl", "a") as file:
-        file.write(json.dumps([queries, responses]) + "\\n")
+        file.write(json.dumps([queries, responses, references]) + "\\n")
     return [3.0] * len(queries)
+
+def no_references(queries, responses, references):
+    return [math.nan if pair[0] == pair[1] else 1.0 for pair in zip(responses, references)]
 
 kl = constant
 """
@@ -493,7 +498,7 @@ def function_runs(common, sft, tmp_path_factory) -> dict[str, Trained]:
         arguments = f"--rewards.function mine:constant --rewards.missing_eos {form} --rewards.missing_eos_penalty 2"
         # Batches of 18 of 48 posts: the third and the sixth lie across two passes.
         sizes = "--ppo.total_episodes 150 --ppo.batch_size 18 --ppo.noptepochs 1 --ppo.lr 1e-4 --eval_prompts 2"
-        flags = f"{arguments} {sizes} --eval_posts 4 --save_interval 0 --task.eval_temperature 1"
+        flags = f"{arguments} {sizes} --eval_posts 4 --eval_interval 3 --save_interval 0 --task.eval_temperature 1"
         runs[form] = train(folder, "tldr_policy.py", [*common, "--base_model", str(sft.model("sft")), *flags.split()])
     return runs
 
@@ -517,6 +522,62 @@ def test_a_function_does_not_see_what_comes_after_the_end(function_runs):
     assert all("<|endoftext|>" not in response for response in responses)
     assert len({len(response) for response in responses}) > 10
     assert run.model("policy").is_dir() and run.model("value").is_dir()
+
+
+def test_a_function_gets_the_references_of_the_same_posts(function_runs, tiny_posts):
+    """In training and evaluations; as texts that do not show their end, as the summaries are."""
+    posts = chain(*(world_rows(tiny_posts, f"posts_{split}") for split in ("train", "validation", "test")))
+    summaries = {query_of(post): f" {post['summary']}" for post in posts}
+    run = function_runs["subtract"]
+    (trial, *lines) = [json.loads(line) for line in (run.folder / "seen.jsonl").read_text().splitlines()]
+    assert trial[2] == ["A reference."] * 2
+    assert len(lines) == 8 + (1 + 3) + 2 * 2  # updates; evaluations at 0, 3 and 6; two splits after training
+    for queries, _, references in lines:
+        assert references == [summaries[query] for query in queries]
+
+
+def test_references_are_scored_once(function_runs):
+    """Those of the posts that are summarised now and then, and those of each split after training."""
+    lines = [json.loads(line) for line in (function_runs["none"].folder / "seen.jsonl").read_text().splitlines()]
+    assert sum(responses == references for _, responses, references in lines) == 3
+
+
+def test_a_monitor_replaces_nothing(policy):
+    """The names that are refused are those that a run writes anyhow: metrics, and columns of its tables."""
+    metrics = {
+        name.split("/", 1)[1] for name in metrics_of(policy.run)[0] if name.startswith(("objective/", "eval/"))
+    }
+    written = metrics | set(policy.rows()[0]) | {key for row in samples_of(policy.run) for key in row} - {"step"}
+    gold = {"gold_scores", "reference_gold_scores"}
+    assert gold <= written and written - gold == set(tldr_policy.TAKEN)
+    for name in written - gold:
+        args = tldr_policy.Args(rewards=tldr_policy.TldrRewardsArgs(monitor=f"mine:{name}"))
+        with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
+            tldr_policy.monitors(args, None, None)
+        # The other column of a monitor is taken only where its own name is.
+        assert not name.startswith("reference_") or name.removeprefix("reference_") in written
+
+
+@pytest.mark.parametrize(("interval", "step", "kept"), [(1, 0, {"samples.jsonl"}), (0, 1, {"checkpoints"})])
+def test_a_score_of_an_evaluation_that_is_no_number_stops_the_run(interval, step, kept, common, sft, tmp_path):
+    """In step 0, or after the training. What JSON files hold is JSON, and no model is saved."""
+    (tmp_path / "mine.py").write_text(SEEN)
+    flags = (
+        "--rewards.function mine:no_references --rewards.kl_estimator k3 --ppo.total_episodes 8 --ppo.batch_size 8"
+    )
+    flags += f" --eval_interval {interval} --eval_prompts 2 --eval_posts 2 --log_interval 0"
+    arguments = [*common, "--base_model", str(sft.model("sft")), *flags.split()]
+    result = launch("tldr_policy.py", *arguments, folder=tmp_path)
+    assert result.status == 2
+    check_one_line(result.stderr, ("eval/reference_scores is nan", f"in step {step};"))
+    run = only(tmp_path, "runs/*")
+    assert not (tmp_path / "models").exists() and not list(run.glob("evaluation*"))
+    assert kept <= {path.name for path in run.iterdir()}
+    for file in run.glob("**/*.json"):
+        json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert not json.loads((run / "meta.json").read_text())["finished"]
+    (line,) = [line for line in result.stdout.splitlines() if "--rewards.kl_estimator k3" in line]
+    assert "vanishes near the reference" in line and "k1" in line
 
 
 def test_summaries_that_do_not_end_are_punished(function_runs):
@@ -813,6 +874,11 @@ BAD_INPUT = {
     "reward: weight decay below 0": bad_reward("--weight_decay -1", "weight_decay is -1.0", "at least 0"),
     "policy: KL coefficient below 0": bad_policy("--rewards.kl_coef -1", "rewards.kl_coef is -1.0"),
     "policy: KL target 0": bad_policy("--rewards.adaptive_kl.target 0", "rewards.adaptive_kl.target is 0.0"),
+    "policy: KL horizon": bad_policy(
+        "--rewards.adaptive_kl.target 0.05 --rewards.adaptive_kl.horizon 3",
+        "--rewards.adaptive_kl.horizon 3: an update of --ppo.batch_size 16",
+        "--rewards.adaptive_kl.horizon 4",
+    ),
     "policy: penalty below 0": bad_policy("--rewards.missing_eos_penalty -1", "rewards.missing_eos_penalty is -1.0"),
     "policy: rank below 0": bad_policy("--lora.rank -1", "lora.rank is -1"),
     "policy: seed below 0": bad_policy("--seed -1", "--seed is -1"),
@@ -873,7 +939,7 @@ BAD_INPUT = {
     "reward model that is not finite": bad_policy("", "reward_head.safetensors", "not finite", damage=not_finite),
     "adapters for no layer": bad_policy("--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules 'q,v'"),
     # functions
-    "monitor of a taken name": bad_policy("--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "objective/kl"),
+    "monitor of a taken name": bad_policy("--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "kl is taken"),
     "unknown function": bad_policy("--rewards.monitor mine:none", "--rewards.monitor mine:none"),
     # the environment
     "rank is a word": bad_sft("", "RANK", "first", RANK="first"),

@@ -504,6 +504,15 @@ def test_the_console_shows_the_progress_of_every_update(finished: Finished):
         assert kl == f"{row['objective/kl']:.2f}"
 
 
+def test_a_monitor_replaces_nothing(finished: Finished):
+    """The names that are refused are those that a run logs anyhow."""
+    names = {name.removeprefix("objective/") for name in finished.left.metrics[0] if name.startswith("objective/")}
+    assert names - {"gold_scores"} == set(train_policy.TAKEN)
+    for name in train_policy.TAKEN:
+        with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
+            train_policy.load_monitor(Args(rewards=RewardsArgs(monitor=f"mine:{name}")), None)
+
+
 def test_the_console_shows_the_samples(finished: Finished):
     for row in finished.left.samples:
         for number in (row["score"], row["kl"], row["score - kl_coef * kl"]):
