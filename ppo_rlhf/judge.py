@@ -601,8 +601,9 @@ class Endpoint:
                 try:
                     answer = self.ask(text)
                     self.remember(keys[text], answer)
-                except Exception as error:  # raised again below
+                except Exception as error:  # raised again below; it ends the evaluation
                     answer = error
+                    self.stopping.set()
                 outcomes.put((text, answer))
 
         threads = [threading.Thread(target=work, daemon=True) for _ in asked[: self.args.concurrency]]
