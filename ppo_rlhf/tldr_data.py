@@ -153,6 +153,8 @@ class Encoder:
         self.tokenizer, self.eos_id = tokenizer, eos_id
 
     def encode(self, text: str) -> list[int]:
+        # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
+        #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L154, tldr_dataset.py#L202-L212 @ee77a9a
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def query(self, row: dict[str, Any], task: TldrTaskArgs) -> list[int]:

@@ -681,6 +681,10 @@ def gpt2_with(**wrong_inputs):
     return lambda self, *args, **inputs: right(self, *args, **(inputs | wrong_inputs))
 
 
+def mask_that_shows_padding(mask, dtype):
+    return RIGHT.causal_mask(torch.ones_like(mask), dtype)
+
+
 def optimizer_with(**wrong):
     right = torch.optim.AdamW
     return lambda parameters, lr, **options: right(parameters, lr, **(options | wrong))
@@ -690,8 +694,8 @@ def schedule_reaching_zero_early(lr, schedule, step, steps):
     return RIGHT.scheduled_lr(lr, schedule, step, max(steps - 1, 1))
 
 
-def everything_is_predicted(tokens, pad_id):
-    return torch.ones_like(tokens[:, 1:], dtype=torch.bool)
+def end_of_text_not_predicted(tokens, pad_id):
+    return RIGHT_NEXT(tokens, pad_id) & (tokens[:, 1:] != EOS)
 
 
 def padding_predicts(tokens, pad_id):
@@ -725,7 +729,8 @@ def padded_on_the_other_side(rows, length, pad_id, *, left=False):
 
 
 RIGHT = SimpleNamespace(**vars(tldr_policy))
-RIGHT_SHIFT, RIGHT_FIT, RIGHT_PAD = tldr_reward.shift_to_references, tldr_data.fit_query, tldr_data.pad_rows
+RIGHT_SHIFT, RIGHT_NEXT = tldr_reward.shift_to_references, tldr_sft.next_token_mask
+RIGHT_FIT, RIGHT_PAD = tldr_data.fit_query, tldr_data.pad_rows
 ADVANTAGES, LOSSES = partial(check_advantages, "advantages_default"), partial(check_losses, "losses_default")
 FORWARD, POLICY = partial(check_forward, "forward_neox_leftpad"), partial(check_policy_run, "ppo_neox")
 SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_run, "reward_neox")
@@ -737,7 +742,7 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
         tldr_policy,
         "response_masks",
         masks_without_the_stop_token,
-        [check_truncation, ADVANTAGES, POLICY],
+        [check_truncation, ADVANTAGES],
     ),
     "values masked as tokens": (tldr_policy, "response_masks", values_masked_as_tokens, [ADVANTAGES, POLICY]),
     "the stop token becomes padding": (
@@ -783,12 +788,7 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
         gpt2_with(position_ids=None),
         [partial(check_forward, "forward_gpt2_leftpad")],
     ),
-    "padding is read": (
-        GPT2Model,
-        "forward",
-        gpt2_with(attention_mask=None),
-        [partial(check_forward, "forward_gpt2_leftpad")],
-    ),
+    "padding is read": (tldr_policy, "causal_mask", mask_that_shows_padding, [FORWARD]),
     "AdamW epsilon 1e-8": (torch.optim, "AdamW", optimizer_with(eps=1e-8), [SFT, REWARD, POLICY]),
     "no weight decay": (torch.optim, "AdamW", optimizer_with(weight_decay=0.0), [SFT, REWARD, POLICY]),
     "learning rate of pairs reaches zero early": (
@@ -803,7 +803,7 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
         schedule_reaching_zero_early,
         [check_defaults, POLICY],
     ),
-    "padding is predicted": (tldr_sft, "next_token_mask", everything_is_predicted, [SFT]),
+    "the end of text is not predicted": (tldr_sft, "next_token_mask", end_of_text_not_predicted, [SFT]),
     "the first token is predicted from padding": (tldr_sft, "next_token_mask", padding_predicts, [SFT]),
     "loss of pairs upside down": (
         tldr_reward,
