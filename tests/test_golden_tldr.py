@@ -34,7 +34,7 @@ from golden_tldr import (
     sft_run,
     trl_policy_run,
 )
-from transformers import GPT2Model
+from transformers import GPT2Config, GPT2Model
 
 from ppo_rlhf import tldr_data, tldr_policy, tldr_reward, tldr_sft
 from ppo_rlhf.run import InputError
@@ -222,27 +222,18 @@ def check_defaults() -> None:
     for name, rates in case["schedules"].items():
         schedule, steps = name.split("/")[0], int(name.split("/")[1])
         found = [tldr_policy.scheduled_lr(3e-6, schedule, step, steps) for step in range(steps)]
-        expected = [rate for rate in rates if rate]  # after the last step it would be 0
-        assert len(expected) == min(steps, len(expected)) > 0
-        for rate in expected:
-            assert min(abs(rate - ours) for ours in found) <= 1e-12 * 3e-6 + 1e-9 * rate, (name, rate)
-        assert found[0] == pytest.approx(rates[0]) and found[-1] == pytest.approx(expected[-1])
-    backbone = SimpleNamespace(config=SimpleNamespace(hidden_size=case["head"]["width"]))
+        expected = rates[:-1] if schedule == "cosine" else rates  # which goes on to 0 after the last step
+        assert found[:3] == pytest.approx(expected[:3], rel=1e-9, abs=0)
+        assert found[-3:] == pytest.approx(expected[-3:], rel=1e-7, abs=0)
+    sizes = {"n_embd": case["head"]["width"], "n_layer": 1, "n_head": 1, "vocab_size": 2, "n_positions": 2}
+    backbone = GPT2Model(GPT2Config(**sizes))
     torch.manual_seed(0)
-    weights = torch.cat([Head(backbone).reward_head.weight.detach() for _ in range(1_000)])
+    weights = torch.cat([tldr_reward.RewardModel(backbone).reward_head.weight.detach() for _ in range(1_000)])
     assert weights.std().item() == pytest.approx(case["head"]["std"], rel=0.03)
     assert abs(weights.mean().item() - case["head"]["mean"]) < 0.01
 
 
 SCRIPTS = {"sft": tldr_sft, "reward": tldr_reward, "policy": tldr_policy}
-
-
-class Head(tldr_reward.RewardModel):
-    """A reward model whose body is no module."""
-
-    def __setattr__(self, name, value):
-        if name != "lm_backbone":
-            super().__setattr__(name, value)
 
 
 def test_defaults():
