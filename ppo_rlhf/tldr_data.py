@@ -111,7 +111,7 @@ def format_post(subreddit: str, title: str, post: str) -> str:
 
 
 def format_article(article: str) -> str:
-    """The text of a query about a news article."""
+    """The text of a query about a news article. The newline at its end only counts when the article is cut."""
     return f"Article:\n{article}\n\nTL;DR:\n"
 
 
@@ -121,17 +121,20 @@ def fit_query(
     """Token ids of a query whose post is cut until they are at most query_length.
 
     A post loses what follows its last newline, and the newline; one without a newline loses its last character. What
-    stands around the post is never cut: if it alone is too long, an InputError says so.
+    stands around the post is never cut: if it alone is too long, an InputError says so. White space at the end of the
+    query has a share in its length, but is left out.
     """
     # [T04] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L125-L151 @ee77a9a
-    while len(tokens := encode(format_query(post))) > query_length:
+    while len(tokens := encode(text := format_query(post))) > query_length:
         if not post:
             raise InputError(
                 f"query_length {query_length} does not hold a query whose post is empty, of {len(tokens)} tokens: "
                 f"{format_query(post)[:60]!r}"
             )
         post = post.rpartition("\n")[0] if "\n" in post else post[:-1]
-    return tokens
+    # [T03] The summary of an article follows the colon too, with a space and no newline between them.
+    #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L298-L313 @ee77a9a
+    return tokens if text == text.rstrip() else encode(text.rstrip())
 
 
 def pad_rows(rows: list[list[int]], length: int, pad_id: int, *, left: bool = False) -> torch.Tensor:
@@ -150,6 +153,8 @@ class Encoder:
         self.tokenizer, self.eos_id = tokenizer, eos_id
 
     def encode(self, text: str) -> list[int]:
+        # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
+        #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L154, tldr_dataset.py#L202-L212 @ee77a9a
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def query(self, row: dict[str, Any], task: TldrTaskArgs) -> list[int]:

@@ -872,6 +872,8 @@ def masked_statistics(
     value_count: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """A micro-batch's share of the means over what counts; the arguments are (micro_batch, response_length)."""
+    # [X34] Over what counts; the variance of the ratio is that of tokens.
+    #       vwxyzjn/summarize_from_feedback_details ppo.py#L722-L771 @ee77a9a
     ratio = torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0))
     return {
         "policy/entropy_avg": masked_mean(entropies, mask, count),

@@ -409,6 +409,7 @@ def shift_to_references(
     (scores,) = map_rows(score, len(posts), chunk, accelerator)
     mean = scores.double().mean().item()
     reward_model.bias.sub_(mean)
+    # [X33] vwxyzjn/summarize_from_feedback_details reward.py#L495 @ee77a9a
     results = {"std": scores.double().std(unbiased=False), "min": scores.min() - mean, "max": scores.max() - mean}
     return {"eval/rm/shift": -mean} | {f"eval/rm/normalized_{name}": value.item() for name, value in results.items()}
 
@@ -542,6 +543,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
     with run.progress("reward model", sizes.steps, first_step) as advance:
         for step in range(first_step, sizes.steps):
+            # [X32] One step of the schedule for each optimiser step, the last, smaller one too.
+            #       vwxyzjn/summarize_from_feedback_details reward.py#L420 @ee77a9a
             lr = scheduled_lr(args.lr, args.schedule, step, sizes.steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -229,7 +229,7 @@ class LanguageModel(nn.Module):
     """A causal language model that says how likely it finds each token of a text."""
 
     def __init__(self, lm_backbone: PreTrainedModel, vocab_size: int):
-        """vocab_size: number of ids of the tokenizer; the output layer may have more rows."""
+        """vocab_size: number of ids of the tokenizer; the output layer may have more rows [T14]."""
         super().__init__()
         self.lm_backbone = lm_backbone
         self.vocab_size = vocab_size
@@ -251,6 +251,7 @@ class LanguageModel(nn.Module):
 
 def next_token_mask(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     """Where a token has a token before it: (batch, length) gives (batch, length - 1) bool."""
+    # [X31] The first token of a text is predicted from nothing, wherever its padding lies.
     real = tokens != pad_id
     return real[:, 1:] & real[:, :-1]
 
@@ -517,6 +518,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     with run.progress("SFT", sizes.steps, first_step) as advance:
         for step in range(first_step, sizes.steps):
             epoch, batch = divmod(step, sizes.steps_per_epoch)
+            # [X32] One step of the schedule for each optimiser step, the last, smaller one too.
+            #       vwxyzjn/summarize_from_feedback_details sft.py#L405 @ee77a9a
             lr = scheduled_lr(args.lr, args.schedule, step, sizes.steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr

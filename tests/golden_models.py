@@ -1,11 +1,14 @@
-"""The numbers in tests/golden, and tiny GPT-2 models that carry the weights stored there."""
+"""The numbers in tests/golden, how ours are compared with them, and tiny GPT-2s with the weights stored there."""
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_policy, train_reward
@@ -13,6 +16,7 @@ from ppo_rlhf import train_policy, train_reward
 GOLDEN = Path(__file__).parent / "golden"
 PAD = 27  # the padding id of the golden models; their vocabulary is 0..26
 ACTIVATION = "gelu_new"
+FLOAT32_EPS = 2**-23
 
 
 def load_json(name: str) -> dict:
@@ -91,3 +95,26 @@ def golden_reward_model(name: str, arrays: dict[str, torch.Tensor] | None = None
     reward_model = train_reward.RewardModel(GPT2Model(gpt2_config(name))).double()
     load_weights(reward_model, load_arrays(f"weights_{name}_reward") if arrays is None else arrays)
     return reward_model
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: float = FLOAT32_EPS, name="") -> None:
+    def message(text: str) -> str:
+        return f"{name} {text}"
+
+    assert_close(actual, expected, atol=atol, rtol=rtol, check_dtype=False, msg=message)
+
+
+@contextlib.contextmanager
+def recorded(module, name: str) -> Iterator[list[tuple[tuple, tuple]]]:
+    """Lists (positional arguments, result) of each call of a module's function within the block."""
+    function, calls = getattr(module, name), []
+
+    def wrapper(*args, **kwargs):
+        calls.append((args, function(*args, **kwargs)))
+        return calls[-1][1]
+
+    setattr(module, name, wrapper)
+    try:
+        yield calls
+    finally:
+        setattr(module, name, function)

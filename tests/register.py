@@ -43,7 +43,7 @@ REFERENCE = re.compile(
 ROW = re.compile(r'\| <a id="(\w+)"></a>\1 \|')
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(r"\[(test_\w+)\]\((tests/test_\w+\.py)(?:#L(\d+))?\)")
-GOLDEN_ROW = re.compile(r"^\| (`[\w*]+\.(?:npz|json)`.*?) \|", re.MULTILINE)
+GOLDEN_ROW = re.compile(r"^\| (`[\w*/]+\.(?:npz|json)`.*?) \|", re.MULTILINE)
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path
 Places = list[tuple[str, int]]  # path and line
@@ -62,7 +62,7 @@ class Row:
 
 def read_files() -> Files:
     found = [ROOT / REGISTER, *ROOT.glob("ppo_rlhf/*.py"), *ROOT.glob("tests/test_*.py")]
-    golden = [path for path in ROOT.glob("tests/golden/*") if path.name != "README.md"]
+    golden = [path for path in ROOT.glob("tests/golden/**/*") if path.is_file() and path.name != "README.md"]
     files = {path: path.read_text() for path in sorted(found)} | dict.fromkeys(sorted(golden), "")
     return {path.relative_to(ROOT).as_posix(): text for path, text in files.items()}
 
@@ -203,7 +203,7 @@ def problems(files: Files) -> list[str]:
             found.append(f"{path} has no {name}")
         elif line != str(test_lines[path, name]):
             found.append(f"{name} stands in line {test_lines[path, name]} of {path}, not in {line}")
-    golden = [Path(path).name for path in files if path.startswith("tests/golden/")]
+    golden = [path.removeprefix("tests/golden/") for path in files if path.startswith("tests/golden/")]
     patterns = {pattern.strip("`") for cell in GOLDEN_ROW.findall(text) for pattern in cell.split(", ")}
     found += [f"tests/golden/{name} has no row" for name in golden if not any(fnmatch(name, p) for p in patterns)]
     found += [f"tests/golden has no {p}" for p in sorted(patterns) if not any(fnmatch(name, p) for name in golden)]

@@ -4,18 +4,28 @@ Each check is a plain function, so that the tests and the negative controls at t
 reads our functions from their module when it runs: a negative control puts a wrong one there.
 """
 
-import contextlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import golden_models
 import pytest
 import torch
-from golden_models import PAD, by_parameter, cases, golden_policy, golden_reward_model, load_arrays, load_json, under
-from torch.testing import assert_close
+from golden_models import (
+    FLOAT32_EPS,
+    PAD,
+    by_parameter,
+    cases,
+    close,
+    golden_policy,
+    golden_reward_model,
+    load_arrays,
+    load_json,
+    recorded,
+    under,
+)
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import data, train_policy, train_reward
@@ -26,30 +36,6 @@ from ppo_rlhf.run import InputError
 LOGPROB, VALUE, ADVANTAGE, PPO_LOSS, STATISTIC = 8e-6, 2e-6, 4e-7, 3e-7, 1e-6
 GRADIENT = 4e-6  # relative to the largest entry of each variable
 REWARD_GRADIENT, REWARD_WEIGHT, PPO_WEIGHT = 2e-6, 2e-6, 2e-7
-FLOAT32_EPS = 2**-23
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: float = FLOAT32_EPS, name="") -> None:
-    def message(text: str) -> str:
-        return f"{name} {text}"
-
-    assert_close(actual, expected, atol=atol, rtol=rtol, check_dtype=False, msg=message)
-
-
-@contextlib.contextmanager
-def recorded(module, name: str) -> Iterator[list[tuple[tuple, tuple]]]:
-    """Lists (arguments, result) of each call of a module's function within the block."""
-    function, calls = getattr(module, name), []
-
-    def wrapper(*args):
-        calls.append((args, function(*args)))
-        return calls[-1][1]
-
-    setattr(module, name, wrapper)
-    try:
-        yield calls
-    finally:
-        setattr(module, name, function)
 
 
 def steer(policy: train_policy.PolicyWithValueHead, query_responses, context_length: int, temperature: float):

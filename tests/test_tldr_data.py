@@ -130,6 +130,15 @@ def test_title_and_question_are_never_cut():
             )
 
 
+def test_an_article_is_cut_with_the_newline_that_its_summary_does_not_see():
+    """T03: the newline has a share in the length, as in the original, and the summary follows the colon."""
+    article, frame = "Rain.\nWind.", len("Article:\n\n\nTL;DR:\n")
+    for limit, kept in ((frame + 11, "Rain.\nWind."), (frame + 10, "Rain."), (frame + 4, "Rain")):
+        limits = TldrTaskArgs(article_query_length=limit)
+        query = tldr_data.Encoder(Letters(), EOS).query({"article": article}, limits)
+        assert query == letters(f"Article:\n{kept}\n\nTL;DR:")
+
+
 def test_a_query_that_cannot_fit_is_an_error():
     line = error_line(tldr_data.fit_query, "aaa\nbbb", short_form, letters, 10)
     assert "query_length 10" in line and "11 tokens" in line
@@ -279,14 +288,14 @@ def test_articles_stand_apart_from_posts(tmp_path):
     rows = [COMPARISON, article, no_article]
     of_posts, of_articles = (read_comparisons(tmp_path, rows, articles=articles) for articles in (False, True))
     assert len(of_posts) == 2 and of_posts.queries.shape == (2, 80)
-    assert texts_of(of_articles.queries) == ["Article:\nRain.\nWind.\n\nTL;DR:\n"]
+    assert texts_of(of_articles.queries) == ["Article:\nRain.\nWind.\n\nTL;DR:"]  # then a summary and its space
     assert of_articles.queries.shape == (1, 60) and of_articles.chosen.shape == (1, 12)
     assert [group["batch"] for group in of_articles.groups] == ["cnndm0"]
     none = read_comparisons(tmp_path, [COMPARISON], articles=True)
     assert len(none) == 0 and none.queries.shape == (0, 60)
     long_article = changed(article, "info", "article", to="Rain.\n" + "x" * 60)
     assert texts_of(read_comparisons(tmp_path, [long_article], articles=True).queries) == [
-        "Article:\nRain.\n\nTL;DR:\n"
+        "Article:\nRain.\n\nTL;DR:"
     ]
 
 
