@@ -30,6 +30,7 @@ from ppo_rlhf.data import (
     task_ids,
     text_scorer,
     to_texts,
+    vocabulary_size,
 )
 from ppo_rlhf.run import (
     InputError,
@@ -93,7 +94,7 @@ class Comparison:
         self.seed = args.seed
         self.tokenizer = load_tokenizer(str(folder), args.trust_remote_code)
         self.ids = task_ids(self.task, self.tokenizer)
-        trust, vocab_size = args.trust_remote_code, len(self.tokenizer)
+        trust, vocab_size = args.trust_remote_code, vocabulary_size(self.tokenizer)
         length = self.ids.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
             "base": load_pretrained(args.base_model or info["base_model"], torch.float32, trust).to(self.device),
