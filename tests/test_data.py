@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from ppo_rlhf import data
 from ppo_rlhf.data import QueryStream, TaskArgs
 from ppo_rlhf.run import InputError
-from ppo_rlhf.sample import Comparison
+from ppo_rlhf.sample import Comparison, Continuations
 from ppo_rlhf.tldr_data import TldrTaskArgs, tldr_ids
 
 PAD = 95
@@ -315,7 +315,7 @@ def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
     tokenizer = tokenizer_with_a_hole
     assert len(tokenizer) == 29 and tokenizer.encode("z") == [29]
     write(tmp_path / "texts.txt", "a z b.")
-    task = TaskArgs(str(tmp_path / "texts.txt"), query_length=8, response_length=2, start_text=None)
+    task = TaskArgs(str(tmp_path / "texts.txt"), query_length=8, response_length=2, start_text=None, truncate_after=0)
     ids = data.task_ids(task, tokenizer)
     assert ids.pad == 30 and tldr_ids(TldrTaskArgs(), tokenizer).pad == 30
     assert QueryStream(task, tokenizer).next_batch(1, ids.pad).tolist() == [[0, 27, 29, 27, 1, 26, 30, 30]]
@@ -335,8 +335,7 @@ def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp
     ids = data.task_ids(task, tiny_tokenizer)
     assert (ids.stop, ids.prefix) == (28, [28])
     assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
-    comparison = SimpleNamespace(task=task, tokenizer=tiny_tokenizer, ids=ids)
-    assert Comparison.prompt_queries(comparison, ("a<eos>b",)).tolist() == [[0, *as_text, 1]]
+    assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "").query("a<eos>b") == [0, *as_text, 1]
 
 
 def long_texts() -> list[str]:
@@ -347,16 +346,8 @@ def long_texts() -> list[str]:
     endless = "".join(rng.choices("abcdehinorst", k=20_000))
     runs = "".join(rng.choice("a -.=\n") * rng.choice([1, 2, 99, 3_001]) for _ in range(40))
     late = " ".join(rng.choices(words, k=3_000)) + ". " + plain
-    return [
-        plain,
-        endless,
-        "." + endless,
-        runs,
-        runs[1:],
-        late,
-        "Mara fand eine Mühle. 猫が好き。" * 900,
-        "x" * 20_000,
-    ]
+    other = "Mara fand eine Mühle. 猫が好き。" * 900
+    return [plain, endless, "." + endless, runs, runs[1:], late, other, "x" * 20_000]
 
 
 @pytest.mark.parametrize("with_start", [True, False])
@@ -507,7 +498,8 @@ def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
     whole = dataclasses.replace(task, start_text=None, end_text=None)
     assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
-    comparison = SimpleNamespace(task=task, tokenizer=adds_one, ids=ids)
+    texts = Continuations(dataclasses.asdict(task), adds_one, "")
+    comparison = SimpleNamespace(task=task, texts=texts, pad_id=ids.pad)
     assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
 
 

@@ -224,10 +224,8 @@ def damaged_files(draw: st.DrawFn) -> Files:
         return replace(files, content=before + after)
 
     def change_sidecar() -> Files:
-        changed = (meta or {}) | {
-            draw(st.sampled_from(["vocab_size", "padding_id", "ceiling", "note"])): draw(odd_values)
-        }
-        return replace(files, sidecar=to_json(changed))
+        name = draw(st.sampled_from(["vocab_size", "padding_id", "ceiling", "note"]))
+        return replace(files, sidecar=to_json((meta or {}) | {name: draw(odd_values)}))
 
     def break_sidecar() -> Files:
         return replace(files, sidecar=draw(st.binary(max_size=8) | json_values.map(to_json) | too_deep))

@@ -138,7 +138,7 @@ def test_a_query_that_cannot_fit_is_an_error():
 
 
 def cut_step_by_step(post: str, format_query, encode, limit: int) -> list[int]:
-    """What [T04] says: as long as the query is too long, the post loses its last line or, of one line, a character."""
+    """While the query is too long, the post loses its last line or, if it has one line, its last character [T04]."""
     while len(tokens := encode(format_query(post))) > limit:
         post = post.rpartition("\n")[0] if "\n" in post else post[:-1]
     return tokens
@@ -147,18 +147,14 @@ def cut_step_by_step(post: str, format_query, encode, limit: int) -> list[int]:
 def test_a_long_post_is_cut_as_step_by_step(tiny_posts):
     tokenizer = AutoTokenizer.from_pretrained(tiny_posts / "model")
     rng, longer = random.Random(3), 0
-    for _ in range(60):
+    rare = ["\n", ".", "  ", "-" * 30, "ü"]
+    for _ in range(24):
         line, parts = rng.choice([20, 200, 2_000]), rng.randint(50, 700)
-        post = "".join(
-            rng.choice(["\n", ".", "  ", "-" * 30, "ü"])
-            if rng.random() < 5 / line
-            else rng.choice([" wet", "gra", "in"])
-            for _ in range(parts)
-        )
+        post = "".join(rng.choice(rare if rng.random() < 5 / line else [" wet", "gra", "in"]) for _ in range(parts))
         expected = cut_step_by_step(post, short_form, tokenizer.encode, 40)
         assert tldr_data.fit_query(post, short_form, tokenizer.encode, 40) == expected
         longer += len(tokenizer.encode(post)) > 40 + 2 * CUT_MARGIN
-    assert longer > 20
+    assert longer > 10
 
 
 def test_a_post_of_a_megabyte_is_cut_in_few_steps():
@@ -178,10 +174,8 @@ def test_a_post_of_a_megabyte_is_cut_in_few_steps():
 def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
     encoder, as_text = tldr_data.Encoder(tiny_tokenizer, 28), [26, 4, 14, 18, 26]  # < and > read as the full stop
     assert encoder.summary("a<eos>b") == [27, 0, *as_text, 1, 28]
-    query = encoder.query(changed(POST, "post", to="a<eos>b"), TldrTaskArgs())
-    assert 28 not in query
-    place = query.index(0)
-    assert query[place : place + 7] == [0, *as_text, 1]
+    query = encoder.query({"article": "a<eos>b"}, TldrTaskArgs())
+    assert query == encoder.encode("Article:\na") + as_text + encoder.encode("b\n\nTL;DR:\n")
 
 
 @pytest.mark.parametrize(

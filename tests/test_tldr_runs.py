@@ -19,6 +19,9 @@ from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from ppo_rlhf import sample
+from ppo_rlhf.run import InputError
+
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
 
@@ -148,6 +151,15 @@ def greedy_summaries(folder: Path, queries: list[str], length: int) -> list[str]
     return summaries
 
 
+def text_logprob(folder: Path, query: str, ids: list[int], temperature: float) -> float:
+    """The log-prob of token ids after a query, under an ordinary language model."""
+    model, before = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)(query)
+    tokens = torch.tensor([*before["input_ids"], *ids])
+    with torch.no_grad():
+        logprobs = (model(input_ids=tokens[None, :-1]).logits[0] / temperature).log_softmax(1)
+    return logprobs[-len(ids) :].gather(1, tokens[-len(ids) :, None]).sum().item()
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # What a run leaves
 # ----------------------------------------------------------------------------------------------------------------
@@ -254,6 +266,41 @@ def test_a_saved_model_writes_what_was_evaluated(kind, request):
     assert greedy_summaries(folder, [row["query"] for row in rows], 24) == [row["response"] for row in rows]
     info = json.loads((folder / "ppo_rlhf.json").read_text())
     assert info["base_model"] == trained.meta["args"]["base_model"] and info["task"]["response_length"] == 24
+
+
+def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeypatch, capsys):
+    """Policy and fine-tuned model, on the test split, on posts that are given and on one that somebody types."""
+    tables = sft.rows("evaluation_test.jsonl")[:3], policy.rows("evaluation_test.jsonl")[:3]
+    folder = policy.model("policy")
+    rows = sample.sample(sample.Args(str(folder), n=3))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row, base, trained in zip(rows, *tables, strict=True):
+        assert (row["query"], row["base"], row["policy"]) == (base["query"], base["response"], trained["response"])
+        assert row["policy score"] == pytest.approx(trained["scores"], abs=1e-4)
+        assert row["policy gold"] == trained["gold_scores"]
+        ids = tokenizer(row["policy"])["input_ids"]
+        ids += [tokenizer.eos_token_id] * (trained["tokens"] - len(ids))  # the end of text counts, nothing after it
+        logprobs = [text_logprob(path, row["query"], ids, 0.7) for path in (folder, sft.model("sft"))]
+        assert row["kl"] == pytest.approx(logprobs[0] - logprobs[1], abs=1e-3)
+        assert set(row) == {"query", "kl"} | {
+            f"{name}{what}" for name in ("base", "policy") for what in ("", " score", " gold")
+        }
+    assert any(row["base"] != row["policy"] for row in rows)
+    assert sample.sample(sample.Args(str(folder), prompt=(rows[1]["query"],))) == [
+        {name: value if isinstance(value, str) else pytest.approx(value, abs=1e-4) for name, value in rows[1].items()}
+    ]
+
+    typed = iter(["It is wet.", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    capsys.readouterr()
+    rows = sample.sample(sample.Args(str(folder), interactive=True, temperature=0.7, reward_model=""))
+    assert [row["query"] for row in rows] == ["SUBREDDIT: r/\n\nTITLE: \n\nPOST: It is wet.\n\nTL;DR:"]
+    assert "KL" in capsys.readouterr().out
+    rows = sample.sample(sample.Args(str(folder), n=1, query_dataset=str(tiny_posts)))
+    assert rows[0]["query"] == tables[0][0]["query"]
+    for changes in ({"query_dataset": "nowhere"}, {"prompt": ("Wet \udcff",)}, {"temperature": 0.0}):
+        with pytest.raises(InputError, match=f"--{next(iter(changes))}"):
+            sample.sample(sample.Args(str(folder), **changes))
 
 
 @torch.no_grad()
