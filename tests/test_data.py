@@ -301,15 +301,6 @@ def test_trim_query(tokens, length, start_id, end_id, expected):
     assert tokens == given
 
 
-@pytest.fixture
-def tokenizer_with_a_hole(tiny_tokenizer):
-    """a..y are 0..24, the full stop 26, the space 27, <eos> 28 and z 29: 29 tokens, and none of them is 25."""
-    content = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
-    content["model"]["vocab"]["z"] = 29
-    backend = type(tiny_tokenizer.backend_tokenizer).from_str(json.dumps(content))
-    return type(tiny_tokenizer)(tokenizer_object=backend, eos_token="<eos>")
-
-
 def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
     """The padding id is above all of them, so that it is none."""
     tokenizer = tokenizer_with_a_hole

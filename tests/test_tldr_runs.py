@@ -17,7 +17,7 @@ import torch
 from processes import launch, launch_together
 from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample
 from ppo_rlhf.run import InputError
@@ -813,6 +813,18 @@ def long_summary(folder: Path) -> None:
     file.write_text("\n".join([*lines[:5], json.dumps(row), *lines[6:]]))
 
 
+def sliding_window(folder: Path) -> None:
+    """The fine-tuned model attends to 100 tokens, which is enough for the longest post, but not for its summary."""
+    long_summary(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("mistral", vocab_size=1024, num_key_value_heads=2, sliding_window=100, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10)
+    model.save_pretrained(folder / "sft")
+
+
 def remove(path: str) -> Damage:
     return lambda folder: (folder / path).unlink()
 
@@ -878,6 +890,9 @@ BAD_INPUT = {
     "longer than the model reads": bad_sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
     "comparisons longer than the model reads": bad_reward(
         "--task.comparison_length 300", "256 tokens", "--base_model sft", damage=long_summary
+    ),
+    "comparisons longer than a window": bad_reward(
+        "--task.comparison_length 300", "does not attend to all of", "within a window", damage=sliding_window
     ),
     # models
     "sft: no such model": bad_sft("--base_model nowhere", "--base_model nowhere"),
