@@ -17,6 +17,7 @@ needs passages with ordinary full stops.
 """
 
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -697,20 +698,22 @@ def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrain
 def load_pretrained(
     base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """A pretrained model from safetensors, with every dropout probability set to 0."""
+    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings."""
     with model_errors(base_model) as path:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         # [D18] Dropout is never active, neither in rollouts nor in training.
         #       openai/lm-human-preferences lm_human_preferences/policy.py#L48 @cbfd210
-        for name, value in vars(config).items():
+        own_settings = dict(vars(config))
+        for name, value in own_settings.items():
             if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       openai/lm-human-preferences lm_human_preferences/language/model.py#L14-L73 @cbfd210
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
-        for name, value in vars(config).items():
+        for name, value in own_settings.items():
             if value == "gelu_new":
                 setattr(config, name, "gelu_pytorch_tanh")
+        changed = {name: value for name, value in own_settings.items() if getattr(config, name) != value}
         if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
             raise OSError("its attention is code from the hub; --trust_remote_code runs it, if you trust it")
         if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):
@@ -735,6 +738,9 @@ def load_pretrained(
             raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
             raise OSError("its weights hold numbers that are not finite")
+        model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
+        for name, value in changed.items():
+            setattr(model.config, name, value)
         return model
 
 

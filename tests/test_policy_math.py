@@ -1,12 +1,13 @@
 """train_policy.py: the mathematics against numbers by hand and slow oracles; properties of models and sampling."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.data import TaskArgs, check_model, load_pretrained, read_info, same_logits, trim_query
@@ -524,12 +525,28 @@ def test_forward_in_train_mode_repeats_itself(tiny_models, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModel])
+def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenizer, tmp_path, auto_class):
+    """So that whoever trains it further has the base model's; a reward model's, too."""
+    model = tiny_models("gpt2")
+    model.config.resid_pdrop = 0.25
+    model.save_pretrained(tmp_path / "base")
+    loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
+    assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+    loaded.save_pretrained(tmp_path / "saved")
+    train_reward.save_reward_model(tmp_path / "reward", RewardModel(loaded.base_model), tiny_tokenizer, {})
+    for kind in ("base", "saved", "reward"):
+        config = json.loads((tmp_path / kind / "config.json").read_text())
+        settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]
+        assert settings == [0.25, 0.0, "gelu_new"]
+
+
 def test_gelu_of_a_loaded_gpt2_is_the_same_function(tiny_models, tmp_path):
     """In another kernel: `gelu_pytorch_tanh` in place of `gelu_new`."""
     model = tiny_models("gpt2").double()
     model.save_pretrained(tmp_path)
     loaded = load_pretrained(str(tmp_path), torch.float64)
-    assert (model.config.activation_function, loaded.config.activation_function) == ("gelu_new", "gelu_pytorch_tanh")
+    assert {type(layer.mlp.act).__name__ for layer in loaded.base_model.h} == {"GELUTanh"}
     logits, expected = (lm(input_ids=UNPADDED).logits for lm in (loaded, model))
     assert_close(logits, expected, atol=1e-12, rtol=0)
 
