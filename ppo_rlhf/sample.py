@@ -76,7 +76,7 @@ class Args:
 
 
 class Continuations:
-    """Chapter 1: a text is continued, and scored up to a stop token."""
+    """Chapter 1: a text is continued, and the continuation is scored up to a stop token."""
 
     source = "query_dataset"
 
@@ -107,7 +107,10 @@ class Continuations:
 
 
 class Summaries:
-    """Chapter 2: a post is summarised, and nothing counts that comes after the end of the summary."""
+    """Chapter 2: a post is summarised, and what comes after the end of the summary counts nowhere.
+
+    The methods give what those of `Continuations` do.
+    """
 
     source = "posts"
 
