@@ -51,7 +51,7 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="session")
 def tokenizer_with_a_hole(tiny_tokenizer):
-    """The tiny tokenizer with z as 29 in place of 25: 29 tokens still, and one more than 29 is the padding id."""
+    """The tiny tokenizer with z as 29 in place of 25: 29 tokens still, but the largest id is 29, and padding 30."""
     content = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
     content["model"]["vocab"]["z"] = 29
     backend = type(tiny_tokenizer.backend_tokenizer).from_str(json.dumps(content))

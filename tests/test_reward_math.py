@@ -302,7 +302,6 @@ def test_saving_leaves_the_model_as_it_was(tiny_models, tiny_tokenizer, tmp_path
 def test_saved_model_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole, tmp_path):
     """Its largest id is 29, so 30 is padding and gets the row of zeros; 29 keeps its own."""
     reward_model, tokens = tiny_reward_model(lambda *_: tiny_models("gpt2", 30)), right_padded()
-    tokens[:, 1] = 29
     tokens[tokens == PAD] = 30
     tokens[:, 1] = 29
     save_reward_model(tmp_path, reward_model, tokenizer_with_a_hole, {})
