@@ -6,27 +6,32 @@ Both continue the same queries with the same sampling noise, and the reward mode
     python ppo_rlhf/sample.py --policy models/<run>/policy --n 20 --out samples.jsonl
     python ppo_rlhf/sample.py --policy models/<run>/policy --prompt "Mara gladly helped the old miller."
     python ppo_rlhf/sample.py --policy models/<run>/policy --interactive       # type queries; an empty line ends
+
+A policy of chapter 1 continues texts, at the task's temperature. One of chapter 2 summarises posts of the test split,
+at the temperature of evaluations; there a prompt is the text of a post, or a whole query as evaluation.jsonl has it,
+from SUBREDDIT: to TL;DR:
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.data import (
     QueryStream,
-    Scorer,
     TaskArgs,
     add_affixes,
     check_size,
     check_text,
     check_vocabulary,
+    encode_text,
     load_pretrained,
     load_tokenizer,
     read_info,
@@ -44,6 +49,7 @@ from ppo_rlhf.run import (
     print_table,
     run_script,
 )
+from ppo_rlhf.tldr_data import Encoder, TldrTaskArgs, format_post, read_posts, tldr_ids
 from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
 
 
@@ -54,11 +60,11 @@ class Args:
     n: int = 5
     """number of queries"""
     temperature: float | None = None
-    """sampling temperature; None: the task's"""
+    """sampling temperature; None: the task's, in chapter 2 that of evaluations"""
     seed: int = 1
     """seed of the sampling noise; both models get the same"""
     prompt: tuple[str, ...] = ()
-    """queries as texts, in place of the task's"""
+    """texts to continue, or posts to summarise, in place of the task's"""
     interactive: bool = False
     """ask for queries until an empty line"""
     out: str = ""
@@ -73,6 +79,68 @@ class Args:
     """run Python code that comes with the base model"""
 
 
+class Continuations:
+    """Chapter 1: a text is continued, and the continuation is scored up to a stop token."""
+
+    source = "query_dataset"
+
+    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str):
+        """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's."""
+        self.task, self.tokenizer = from_dict(TaskArgs, task), tokenizer
+        if source:
+            self.task = dataclasses.replace(self.task, query_dataset=source)
+        self.ids = task_ids(self.task, tokenizer)
+        self.context_length, self.eval_temperature = self.ids.context_length, self.task.temperature
+
+    def held_out(self, n: int) -> torch.Tensor:
+        """The first n queries that PPO did not see: (n, query_length)."""
+        return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad)
+
+    def query(self, prompt: str) -> list[int]:
+        """Token ids of a query, at most query_length."""
+        return encode_text(self.tokenizer, prompt)[: self.task.query_length]
+
+    def contexts(self, queries: torch.Tensor) -> torch.Tensor:
+        """What the models read of queries (n, query_length): (n, context_length)."""
+        return add_affixes(queries, self.ids.prefix, self.ids.suffix)
+
+    def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of responses: what counts for the KL, what is scored, and what is shown: three of (n, response_length)."""
+        truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
+        return responses, truncated, truncated
+
+
+class Summaries:
+    """Chapter 2: a post is summarised, and what comes after the end of the summary counts nowhere.
+
+    The methods give what those of `Continuations` do.
+    """
+
+    source = "posts"
+
+    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str):
+        self.task, self.tokenizer = from_dict(TldrTaskArgs, task), tokenizer
+        if source:
+            self.task = dataclasses.replace(self.task, posts=source)
+        self.ids = tldr_ids(self.task, tokenizer)
+        self.context_length, self.eval_temperature = self.task.query_length, self.task.eval_temperature
+
+    def held_out(self, n: int) -> torch.Tensor:
+        return read_posts(self.task, self.tokenizer, "test", n).queries
+
+    def query(self, prompt: str) -> list[int]:
+        whole = re.fullmatch(format_post("(.*?)", "(.*?)", "(.*)"), prompt, re.DOTALL)
+        row = dict(zip(("subreddit", "title", "post"), whole.groups() if whole else ("", "", prompt), strict=True))
+        return Encoder(self.tokenizer, self.ids.eos).query(row, self.task)
+
+    def contexts(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries
+
+    def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        truncated = truncate_at(responses, self.ids.stop, 0, self.ids.pad)
+        return truncated, truncated, truncated.masked_fill(truncated == self.ids.eos, self.ids.pad)
+
+
 class Comparison:
     """A policy, the model that it started from, and what scores them."""
 
@@ -85,35 +153,34 @@ class Comparison:
         if info["kind"] != "policy":
             raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = load_tokenizer(str(folder), args.trust_remote_code)
+        kind = Summaries if "posts" in info["task"] else Continuations
         try:
-            self.task = from_dict(TaskArgs, info["task"])
+            self.texts = kind(info["task"], self.tokenizer, args.query_dataset)
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
-        if args.query_dataset:
-            self.task = dataclasses.replace(self.task, query_dataset=args.query_dataset)
-        self.temperature = self.task.temperature if args.temperature is None else args.temperature
+        self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
+        self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
         if not self.temperature > 0:
             raise InputError(f"--temperature {self.temperature}: must be above 0")
-        self.seed = args.seed
-        self.tokenizer = load_tokenizer(str(folder), args.trust_remote_code)
-        self.ids = task_ids(self.task, self.tokenizer)
-        trust, vocab_size = args.trust_remote_code, len(self.tokenizer)
-        length = self.ids.context_length + self.task.response_length
+        trust, vocab_size = args.trust_remote_code, self.pad_id
+        length = self.texts.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
             "base": load_pretrained(args.base_model or info["base_model"], torch.float32, trust).to(self.device),
             "policy": load_pretrained(str(folder), torch.float32, trust).to(self.device),
         }
         check_size(self.models["base"], f"--base_model {args.base_model or info['base_model']}", length, vocab_size)
         check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
-        self.scorers: dict[str, Scorer] = {}
+        # Each gets queries, and of the responses what is scored and what is shown.
+        self.scorers: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
         if reward_folder := args.reward_model or info["reward_model"]:
             reward_folder = find_folder(reward_folder, folder.resolve().parent.parent.parent)
             reward_model = load_reward_model(reward_folder, torch.float32, trust).to(self.device)
             what = f"--reward_model {reward_folder}"
             check_vocabulary(read_info(reward_folder), what, f"--policy {folder}", vocab_size)
             check_size(reward_model.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
-            self.scorers["score"] = lambda queries, responses: reward_model(
-                torch.cat([queries, responses], dim=1), self.ids.pad
+            self.scorers["score"] = lambda queries, scored, shown: reward_model(
+                torch.cat([queries, scored], dim=1), self.pad_id
             )
         for name, field in (("score", "function"), ("gold", "monitor")):
             if info[field] and not (info[field].startswith("ppo_rlhf.") or trust or trust_functions):
@@ -121,54 +188,57 @@ class Comparison:
                     f"{folder} names the function {info[field]}; --trust_remote_code runs it, if you trust it"
                 )
             if info[field]:
-                self.scorers[name] = text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.ids.pad)
+                scorer = text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.pad_id)
+                self.scorers[name] = lambda queries, scored, shown, scorer=scorer: scorer(queries, shown)
 
     @torch.no_grad()
     def rows(self, queries: torch.Tensor, key: int = 0) -> list[dict[str, Any]]:
         """Continue each query (n, query_length) with both models. One row per query: texts, scores and KL.
 
         The scores are those of the truncated texts, without the penalty for a missing stop token.
-        kl: log-prob of the policy's continuation under the policy minus that under the base model, in nats.
+        kl: log-prob of the policy's text under the policy minus that under the base model, at the temperature of
+        training, in nats.
         """
         queries = queries.to(self.device)
-        contexts = add_affixes(queries, self.ids.prefix, self.ids.suffix)  # (n, context_length)
+        contexts = self.texts.contexts(queries)  # (n, context_length)
         generator = keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise = noise.to(self.device)
-        columns: dict[str, list[Any]] = {"query": to_texts(self.tokenizer, queries, self.ids.pad)}
+        columns: dict[str, list[Any]] = {"query": to_texts(self.tokenizer, queries, self.pad_id)}
         for name, model in self.models.items():
-            responses, _, _ = generate(model, contexts, noise, self.ids.pad, self.ids.pad, self.temperature)
-            truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
-            columns[name] = to_texts(self.tokenizer, truncated, self.ids.pad)
+            responses, _, _ = generate(model, contexts, noise, self.pad_id, self.pad_id, self.temperature)
+            counted, scored, shown = self.texts.cut(responses)
+            columns[name] = to_texts(self.tokenizer, shown, self.pad_id)
             for score_name, scorer in self.scorers.items():
-                scores = columns[f"{name} {score_name}"] = scorer(queries, truncated).tolist()
+                scores = columns[f"{name} {score_name}"] = scorer(queries, scored, shown).tolist()
                 if broken := [score for score in scores if not math.isfinite(score)]:
                     raise NumericalError(
                         f"the {score_name} of a text by the {name} model is {broken[0]}, not a number"
                     )
-        query_responses = torch.cat([contexts, responses], dim=1)
+        query_responses = torch.cat([contexts, counted], dim=1)  # of the policy, which came last
         logprobs = {
             name: response_logprobs(
-                model, query_responses, self.ids.pad, self.ids.context_length, self.temperature, self.ids.pad
+                model, query_responses, self.pad_id, contexts.shape[1], self.task.temperature, self.pad_id
             )[0]
             for name, model in self.models.items()
         }
-        columns["kl"] = (logprobs["policy"] - logprobs["base"]).sum(1).tolist()
+        log_ratio = (logprobs["policy"] - logprobs["base"]).masked_fill(counted == self.pad_id, 0)
+        columns["kl"] = log_ratio.sum(1).tolist()
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def task_queries(self, n: int) -> torch.Tensor:
         """The first n queries of the task's held-out texts: (n, query_length)."""
         try:
-            return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad)
+            return self.texts.held_out(n)
         except InputError as error:
-            raise InputError(str(error).replace("--task.query_dataset", "--query_dataset")) from error
+            raise InputError(str(error).replace(f"--task.{self.texts.source}", "--query_dataset")) from error
 
     def prompt_queries(self, prompts: tuple[str, ...]) -> torch.Tensor:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""
-        queries = torch.full((len(prompts), self.task.query_length), self.ids.pad)
+        queries = torch.full((len(prompts), self.task.query_length), self.pad_id)
         for row, prompt in zip(queries, prompts, strict=True):
             check_text(prompt, "--prompt")
-            tokens = self.tokenizer.encode(prompt, add_special_tokens=False)[: self.task.query_length]
+            tokens = self.texts.query(prompt)
             if not tokens:
                 raise InputError("--prompt: a query needs at least one token")
             row[: len(tokens)] = torch.tensor(tokens)

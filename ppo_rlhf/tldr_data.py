@@ -10,8 +10,10 @@ summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1
 {"confidence"}}; `info` may have an "article" in place of the post.
 """
 
+import bisect
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import tldr_tales
-from ppo_rlhf.data import check_text, hub_errors, one_token, to_texts
+from ppo_rlhf.data import CUT_MARGIN, check_text, encode_text, hub_errors, one_token, to_texts, vocabulary_size
 from ppo_rlhf.run import InputError, read_json
 
 # (repository, files, revision). Plain data files, since datasets 4 and later run no loading scripts.
@@ -72,13 +74,13 @@ TASKS = {
 class TldrIds:
     """The task's special tokens as ids of one tokenizer."""
 
-    pad: int  # the tokenizer's length, which no token has
+    pad: int  # one above the largest id of the tokenizer
     eos: int
     stop: int  # ends a sampled summary
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's length. The output layer of a model may have more rows."""
+        """How many ids can be sampled: those below the padding. The output layer of a model may have more rows."""
         return self.pad
 
 
@@ -96,7 +98,7 @@ def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
     if eos is None:
         raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
     stop = one_token(tokenizer, task.stop_text, "stop_text")
-    return TldrIds(pad=len(tokenizer), eos=eos, stop=eos if stop is None else stop)
+    return TldrIds(pad=vocabulary_size(tokenizer), eos=eos, stop=eos if stop is None else stop)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -125,16 +127,22 @@ def fit_query(
     query has a share in its length, but is left out.
     """
     # [T04] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L125-L151 @ee77a9a
-    while len(tokens := encode(text := format_query(post))) > query_length:
-        if not post:
-            raise InputError(
-                f"query_length {query_length} does not hold a query whose post is empty, of {len(tokens)} tokens: "
-                f"{format_query(post)[:60]!r}"
-            )
-        post = post.rpartition("\n")[0] if "\n" in post else post[:-1]
-    # [T03] The summary of an article follows the colon too, with a space and no newline between them.
-    #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L298-L313 @ee77a9a
-    return tokens if text == text.rstrip() else encode(text.rstrip())
+    newlines = [match.start() for match in re.finditer("\n", post)]
+    line_by_line, in_the_first_line = reversed(newlines), reversed(range(newlines[0] if newlines else len(post)))
+    ends = [len(post), *line_by_line, *in_the_first_line]
+    # A shorter post has fewer tokens, up to a few at the cut: those with many too many need not be tried one by one.
+    first = bisect.bisect_left(
+        ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + CUT_MARGIN
+    )
+    for end in ends[first:]:
+        if len(tokens := encode(text := format_query(post[:end]))) <= query_length:
+            # [T03] The summary of an article follows the colon too, with a space and no newline between them.
+            #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L298-L313 @ee77a9a
+            return tokens if text == text.rstrip() else encode(text.rstrip())
+    raise InputError(
+        f"query_length {query_length} does not hold a query whose post is empty, of "
+        f"{len(encode(format_query('')))} tokens: {format_query('')[:60]!r}"
+    )
 
 
 def pad_rows(rows: list[list[int]], length: int, pad_id: int, *, left: bool = False) -> torch.Tensor:
@@ -155,7 +163,7 @@ class Encoder:
     def encode(self, text: str) -> list[int]:
         # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
         #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L154, tldr_dataset.py#L202-L212 @ee77a9a
-        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return encode_text(self.tokenizer, text)
 
     def query(self, row: dict[str, Any], task: TldrTaskArgs) -> list[int]:
         """The query of a row with subreddit, title and post, or with an article."""
@@ -193,6 +201,10 @@ class Posts:
     def first(self, n: int) -> "Posts":
         """The first n posts."""
         return Posts(self.queries[:n], self.references[:n], 0)
+
+    def longest(self, pad_id: int) -> int:
+        """Tokens of the longest post and reference."""
+        return int(((self.queries != pad_id).sum(1) + (self.references != pad_id).sum(1)).max())
 
 
 def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:

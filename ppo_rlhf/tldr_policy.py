@@ -64,6 +64,7 @@ from ppo_rlhf.data import (
     load_tokenizer,
     read_info,
     text_scorer,
+    vocabulary_size,
 )
 from ppo_rlhf.run import (
     InputError,
@@ -360,7 +361,7 @@ def scaled_logits(
     lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
-    # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
+    # [D12] Ids above the tokenizer's largest, padding among them, can neither be sampled nor scored.
     #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
@@ -1067,9 +1068,9 @@ def load_scalar_model(
 ) -> RewardModel:
     """The reward model or critic in a folder, checked against the policy's tokenizer. field: of args.rewards."""
     folder, what = find_folder(path, root_of(args.resume)), f"--rewards.{field} {path}"
-    model = load_reward_model(folder, dtype, args.trust_remote_code)
-    check_vocabulary(read_info(folder), what, args.base_model, len(tokenizer))
-    check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, len(tokenizer))
+    model, vocab_size = load_reward_model(folder, dtype, args.trust_remote_code), vocabulary_size(tokenizer)
+    check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
+    check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
     return model
 
 
@@ -1078,8 +1079,9 @@ def load_networks(
 ) -> tuple[ActorCritic, Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
     device, length = accelerator.device, args.task.query_length + args.task.response_length
+    vocab_size = vocabulary_size(tokenizer)
     lm_backbone = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device)
-    check_model(lm_backbone, args.base_model, length, len(tokenizer), read_tokens)
+    check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
     critic = load_critic(args, lm_backbone, dtype, tokenizer)
     layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
     if args.lora.rank:
@@ -1088,7 +1090,7 @@ def load_networks(
         frozen = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device).requires_grad_(False)
         shard(frozen, layers, accelerator)
         reference = Reference(frozen, None)
-    actor_critic = ActorCritic(lm_backbone, critic, len(tokenizer))
+    actor_critic = ActorCritic(lm_backbone, critic, vocab_size)
     shard(actor_critic, layers, accelerator)
     if args.lora.rank and isinstance(actor_critic, FSDPModule):
         raise InputError("--lora.rank does not go with FSDP")
@@ -1278,7 +1280,7 @@ def save_reward_model(
     `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
     """
     # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
-    backbone, pad_id = reward_model.lm_backbone.base_model, len(tokenizer)
+    backbone, pad_id = reward_model.lm_backbone.base_model, vocabulary_size(tokenizer)
     kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
     weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
     constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
@@ -1329,7 +1331,8 @@ def save_policy_and_critic(
         return
     lm_backbone.save_pretrained(folder / "policy", state_dict=weights)
     tokenizer.save_pretrained(folder / "policy")
-    info = {"base_model": args.base_model, "vocab_size": len(tokenizer), "task": dataclasses.asdict(args.task)}
+    info = {"base_model": args.base_model, "vocab_size": vocabulary_size(tokenizer)}
+    info |= {"task": dataclasses.asdict(args.task)}
     rewards = {name: getattr(args.rewards, name) for name in ("function", "monitor")}
     rewards |= {"kind": "policy", "reward_model": args.rewards.trained_model}
     write_json(folder / "policy" / "ppo_rlhf.json", info | rewards)

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.data import check_model, check_size, load_pretrained, load_tokenizer, model_errors
+from ppo_rlhf.data import check_model, load_pretrained, load_tokenizer, model_errors, vocabulary_size
 from ppo_rlhf.run import (
     InputError,
     Run,
@@ -455,7 +455,7 @@ def save_reward_model(
     `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
     """
     # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
-    backbone, pad_id = reward_model.lm_backbone.base_model, len(tokenizer)
+    backbone, pad_id = reward_model.lm_backbone.base_model, vocabulary_size(tokenizer)
     kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
     weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
     constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
@@ -510,9 +510,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     posts = read_posts(args.task, tokenizer, "train", args.normalize_posts)
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
     language_model = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device)
-    longest = max(rows.longest(ids.pad) for rows in (comparisons, *held_out.values()))
-    check_size(language_model, f"--base_model {args.base_model}", longest, ids.pad)
-    check_model(language_model, args.base_model, args.task.query_length, ids.pad, read_tokens)
+    longest = max(rows.longest(ids.pad) for rows in (comparisons, *held_out.values(), posts))
+    check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
     with model_errors(base_model_of(args)), torch.device("meta"):  # what it is saved as exists for this kind of model
         AutoModelForSequenceClassification.from_config(
             language_model.config, trust_remote_code=args.trust_remote_code

@@ -217,7 +217,7 @@ def scaled_logits(
     lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
-    # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
+    # [D12] Ids above the tokenizer's largest, padding among them, can neither be sampled nor scored.
     #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.

@@ -60,6 +60,7 @@ from ppo_rlhf.data import (
     sample_rows,
     task_ids,
     text_scorer,
+    vocabulary_size,
 )
 from ppo_rlhf.run import (
     InputError,
@@ -330,7 +331,7 @@ def scaled_logits(
     lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
-    # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
+    # [D12] Ids above the tokenizer's largest, padding among them, can neither be sampled nor scored.
     #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
@@ -888,12 +889,13 @@ def load_policy_and_reference(
     lm_backbone, reference = (
         load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
     )
-    longest = task_ids(args.task, tokenizer).context_length + args.task.response_length
-    check_model(lm_backbone, args.base_model, longest, len(tokenizer), read_tokens)
+    ids = task_ids(args.task, tokenizer)
+    longest = ids.context_length + args.task.response_length
+    check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
     if args.compile:
         lm_backbone.base_model.compile(dynamic=False)
         reference.base_model.compile(dynamic=False)
-    return PolicyWithValueHead(lm_backbone, len(tokenizer)).to(device, dtype), reference.requires_grad_(False)
+    return PolicyWithValueHead(lm_backbone, ids.pad).to(device, dtype), reference.requires_grad_(False)
 
 
 def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
@@ -922,7 +924,7 @@ def load_scorer(
     args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
 ) -> tuple[Scorer, dict]:
     """What scores (queries, truncated responses), and what the reward model's ppo_rlhf.json says of it."""
-    pad_id = len(tokenizer)
+    pad_id = vocabulary_size(tokenizer)
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
         raise InputError("give one of --rewards.trained_model and --rewards.function")
     if args.rewards.function:
@@ -959,7 +961,8 @@ def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Sc
     name = re.split("[:.]", args.rewards.monitor)[-1]
     if name in TAKEN:
         raise InputError(f"--rewards.monitor {args.rewards.monitor}: the name {name} is taken; rename the function")
-    scorer = text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, len(tokenizer), on_all_processes=True)
+    pad_id = vocabulary_size(tokenizer)
+    scorer = text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, pad_id, on_all_processes=True)
     return {f"objective/{name}": scorer}
 
 
@@ -1041,7 +1044,7 @@ def save_policy(
         "reward_model": args.rewards.trained_model,
         "function": args.rewards.function,
         "monitor": args.rewards.monitor,
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocabulary_size(tokenizer),
         "task": dataclasses.asdict(args.task),
     }
     write_json(folder / "ppo_rlhf.json", info)

@@ -52,6 +52,7 @@ from ppo_rlhf.data import (
     model_errors,
     read_labels,
     task_ids,
+    vocabulary_size,
 )
 from ppo_rlhf.run import (
     InputError,
@@ -233,7 +234,7 @@ def scaled_logits(
     lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
     """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
-    # [D12] Ids at or above the tokenizer's length, padding among them, can neither be sampled nor scored.
+    # [D12] Ids above the tokenizer's largest, padding among them, can neither be sampled nor scored.
     #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
     logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
@@ -631,7 +632,7 @@ def save_reward_model(
     `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
     """
     # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
-    backbone, pad_id = reward_model.lm_backbone.base_model, len(tokenizer)
+    backbone, pad_id = reward_model.lm_backbone.base_model, vocabulary_size(tokenizer)
     kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
     weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
     constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()

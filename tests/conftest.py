@@ -1,5 +1,6 @@
 """What the tests share. They run offline, on one CPU thread, with models that are made on the spot."""
 
+import json
 import os
 
 # Before the first import of a library that reads them.
@@ -46,6 +47,15 @@ def tiny_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_with_a_hole(tiny_tokenizer):
+    """The tiny tokenizer with z as 29 in place of 25: 29 tokens still, but the largest id is 29, and padding 30."""
+    content = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
+    content["model"]["vocab"]["z"] = 29
+    backend = type(tiny_tokenizer.backend_tokenizer).from_str(json.dumps(content))
+    return type(tiny_tokenizer)(tokenizer_object=backend, eos_token="<eos>")
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,13 @@ import datasets
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from ppo_rlhf import data
 from ppo_rlhf.data import QueryStream, TaskArgs
 from ppo_rlhf.run import InputError
-from ppo_rlhf.sample import Comparison
+from ppo_rlhf.sample import Comparison, Continuations
+from ppo_rlhf.tldr_data import TldrTaskArgs, tldr_ids
 
 PAD = 95
 
@@ -27,8 +29,8 @@ class Letters:
 
     eos_token_id = None
 
-    def __len__(self) -> int:
-        return 95
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(token + 32): token for token in range(95)}
 
     def encode(self, text: str, **_) -> list[int]:
         return [ord(letter) - 32 for letter in text]
@@ -43,8 +45,8 @@ class Vocabulary:
     def __init__(self, size: int):
         self.size = size
 
-    def __len__(self) -> int:
-        return self.size
+    def get_vocab(self) -> dict[str, int]:
+        return {str(token): token for token in range(self.size)}
 
 
 def error_line(function, *args) -> str:
@@ -300,6 +302,63 @@ def test_trim_query(tokens, length, start_id, end_id, expected):
     assert tokens == given
 
 
+def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
+    """The padding id is above all of them, so that it is none."""
+    tokenizer = tokenizer_with_a_hole
+    assert len(tokenizer) == 29 and tokenizer.encode("z") == [29]
+    write(tmp_path / "texts.txt", "a z b.")
+    task = TaskArgs(str(tmp_path / "texts.txt"), query_length=8, response_length=2, start_text=None, truncate_after=0)
+    ids = data.task_ids(task, tokenizer)
+    assert ids.pad == 30 and tldr_ids(TldrTaskArgs(), tokenizer).pad == 30
+    assert QueryStream(task, tokenizer).next_batch(1, ids.pad).tolist() == [[0, 27, 29, 27, 1, 26, 30, 30]]
+    row = {"query": [29] + [50259] * 7, "sample0": [29, 1], "sample1": [1, 50259], "best": 0}
+    write(tmp_path / "labels.json", json.dumps([row]))
+    write(tmp_path / "labels.meta.json", '{"vocab_size": 30}')
+    labels = data.read_labels(str(tmp_path / "labels.json"), task, tokenizer)
+    assert (labels.queries.tolist(), labels.samples.tolist()) == ([[29] + [30] * 7], [[[29, 1], [1, 30]]])
+
+
+def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp_path):
+    """In queries and prompts. Arguments may name one on purpose."""
+    as_text = [26, 4, 14, 18, 26]  # < and > are none of its letters and read as the full stop
+    write(tmp_path / "texts.txt", "a<eos>b")
+    task = TaskArgs(str(tmp_path / "texts.txt"), 7, query_prefix="<eos>", truncate_text="<eos>")
+    task = dataclasses.replace(task, start_text=None, end_text=None)
+    ids = data.task_ids(task, tiny_tokenizer)
+    assert (ids.stop, ids.prefix) == (28, [28])
+    assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
+    assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "").query("a<eos>b") == [0, *as_text, 1]
+
+
+def long_texts() -> list[str]:
+    """Of some 20,000 characters: words, one endless word, runs of one character, no full stop for long or ever."""
+    rng = random.Random(5)
+    words = ["".join(rng.choices("abcdefgmnorstu", k=rng.randint(1, 9))) for _ in range(200)]
+    plain = " ".join(rng.choice(words) + rng.choice(["", "", ".", ",", "\n"]) for _ in range(3_500))
+    endless = "".join(rng.choices("abcdehinorst", k=20_000))
+    runs = "".join(rng.choice("a -.=\n") * rng.choice([1, 2, 99, 3_001]) for _ in range(40))
+    late = " ".join(rng.choices(words, k=3_000)) + ". " + plain
+    other = "Mara fand eine Mühle. 猫が好き。" * 900
+    return [plain, endless, "." + endless, runs, runs[1:], late, other, "x" * 20_000]
+
+
+@pytest.mark.parametrize("with_start", [True, False])
+def test_the_query_of_a_long_text_is_that_of_all_its_tokens(tiny_world, with_start, monkeypatch):
+    """Although not all of it is read."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
+    dot, read = tokenizer.encode(".")[0], []
+    start_id = dot if with_start else None
+    for text in long_texts():
+        tokens = tokenizer.encode(text)
+        start = tokens.index(dot) + 1 if with_start and dot in tokens else 0
+        expected = None if with_start and dot not in tokens else tokens[start : start + 64]
+        assert data.trim_query(data.encode_for_query(tokenizer, text, 64, start_id), 64, start_id, None) == expected
+    encode = data.encode_text
+    monkeypatch.setattr(data, "encode_text", lambda tokens, text: read.append(len(text)) or encode(tokens, text))
+    data.encode_for_query(tokenizer, long_texts()[0] * 50, 64, start_id)
+    assert sum(read) < 3_000
+
+
 def make_stream(path: Path, texts: list[str], position: int = 0, **task) -> QueryStream:
     write(path, json.dumps(texts))
     task = {"query_length": 6, "start_text": None, "end_text": None} | task
@@ -431,7 +490,8 @@ def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
     whole = dataclasses.replace(task, start_text=None, end_text=None)
     assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
-    comparison = SimpleNamespace(task=task, tokenizer=adds_one, ids=ids)
+    texts = Continuations(dataclasses.asdict(task), adds_one, "")
+    comparison = SimpleNamespace(task=task, texts=texts, pad_id=ids.pad)
     assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
 
 
@@ -640,6 +700,20 @@ def test_gpt2_ids_fit_gpt2s_vocabulary(label_file):
     assert read(label_file, rows, vocab_size=50257).queries[0].tolist() == [50256, 13, 50257]
     rows[0]["query"] = [50257, 13, 50259]
     assert "50257" in error_line(read, label_file, rows, 50257)
+
+
+def test_a_large_vocabulary_names_its_padding(label_file):
+    """Since 50259 is one of its tokens, and may stand in a text."""
+    rows = [{"query": [1, 50259, 60_003], "sample0": [50259, 3], "sample1": [4, 60_003], "best": 0}]
+    labels = read(label_file, rows, 60_003, {"vocab_size": 60_003, "padding_id": 60_003})
+    assert labels.queries.tolist() == [[1, 50259, 60_003]]
+    assert labels.samples.tolist() == [[[50259, 3], [4, 60_003]]]
+    rows = [{"query": [1, 2, -100], "sample0": [5, 3], "sample1": [4, -100], "best": 0}]
+    assert read(label_file, rows, 10, {"vocab_size": 10, "padding_id": -100}).queries.tolist() == [[1, 2, 10]]
+    for meta, padding in (({}, 50259), ({"padding_id": 7}, 7)):
+        message = error_line(read, label_file, rows, 60_003, {"vocab_size": 60_003, **meta})
+        assert f"its padding id {padding} is one of the tokenizer's 60003 ids" in message
+        assert 'labels.meta.json: "padding_id": 60003' in message
 
 
 @pytest.mark.parametrize(

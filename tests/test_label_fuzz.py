@@ -34,8 +34,8 @@ class Vocabulary:
     def __init__(self, size: int):
         self.size = size
 
-    def __len__(self) -> int:
-        return self.size
+    def get_vocab(self) -> dict[str, int]:
+        return {"the last token": self.size - 1}
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ def read(files: Files, folder: Path) -> Labels:
 # ----------------------------------------------------------------------------------------------------------------
 # Properties
 # ----------------------------------------------------------------------------------------------------------------
+
+
+def padding_id(meta: dict[str, Any] | None) -> int:
+    return (meta or {}).get("padding_id", OPENAI_PAD_ID)
 
 
 def check_labels(labels: Labels, files: Files) -> None:
@@ -104,7 +108,7 @@ def check_valid(rows: list[dict[str, Any]], meta: dict[str, Any] | None, files: 
     check_labels(labels, files)
 
     def written(tokens: torch.Tensor) -> list[int]:
-        return [OPENAI_PAD_ID if token == files.vocab_size else token for token in tokens.tolist()]
+        return [padding_id(meta) if token == files.vocab_size else token for token in tokens.tolist()]
 
     for row, query, samples, target in zip(rows, labels.queries, labels.samples, labels.targets, strict=True):
         names = ["sample"] if labels.kind == "score" else [f"sample{i}" for i in range(len(samples))]
@@ -151,11 +155,18 @@ def valid_files(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any] |
     n = {"best": draw(st.sampled_from([2, 3, 4, 11])), "score": 1, "difference": 2}[kind]
     targets = st.integers(0, n - 1) if kind == "best" else st.floats(-1e6, 1e6) | st.integers(-(10**6), 10**6)
     rng = random.Random(draw(st.integers(0, 2**32)))
+    padding = {"padding_id": st.sampled_from([vocab_size, vocab_size + 7, -1])}
+    must, may = ({}, padding) if vocab_size <= OPENAI_PAD_ID else (padding, {})
+    meta = st.fixed_dictionaries(
+        {"vocab_size": st.just(vocab_size), **must},
+        optional={"ceiling": st.floats(0.01, 1.0), "note": odd_values, **may},
+    )
+    # Without a sidecar, the ids are GPT-2's if the vocabulary is larger than GPT-2's.
+    meta = draw(meta if vocab_size > OPENAI_VOCAB_SIZE else st.none() | meta)
 
     def ids(length: int) -> list[int]:
         real = rng.randint(1, length)
-        tokens = [rng.randrange(vocab_size) for _ in range(real)]
-        return [0 if token == OPENAI_PAD_ID else token for token in tokens] + [OPENAI_PAD_ID] * (length - real)
+        return [rng.randrange(vocab_size) for _ in range(real)] + [padding_id(meta)] * (length - real)
 
     rows = []
     for _ in range(draw(st.integers(1, 3))):
@@ -163,11 +174,6 @@ def valid_files(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, Any] |
         row = {"query": ids(query_length)} | {name: ids(response_length) for name in names}
         row |= {kind: draw(targets)} | draw(st.dictionaries(st.just("note"), odd_values, max_size=1))
         rows.append(dict(rng.sample(list(row.items()), len(row))))
-    meta = st.fixed_dictionaries(
-        {"vocab_size": st.just(vocab_size)}, optional={"ceiling": st.floats(0.01, 1.0), "note": odd_values}
-    )
-    # Without a sidecar, the ids are GPT-2's if the vocabulary is larger than GPT-2's.
-    meta = draw(meta if vocab_size > OPENAI_VOCAB_SIZE else st.none() | meta)
     sidecar = None if meta is None else to_json(meta)
     return rows, meta, Files(to_json(rows), sidecar, vocab_size, query_length, response_length)
 
@@ -218,8 +224,8 @@ def damaged_files(draw: st.DrawFn) -> Files:
         return replace(files, content=before + after)
 
     def change_sidecar() -> Files:
-        changed = (meta or {}) | {draw(st.sampled_from(["vocab_size", "ceiling", "note"])): draw(odd_values)}
-        return replace(files, sidecar=to_json(changed))
+        name = draw(st.sampled_from(["vocab_size", "padding_id", "ceiling", "note"]))
+        return replace(files, sidecar=to_json((meta or {}) | {name: draw(odd_values)}))
 
     def break_sidecar() -> Files:
         return replace(files, sidecar=draw(st.binary(max_size=8) | json_values.map(to_json) | too_deep))

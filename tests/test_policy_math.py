@@ -1,6 +1,7 @@
 """train_policy.py: the mathematics against numbers by hand and slow oracles; properties of models and sampling."""
 
 import itertools
+import json
 import math
 from fractions import Fraction
 
@@ -8,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.data import TaskArgs, check_model, load_pretrained, trim_query
+from ppo_rlhf.data import TaskArgs, check_model, load_pretrained, read_info, same_logits, trim_query
 from ppo_rlhf.run import InputError
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
@@ -547,12 +548,28 @@ def test_forward_in_train_mode_repeats_itself(tiny_models, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModel])
+def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenizer, tmp_path, auto_class):
+    """So that whoever trains it further has the base model's; a reward model's, too."""
+    model = tiny_models("gpt2")
+    model.config.resid_pdrop = 0.25
+    model.save_pretrained(tmp_path / "base")
+    loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
+    assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+    loaded.save_pretrained(tmp_path / "saved")
+    train_reward.save_reward_model(tmp_path / "reward", RewardModel(loaded.base_model), tiny_tokenizer, {})
+    for kind in ("base", "saved", "reward"):
+        config = json.loads((tmp_path / kind / "config.json").read_text())
+        settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]
+        assert settings == [0.25, 0.0, "gelu_new"]
+
+
 def test_gelu_of_a_loaded_gpt2_is_the_same_function(tiny_models, tmp_path):
     """In another kernel: `gelu_pytorch_tanh` in place of `gelu_new`."""
     model = tiny_models("gpt2").double()
     model.save_pretrained(tmp_path)
     loaded = load_pretrained(str(tmp_path), torch.float64)
-    assert (model.config.activation_function, loaded.config.activation_function) == ("gelu_new", "gelu_pytorch_tanh")
+    assert {type(layer.mlp.act).__name__ for layer in loaded.base_model.h} == {"GELUTanh"}
     logits, expected = (lm(input_ids=UNPADDED).logits for lm in (loaded, model))
     assert_close(logits, expected, atol=1e-12, rtol=0)
 
@@ -566,18 +583,77 @@ UNSUPPORTED = {  # the library's name of an architecture, what makes it small, w
     ),
     "alibi": ("bloom", {}, "cannot be read with an attention mask of 4 dimensions"),
     "capped logits": ("gemma2", {"num_key_value_heads": 2, "final_logit_softcapping": 1e-3}, "changes its logits"),
+    "alibi of columns": ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2}, "padding stands inside .* as in MPT"),
+    "window of columns": (
+        "gpt_neo",
+        {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7},
+        "padding stands inside .* as in GPT-Neo",
+    ),
+    "states of Mamba-2": (
+        "mamba2",
+        {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+        r"padding stands before .* \(Mamba, RWKV\)",
+    ),
+    "states of RWKV": ("rwkv", {}, r"padding stands before .* \(Mamba, RWKV\)"),
 }
+
+
+def small_model(architecture: str, extra: dict):
+    """A causal language model with random weights, large enough to show what a token of another place changes."""
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(architecture, **SMALL, **extra, **tokens)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape) * (parameter.ndim > 1))
+    return model.eval()
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_models_that_read_otherwise_are_refused(name):
     architecture, extra, message = UNSUPPORTED[name]
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **SMALL, **extra, **tokens))
+    model = small_model(architecture, extra)
     with pytest.raises(InputError, match=message):
         check_model(model, name, QUERY + RESPONSE, VOCAB, read_tokens)
-    if name == "window":
+    if name.startswith("window"):
         check_model(model, name, 7, VOCAB, read_tokens)
+
+
+HEADS = {"intermediate_size": 32, "num_key_value_heads": 2}
+SUPPORTED = {
+    "gpt2": {},
+    "gpt_neox": {"intermediate_size": 32},
+    "gptj": {"rotary_dim": 4},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "falcon": {},
+    "gpt_bigcode": {},
+    "biogpt": {"intermediate_size": 32},
+    "llama": HEADS,
+    "mistral": HEADS | {"sliding_window": 11},
+    "mixtral": HEADS | {"num_local_experts": 2},
+    "gemma": HEADS | {"head_dim": 8},
+    "phi": HEADS,
+    "olmo2": HEADS,
+    "qwen3": HEADS | {"head_dim": 8},
+    "lfm2": HEADS,
+}
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_models_that_honour_mask_and_positions_are_taken(architecture):
+    model = small_model(architecture, SUPPORTED[architecture])
+    for length in (1, 2, 3, QUERY + RESPONSE):
+        check_model(model, architecture, length, VOCAB, read_tokens)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
+def test_logits_are_the_same_to_a_thousandth_of_their_spread(spread):
+    logits, noise = spread * numbers(0, 1, 5, 50_000), spread * numbers(1, 1, 5, 50_000)
+    assert same_logits(logits, logits) and same_logits(logits + 5e-4 * noise, logits)
+    one_position = torch.arange(5).eq(3).view(1, 5, 1)
+    assert not same_logits(logits + 2e-3 * noise * one_position, logits)
+    assert not same_logits(logits.masked_fill(one_position, math.nan), logits)
 
 
 def test_value_head_starts_at_zero(tiny_models):
@@ -630,6 +706,21 @@ def test_eos_does_not_end_a_response(tiny_models, dtype):
     assert responses.shape == logprobs.shape == (50, 7)
     assert responses.eq(eos).all()
     assert responses.dtype == dtype
+
+
+def test_a_policy_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole, tmp_path):
+    """Its largest id, 29, can be sampled; padding, 30, cannot. What is saved says so."""
+    model = tiny_models("gpt2", rows=40)
+    prefer(model, slice(29, None))
+    model.save_pretrained(tmp_path / "base")
+    args = train_policy.Args(base_model=str(tmp_path / "base"), task=TaskArgs(query_length=4, response_length=16))
+    policy, _ = train_policy.load_policy_and_reference(
+        args, tokenizer_with_a_hole, torch.float32, torch.device("cpu")
+    )
+    responses, _, _ = generate(policy.lm_backbone, token_ids(0, 20, 3), uniform(20, 7), 30, policy.vocab_size, 1.0)
+    assert responses.eq(29).all()
+    train_policy.save_policy(tmp_path / "policy", policy, policy.state_dict(), tokenizer_with_a_hole, args)
+    assert read_info(tmp_path / "policy")["vocab_size"] == 30
 
 
 def test_ids_beyond_the_tokenizer_are_never_sampled(tiny_models):

@@ -299,6 +299,20 @@ def test_saving_leaves_the_model_as_it_was(tiny_models, tiny_tokenizer, tmp_path
     assert {"gain", "bias", "reward_head.weight", "reward_head.bias"} <= set(head)
 
 
+def test_saved_model_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole, tmp_path):
+    """Its largest id is 29, so 30 is padding and gets the row of zeros; 29 keeps its own."""
+    reward_model, tokens = tiny_reward_model(lambda *_: tiny_models("gpt2", 30)), right_padded()
+    tokens[tokens == PAD] = 30
+    tokens[:, 1] = 29
+    save_reward_model(tmp_path, reward_model, tokenizer_with_a_hole, {})
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    rows = classifier.get_input_embeddings().weight
+    assert len(rows) == 31 and rows[30].eq(0).all() and rows[29].ne(0).any()
+    with torch.no_grad():
+        theirs = classifier(input_ids=tokens, attention_mask=tokens != 30).logits.squeeze(1)
+        assert_close(theirs, reward_model(tokens, 30), atol=1e-5, rtol=0)
+
+
 def test_saved_tokenizer_is_unchanged(tiny_models, tiny_tokenizer, tmp_path):
     save_reward_model(tmp_path, tiny_reward_model(tiny_models), tiny_tokenizer, {})
     tokenizer = load_tokenizer(str(tmp_path))

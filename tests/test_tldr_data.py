@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ppo_rlhf import tldr_data
+from ppo_rlhf.data import CUT_MARGIN
 from ppo_rlhf.run import InputError
 from ppo_rlhf.tldr_data import TldrTaskArgs
 
@@ -22,8 +24,8 @@ class Letters:
 
     eos_token_id = EOS
 
-    def __len__(self) -> int:
-        return PAD
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(token): token for token in range(PAD)}
 
     def encode(self, text: str, **_) -> list[int]:
         return [ord(letter) for letter in text]
@@ -142,6 +144,47 @@ def test_an_article_is_cut_with_the_newline_that_its_summary_does_not_see():
 def test_a_query_that_cannot_fit_is_an_error():
     line = error_line(tldr_data.fit_query, "aaa\nbbb", short_form, letters, 10)
     assert "query_length 10" in line and "11 tokens" in line
+
+
+def cut_step_by_step(post: str, format_query, encode, limit: int) -> list[int]:
+    """While the query is too long, the post loses its last line or, if it has one line, its last character [T04]."""
+    while len(tokens := encode(format_query(post))) > limit:
+        post = post.rpartition("\n")[0] if "\n" in post else post[:-1]
+    return tokens
+
+
+def test_a_long_post_is_cut_as_step_by_step(tiny_posts):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_posts / "model")
+    rng, longer = random.Random(3), 0
+    rare = ["\n", ".", "  ", "-" * 30, "ü"]
+    for _ in range(24):
+        line, parts = rng.choice([20, 200, 2_000]), rng.randint(50, 700)
+        post = "".join(rng.choice(rare if rng.random() < 5 / line else [" wet", "gra", "in"]) for _ in range(parts))
+        expected = cut_step_by_step(post, short_form, tokenizer.encode, 40)
+        assert tldr_data.fit_query(post, short_form, tokenizer.encode, 40) == expected
+        longer += len(tokenizer.encode(post)) > 40 + 2 * CUT_MARGIN
+    assert longer > 10
+
+
+def test_a_post_of_a_megabyte_is_cut_in_few_steps():
+    encoded = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(len(text))
+        return letters(text)
+
+    for post in ("wet grain " * 100_000, "wet grain\n" * 100_000):
+        encoded.clear()
+        query = "".join(map(chr, tldr_data.fit_query(post, short_form, encode, 500)))
+        assert len(query) == (500 if "\n" not in post else len(short_form("wet grain\n" * 49)) - 1)
+        assert len(encoded) < 200 and sum(encoded) < 3_500_000
+
+
+def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
+    encoder, as_text = tldr_data.Encoder(tiny_tokenizer, 28), [26, 4, 14, 18, 26]  # < and > read as the full stop
+    assert encoder.summary("a<eos>b") == [27, 0, *as_text, 1, 28]
+    query = encoder.query({"article": "a<eos>b"}, TldrTaskArgs())
+    assert query == encoder.encode("Article:\na") + as_text + encoder.encode("b\n\nTL;DR:\n")
 
 
 @pytest.mark.parametrize(

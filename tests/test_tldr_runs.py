@@ -17,9 +17,9 @@ import torch
 from processes import launch, launch_together
 from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_rlhf import tldr_all, tldr_policy
+from ppo_rlhf import sample, tldr_all, tldr_policy
 from ppo_rlhf.run import InputError
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
@@ -151,6 +151,15 @@ def greedy_summaries(folder: Path, queries: list[str], length: int) -> list[str]
     return summaries
 
 
+def text_logprob(folder: Path, query: str, ids: list[int], temperature: float) -> float:
+    """The log-prob of token ids after a query, under an ordinary language model."""
+    model, before = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)(query)
+    tokens = torch.tensor([*before["input_ids"], *ids])
+    with torch.no_grad():
+        logprobs = (model(input_ids=tokens[None, :-1]).logits[0] / temperature).log_softmax(1)
+    return logprobs[-len(ids) :].gather(1, tokens[-len(ids) :, None]).sum().item()
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # What a run leaves
 # ----------------------------------------------------------------------------------------------------------------
@@ -257,6 +266,41 @@ def test_a_saved_model_writes_what_was_evaluated(kind, request):
     assert greedy_summaries(folder, [row["query"] for row in rows], 24) == [row["response"] for row in rows]
     info = json.loads((folder / "ppo_rlhf.json").read_text())
     assert info["base_model"] == trained.meta["args"]["base_model"] and info["task"]["response_length"] == 24
+
+
+def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeypatch, capsys):
+    """Policy and fine-tuned model, on the test split, on posts that are given and on one that somebody types."""
+    tables = sft.rows("evaluation_test.jsonl")[:3], policy.rows("evaluation_test.jsonl")[:3]
+    folder = policy.model("policy")
+    rows = sample.sample(sample.Args(str(folder), n=3))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row, base, trained in zip(rows, *tables, strict=True):
+        assert (row["query"], row["base"], row["policy"]) == (base["query"], base["response"], trained["response"])
+        assert row["policy score"] == pytest.approx(trained["scores"], abs=1e-4)
+        assert row["policy gold"] == trained["gold_scores"]
+        ids = tokenizer(row["policy"])["input_ids"]
+        ids += [tokenizer.eos_token_id] * (trained["tokens"] - len(ids))  # the end of text counts, nothing after it
+        logprobs = [text_logprob(path, row["query"], ids, 0.7) for path in (folder, sft.model("sft"))]
+        assert row["kl"] == pytest.approx(logprobs[0] - logprobs[1], abs=1e-3)
+        assert set(row) == {"query", "kl"} | {
+            f"{name}{what}" for name in ("base", "policy") for what in ("", " score", " gold")
+        }
+    assert any(row["base"] != row["policy"] for row in rows)
+    assert sample.sample(sample.Args(str(folder), prompt=(rows[1]["query"],))) == [
+        {name: value if isinstance(value, str) else pytest.approx(value, abs=1e-4) for name, value in rows[1].items()}
+    ]
+
+    typed = iter(["It is wet.", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    capsys.readouterr()
+    rows = sample.sample(sample.Args(str(folder), interactive=True, temperature=0.7, reward_model=""))
+    assert [row["query"] for row in rows] == ["SUBREDDIT: r/\n\nTITLE: \n\nPOST: It is wet.\n\nTL;DR:"]
+    assert "KL" in capsys.readouterr().out
+    rows = sample.sample(sample.Args(str(folder), n=1, query_dataset=str(tiny_posts)))
+    assert rows[0]["query"] == tables[0][0]["query"]
+    for changes in ({"query_dataset": "nowhere"}, {"prompt": ("Wet \udcff",)}, {"temperature": 0.0}):
+        with pytest.raises(InputError, match=f"--{next(iter(changes))}"):
+            sample.sample(sample.Args(str(folder), **changes))
 
 
 @torch.no_grad()
@@ -844,6 +888,18 @@ def long_summary(folder: Path) -> None:
     file.write_text("\n".join([*lines[:5], json.dumps(row), *lines[6:]]))
 
 
+def sliding_window(folder: Path) -> None:
+    """The fine-tuned model attends to 100 tokens, which is enough for the longest post, but not for its summary."""
+    long_summary(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("mistral", vocab_size=1024, num_key_value_heads=2, sliding_window=100, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10)
+    model.save_pretrained(folder / "sft")
+
+
 def remove(path: str) -> Damage:
     return lambda folder: (folder / path).unlink()
 
@@ -914,6 +970,9 @@ BAD_INPUT = {
     "longer than the model reads": bad_sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
     "comparisons longer than the model reads": bad_reward(
         "--task.comparison_length 300", "256 tokens", "--base_model sft", damage=long_summary
+    ),
+    "comparisons longer than a window": bad_reward(
+        "--task.comparison_length 300", "does not attend to all of", "within a window", damage=sliding_window
     ),
     # models
     "sft: no such model": bad_sft("--base_model nowhere", "--base_model nowhere"),
