@@ -24,6 +24,7 @@ from ppo_rlhf.data import (
     check_size,
     check_text,
     check_vocabulary,
+    find_value,
     load_pretrained,
     load_tokenizer,
     read_info,
@@ -33,8 +34,8 @@ from ppo_rlhf.data import (
 )
 from ppo_rlhf.run import (
     InputError,
+    absolute,
     check_values,
-    find_folder,
     from_dict,
     one_line,
     print_table,
@@ -85,8 +86,11 @@ class Comparison:
             self.task = from_dict(TaskArgs, info["task"])
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
-        if args.query_dataset:
-            self.task = dataclasses.replace(self.task, query_dataset=args.query_dataset)
+        root = absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
+        base_model = args.base_model or find_value("base_model", info["base_model"], root)
+        reward_model = args.reward_model or find_value("rewards.trained_model", info["reward_model"], root)
+        queries = args.query_dataset or find_value("task.query_dataset", self.task.query_dataset, root)
+        self.task = dataclasses.replace(self.task, query_dataset=queries)
         self.temperature = self.task.temperature if args.temperature is None else args.temperature
         if not self.temperature > 0:
             raise InputError(f"--temperature {self.temperature}: must be above 0")
@@ -96,19 +100,18 @@ class Comparison:
         trust, vocab_size = args.trust_remote_code, len(self.tokenizer)
         length = self.ids.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
-            "base": load_pretrained(args.base_model or info["base_model"], torch.float32, trust).to(self.device),
+            "base": load_pretrained(base_model, torch.float32, trust).to(self.device),
             "policy": load_pretrained(str(folder), torch.float32, trust).to(self.device),
         }
-        check_size(self.models["base"], f"--base_model {args.base_model or info['base_model']}", length, vocab_size)
+        check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
         check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
         self.scorers: dict[str, Scorer] = {}
-        if reward_folder := args.reward_model or info["reward_model"]:
-            reward_folder = find_folder(reward_folder, folder.resolve().parent.parent.parent)
-            reward_model = load_reward_model(reward_folder, torch.float32, trust).to(self.device)
-            what = f"--reward_model {reward_folder}"
-            check_vocabulary(read_info(reward_folder), what, f"--policy {folder}", vocab_size)
-            check_size(reward_model.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
-            self.scorers["score"] = lambda queries, responses: reward_model(
+        if reward_model:
+            scorer = load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
+            what = f"--reward_model {reward_model}"
+            check_vocabulary(read_info(Path(reward_model)), what, f"--policy {folder}", vocab_size)
+            check_size(scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
+            self.scorers["score"] = lambda queries, responses: scorer(
                 torch.cat([queries, responses], dim=1), self.ids.pad
             )
         for name, field in (("score", "function"), ("gold", "monitor")):

@@ -365,7 +365,7 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
 
 def build_world(folder: Path, args: TalesArgs) -> None:
     """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
-    started = time.time()
+    started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     building = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     building.mkdir(parents=True)
@@ -394,7 +394,7 @@ def build_world(folder: Path, args: TalesArgs) -> None:
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    print(f"tales: {folder} is ready after {time.time() - started:.0f} s", flush=True)
+    print(f"tales: {folder} is ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def find_world(args: TalesArgs | None = None) -> Path:
