@@ -170,7 +170,7 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
             repository, _, revision = model.partition("@")
             config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
             folder = Path(config).parent if isinstance(config, str) else folder
-        files[name] = sorted(folder.glob("*.safetensors")) if model else []
+        files[name] = sorted(folder.absolute().glob("*.safetensors")) if model else []
     return files
 
 

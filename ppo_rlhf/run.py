@@ -552,8 +552,8 @@ def check_values(args: Any) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name} is {value}; it must be a finite number")
         if isinstance(value, int) and not abs(value) < 2**63:
-            shown = value if abs(value) < 10**30 else "a number of many digits"
-            raise InputError(f"--{name} is {shown}; it must be below 2^63")
+            number = value if abs(value) < 10**30 else "a number of many digits"
+            raise InputError(f"--{name} is {number}; it must be below 2^63")
         if isinstance(value, str) and value.encode(errors="replace").decode() != value:
             raise InputError(f"--{name} is {value!r}, which is not valid Unicode")
     if args.seed < 0:
@@ -645,7 +645,7 @@ def root_of(resume: str, joint: dict[str, Any] | None = None) -> Path:
 
 def find_path(path: str, root: Path) -> Path:
     """Where a path lies that a run was given: beside the run, in its root, or else in the current folder."""
-    return root / path if os.path.exists(root / path) else Path(path)
+    return root / path if root != Path.cwd() and os.path.exists(root / path) else Path(path)
 
 
 def checksum(files: list[Path]) -> str:
@@ -702,7 +702,7 @@ def lock_folder(folder: Path) -> int | None:
         return descriptor
     except BlockingIOError as error:
         os.close(descriptor)
-        raise InputError(f"{folder} is in use: another process is writing to it; stop that one first") from error
+        raise InputError(f"{shown(folder)} is in use: another process is writing to it; stop that one first") from error
     except OSError:
         os.close(descriptor)
         return None
