@@ -702,7 +702,9 @@ def lock_folder(folder: Path) -> int | None:
         return descriptor
     except BlockingIOError as error:
         os.close(descriptor)
-        raise InputError(f"{shown(folder)} is in use: another process is writing to it; stop that one first") from error
+        raise InputError(
+            f"{shown(folder)} is in use: another process is writing to it; stop that one first"
+        ) from error
     except OSError:
         os.close(descriptor)
         return None
@@ -859,11 +861,9 @@ class Run:
             self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
             samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise InputError(f"{shown(self.folder)}: metrics.csv or samples.jsonl is damaged: {error}") from error
+            raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
         if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
-            raise InputError(
-                f"{shown(metrics_file)} holds {len(self.rows)} of the {first_step} steps before the checkpoint"
-            )
+            raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
         replace_file(metrics_file, "".join(lines[: first_step + 1] if first_step else []))
         replace_file(samples_file, "".join(samples))
 
@@ -1093,7 +1093,7 @@ class Run:
             return load_file(file), unsealed
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
-                f"checkpoint {shown(folder)} cannot be read ({type(error).__name__}: {error}); "
+                f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
                 f"remove that folder to go on from the one before"
             ) from error
 

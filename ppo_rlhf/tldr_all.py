@@ -11,6 +11,7 @@ Preset, seed, base model and task are given once. Every other argument of the th
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -108,12 +109,12 @@ def train(args: Args) -> tuple[Path, Path, Path]:
 
     stages = Stages(args, SHARED, accelerator)
     sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
-    reward_args = dataclasses.replace(reward_args, base_model=str(sft_folder.relative_to(stages.root)))
+    reward_args = dataclasses.replace(reward_args, base_model=os.path.relpath(sft_folder, stages.root))
     reward_folder = stages.train(tldr_reward.train, reward_args, "reward", "reward")
     policy_args = dataclasses.replace(
         policy_args,
-        base_model=str(sft_folder.relative_to(stages.root)),
-        rewards=dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder.relative_to(stages.root))),
+        base_model=os.path.relpath(sft_folder, stages.root),
+        rewards=dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder, stages.root)),
     )
     policy_folder = stages.train(tldr_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:

@@ -12,6 +12,7 @@ Preset, seed, base model and task are given once. Every other argument of the tw
 
 import dataclasses
 import json
+import os
 import re
 import statistics
 import sys
@@ -99,7 +100,7 @@ def train(args: Args) -> tuple[Path, Path]:
 
     stages = Stages(args, SHARED, accelerator)
     reward_folder = stages.train(train_reward.train, reward_args, "reward", "reward")
-    rewards = dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder.relative_to(stages.root)))
+    rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder, stages.root))
     policy_args = dataclasses.replace(policy_args, rewards=rewards)
     policy_folder = stages.train(train_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:

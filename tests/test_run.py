@@ -296,7 +296,7 @@ def test_a_damaged_checkpoint_is_named(run, accelerator, file, damage):
     path = run.folder / "checkpoints" / "4" / file
     path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
     message = error_line(load, accelerator, run.folder)
-    assert str(path.parent.relative_to(Path.cwd())) in message
+    assert str(path.parent) in message
     assert "remove that folder" in message
 
 
@@ -309,7 +309,7 @@ def test_a_checkpoint_belongs_to_the_run_that_wrote_it(accelerator):
     assert load(accelerator, renamed)[1] == {"step": 1}
     shutil.copytree(runs[1].folder / "checkpoints" / "2", renamed / "checkpoints" / "2")
     reason = f"ValueError: it belongs to another run, {runs[1].folder.name}"
-    assert f"checkpoint runs/best/checkpoints/2 cannot be read ({reason}); remove" in error_line(
+    assert f"checkpoint {renamed}/checkpoints/2 cannot be read ({reason}); remove" in error_line(
         load, accelerator, renamed
     )
     shutil.rmtree(renamed / "checkpoints" / "2")
