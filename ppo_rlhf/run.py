@@ -28,8 +28,10 @@ import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -264,14 +266,25 @@ PATIENCE = 5.0  # seconds in which a launcher ends all processes after the first
 
 
 def exit_with(message: str, status: int = 2) -> None:
-    """Print one line and exit. Another process than the first speaks only if it outlives the first one's failure."""
-    who = ""
-    if not is_first_process():
-        time.sleep(PATIENCE)
-        who = f" on process {os.environ['RANK']}"
-    message = re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(message.split()))  # an address may hold a password
-    print(f"error{who}: {visible(message)}", file=sys.stderr)
+    """Print one line and exit. Another process than the first speaks only if the first has not failed as well."""
+    message = visible(re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(message.split())))  # an address may hold a password
+    if is_first_process():
+        print(f"error: {message}", file=sys.stderr)
+    elif first_process_goes_on():
+        print(f"error on process {os.environ['RANK']}: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+def first_process_goes_on() -> bool:
+    """Whether the first process or its launcher, who listen where the processes meet, still do so after a while."""
+    begun = time.monotonic()
+    with contextlib.suppress(OSError, KeyError, ValueError):  # KeyError, ValueError: there is no such place
+        while time.monotonic() - begun < PATIENCE:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, timeout=PATIENCE).close()
+            time.sleep(0.2)
+        return True
+    return False
 
 
 def visible(text: str) -> str:
@@ -672,7 +685,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
-    kinds = {"name": str, "wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None}
+    kinds = {
+        "name": str,
+        "id": str,
+        "wall_time": float,
+        "finished": bool,
+        "wandb_id": str | None,
+        "joint": dict | None,
+    }
     kinds |= {"results": dict, "weights": dict}
     values = {name: meta[name] for name in kinds if name in meta}
     if meta.get("joint"):
@@ -775,7 +795,8 @@ class Run:
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
         # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
         self.meta: dict[str, Any] = {
-            "name": previous.get("name", self.folder.name),  # a folder may be renamed later
+            "name": previous.get("name", self.folder.name),
+            "id": previous.get("id") or secrets.token_hex(8),  # of its checkpoints; a folder may be renamed
             "args": dataclasses.asdict(args),
             "joint": joint if joint and "args" in joint else previous.get("joint"),
             "sizes": sizes,
@@ -1057,7 +1078,7 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             save_file(contiguous, temporary / "tensors.safetensors")
-            state = {"run": self.meta["name"], "step": step, **state}
+            state = {"run": self.meta["id"], "step": step, **state}
             write_json(temporary / "state.json", sealed(state, temporary / "tensors.safetensors"))
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -1088,8 +1109,8 @@ class Run:
             unsealed = {name: value for name, value in state.items() if name != "sha256"}
             if sealed(unsealed, file) != state:
                 raise ValueError("its files are not what was written")
-            if unsealed.pop("run", self.meta["name"]) != self.meta["name"]:
-                raise ValueError(f"it belongs to another run, {state['run']}")
+            if unsealed.pop("run", self.meta["id"]) != self.meta["id"]:
+                raise ValueError("it belongs to another run")
             return load_file(file), unsealed
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
