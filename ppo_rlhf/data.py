@@ -160,17 +160,19 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    models = {"base_model": args.base_model}
     rewards = getattr(args, "rewards", None)  # the policies' scripts have some
+    models = {"base_model": args.base_model}
     models |= {f"rewards.{name}": getattr(rewards, name, "") for name in ("trained_model", "value_model")}
     files = {}
     for name, model in models.items():
+        if not model:
+            continue
         folder = local_folder(model)
-        if model and not folder.is_dir():
+        if not folder.is_dir():
             repository, _, revision = model.partition("@")
             config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
             folder = Path(config).parent if isinstance(config, str) else folder
-        files[name] = sorted(folder.absolute().glob("*.safetensors")) if model else []
+        files[name] = sorted(folder.absolute().glob("*.safetensors"))
     return files
 
 
@@ -505,7 +507,8 @@ def text_scorer(
 
     on_all_processes: they call the scorer together, each with its own texts, and if it fails on one, it fails on all.
     """
-    function = import_function(name, field)
+    with contextlib.chdir("."):  # it may change the current folder, where the run will begin
+        function = import_function(name, field)
 
     def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
         texts = to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, responses, pad_id)
@@ -528,7 +531,8 @@ def text_scorer(
             return [], f"--{field} {name} returned {len(scores)} scores for {len(queries)} responses"
         return scores, ""
 
-    scores, problem = score_texts(["A query."] * 2, ["A response.", "Another one."])
+    with contextlib.chdir("."):
+        scores, problem = score_texts(["A query."] * 2, ["A response.", "Another one."])
     if problem:
         raise InputError(problem)
     if not all(map(math.isfinite, scores)):

@@ -1312,10 +1312,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = {split: read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
     rouge(["a"], ["a"])  # a missing package is said now, not after the training
     prompts = held_out["validation"].first(args.eval_prompts)
-    actor_critic, reference = load_networks(args, tokenizer, dtype, accelerator)
-    files = weight_files(args)  # before a reward function can change the current folder
     score = load_score(args, tokenizer, ids, dtype, device)
     monitor = monitors(args, tokenizer, ids)
+    actor_critic, reference = load_networks(args, tokenizer, dtype, accelerator)
     actor_critic.forward = autocast()(actor_critic.forward)
     # [T46] One optimiser for both networks, and one learning rate.
     #       vwxyzjn/summarize_from_feedback_details ppo.py#L575-L577 @ee77a9a
@@ -1324,7 +1323,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
-    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, files)
+    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
     first_update, evaluation = 0, {}
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint

@@ -1087,7 +1087,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     shard(policy, policy.lm_backbone._no_split_modules or (), accelerator)
     if args.compile and isinstance(policy, FSDPModule):
         raise InputError("--compile does not go with FSDP")
-    files = weight_files(args)  # before a reward function can change the current folder
     score, score_info = load_scorer(args, tokenizer, dtype, device)
     monitor = load_monitor(args, tokenizer)
     # [D66] All parameters learn, embeddings and value head too.
@@ -1096,7 +1095,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
-    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, files)
+    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
     first_update = go_on(run, policy, optimizer, controller, stream, sizes)
     # lm-human-preference-details' plotting command selects runs by the label file of their reward model.
     rewards_config = dataclasses.asdict(given.rewards) | {"label_dataset": score_info.get("label_dataset")}

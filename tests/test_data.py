@@ -13,10 +13,11 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from ppo_rlhf import data
+from ppo_rlhf import data, tldr_policy, train_policy, train_reward
 from ppo_rlhf.data import QueryStream, TaskArgs
 from ppo_rlhf.run import InputError
 from ppo_rlhf.sample import Comparison
+from ppo_rlhf.tldr_data import TldrTaskArgs
 
 PAD = 95
 
@@ -267,6 +268,68 @@ def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(conn
     message = error_line(data.load_tokenizer, path)
     assert message.startswith(f"--base_model {path}: no such folder") and "hub" not in message
     assert not connections
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Paths
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_paths_are_those_beside_the_run_and_names_are_no_paths(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in ("runs", "tales", "tldr-tales", "tldr", "books", "m", "r", "v", "gpt2"):
+        (there / folder).mkdir(parents=True)
+    (there / "texts.txt").write_text("x")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    resume, joint = "../there/runs/a", {"runs": "../there/runs"}
+    task = TaskArgs(query_dataset="texts.txt")
+    given = train_reward.Args(resume=resume, base_model="m", label_dataset="texts.txt", task=task)
+    beside = str(there / "texts.txt")
+    assert data.find_paths(given) == dataclasses.replace(
+        given, base_model=str(there / "m"), label_dataset=beside, task=dataclasses.replace(task, query_dataset=beside)
+    )
+    names = {"base_model": "tales", "label_dataset": "sentiment/offline_5k.json", "task": TaskArgs("books")}
+    given = train_reward.Args(resume=resume, **names)
+    assert data.find_paths(given) == given
+    rewards = tldr_policy.TldrRewardsArgs(trained_model="r", value_model="v")
+    task = TldrTaskArgs(posts="m", comparisons="tldr")
+    given = tldr_policy.Args(base_model="gpt2", rewards=rewards, task=task)
+    found = data.find_paths(given, joint)
+    assert [Path(path).resolve() for path in (found.base_model, found.task.posts)] == [there / "gpt2", there / "m"]
+    found_rewards = found.rewards.trained_model, found.rewards.value_model
+    assert [Path(path).resolve() for path in found_rewards] == [there / "r", there / "v"]
+    assert found.task.comparisons == "tldr" and found.ppo == given.ppo
+    monkeypatch.chdir(there)
+    assert data.find_paths(given) == given  # a new run, here
+
+
+def test_weight_files_are_those_of_folders_and_of_what_was_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    stored = tmp_path / "cache" / "models--somebody--model"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("0" * 40)
+    folders = {
+        "main": stored / "snapshots" / ("0" * 40),
+        "other": stored / "snapshots" / ("1" * 40),
+        "r": tmp_path / "r",
+    }
+    (stored / "refs" / "other").write_text("1" * 40)
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+        for name in ("config.json", "model-2.safetensors", "model-1.safetensors", "pytorch_model.bin"):
+            (folder / name).write_text("")
+    files = {name: [folder / f"model-{i}.safetensors" for i in (1, 2)] for name, folder in folders.items()}
+
+    def of(base_model: str) -> dict[str, list[Path]]:
+        rewards = train_policy.RewardsArgs(trained_model="r")
+        return data.weight_files(train_policy.Args(base_model=base_model, rewards=rewards))
+
+    assert of("somebody/model") == {"base_model": files["main"], "rewards.trained_model": files["r"]}
+    assert of("somebody/model@other")["base_model"] == files["other"]
+    assert of("somebody/else")["base_model"] == []
+    assert data.weight_files(train_reward.Args(base_model="r")) == {"base_model": files["r"]}
 
 
 # ----------------------------------------------------------------------------------------------------------------

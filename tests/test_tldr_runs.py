@@ -691,9 +691,11 @@ def test_three_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp
 
 @pytest.mark.parametrize("stage", ["reward", "policy"])
 def test_a_stage_goes_on_from_another_folder(stage, all_three, tmp_path):
-    """The models that it starts from lie beside it, wherever it is called from."""
+    """The models that it starts from lie beside it, wherever it is called from, even if others have their names."""
     there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
-    here.mkdir()
+    shutil.copytree(there / "models", here / "models")
+    for path in here.glob("models/*/*/model.safetensors"):
+        save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
     run = only(there, f"runs/tldr_{stage}__*[0-9]")
     expected = metrics_of(run)
     cut_off(run)
