@@ -589,11 +589,12 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
             return path
         there = ", ".join(f"{name}/offline_5k.json" for name in tales.ANNOTATORS)
         raise InputError(f"--label_dataset {label_dataset}: no such file, and tales has {there}")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*\.json", label_dataset):  # what the hub has
-        raise InputError(f"--label_dataset {label_dataset}: no such file; give the path of a label file")
+    remedy = "give the path of a label file, or use --preset tales"
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*\.json", label_dataset):  # the hub's have such names
+        raise InputError(f"--label_dataset {label_dataset}: no such file; {remedy}")
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f"--label_dataset {label_dataset}", "give the path of a label file, or use --preset tales"):
+    with hub_errors(f"--label_dataset {label_dataset}", remedy):
         return Path(hf_hub_download(LABELS_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
@@ -804,10 +805,10 @@ def model_errors(base_model: str) -> Iterator[str]:
     path = local_folder(base_model)
     if base_model in WORLDS and not path.is_dir():
         raise InputError(f"{path.parent} is damaged; remove that folder, and the world is built anew")
+    remedy = "give the folder of a downloaded model, or use --preset tales"
     if not path.is_dir() and not HUB_NAME.fullmatch(base_model):
-        raise InputError(f"--base_model {base_model}: no such folder; give the folder of a downloaded model")
+        raise InputError(f"--base_model {base_model}: no such folder; {remedy}")
     if not path.is_dir():
-        remedy = "give the folder of a downloaded model, or use --preset tales"
         with hub_errors(f"--base_model {base_model}", remedy), own_code_errors(base_model):
             yield base_model
         return

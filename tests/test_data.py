@@ -266,7 +266,7 @@ def test_a_model_that_the_hub_does_not_give(connections, load, name):
 @pytest.mark.parametrize("path", ["models/a-run/sft", "./model", "../model", "/no/such/model", "~/model", "model/"])
 def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(connections, path):
     message = error_line(data.load_tokenizer, path)
-    assert message.startswith(f"--base_model {path}: no such folder") and "hub" not in message
+    assert message.startswith(f"--base_model {path}: no such folder; give the folder") and "hub" not in message
     assert not connections
 
 
@@ -699,9 +699,10 @@ def test_samples_must_be_numbered_from_zero(label_file, samples):
 def test_a_missing_label_file_says_what_to_do(connections, name):
     message = error_line(data.read_labels, name, LABEL_TASK, Vocabulary(10))
     assert f"--label_dataset {name}" in message
-    for advice in ("without a network", "path", "--preset tales") if name.startswith("sentiment") else ("path",):
+    for advice in ("path", "--preset tales"):
         assert advice in message
-    assert ("hub" in message) == name.startswith("sentiment")  # the others are meant to be local files
+    on_the_hub = name.startswith("sentiment/")  # the others are meant to be local files
+    assert ("without a network" in message) == ("hub" in message) == on_the_hub
     assert not connections
 
 
