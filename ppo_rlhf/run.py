@@ -685,15 +685,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
-    kinds = {
-        "name": str,
-        "id": str,
-        "wall_time": float,
-        "finished": bool,
-        "wandb_id": str | None,
-        "joint": dict | None,
-    }
-    kinds |= {"results": dict, "weights": dict}
+    kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
+    kinds |= {"name": str, "id": str, "weights": dict}
     values = {name: meta[name] for name in kinds if name in meta}
     if meta.get("joint"):
         kinds |= {"joint.args": dict, "joint.timestamp": int, "joint.runs": str}
@@ -796,7 +789,7 @@ class Run:
         # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
-            "id": previous.get("id") or secrets.token_hex(8),  # of its checkpoints; a folder may be renamed
+            "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
             "args": dataclasses.asdict(args),
             "joint": joint if joint and "args" in joint else previous.get("joint"),
             "sizes": sizes,

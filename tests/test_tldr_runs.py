@@ -612,6 +612,14 @@ def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
     assert bases == [str(tiny_posts / "model"), sft_model, sft_model]
     assert stages["policy"]["args"]["rewards"]["trained_model"] == f"models/{stages['reward']['name']}/reward"
     assert {meta["args"]["task"]["posts"] for meta in stages.values()} == {str(tiny_posts)}
+    weights = {stage: meta["weights"] for stage, meta in stages.items()}
+    assert set(weights["policy"]) == {"base_model", "rewards.trained_model"}
+    assert weights["sft"].keys() == {"base_model"} and weights["reward"] == {
+        "base_model": weights["policy"]["base_model"]
+    }
+    assert (
+        len({value for sums in weights.values() for value in sums.values()}) == 3
+    )  # all differ, but for the sft model
 
 
 def test_the_summary_says_what_happened(all_three, tiny_posts):
