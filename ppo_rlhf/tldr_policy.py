@@ -1302,7 +1302,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     check_tldr_arguments(args)
-    given, args = args, find_paths(args, joint)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, tldr_ppo_sizes(args.ppo, accelerator.num_processes)
@@ -1424,7 +1424,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 samples = evaluation_rows(tokenizer, ids.pad, queries[:3], responses[:3], references, **numbers)
                 run.log_samples(update, sample_table(samples))
             controller.update(metrics["objective/kl"], sizes.batch)
-            speed = f"{sizes.batch / (seconds_since(started)):.0f} episodes/s"
+            speed = f"{sizes.batch / seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if run.is_time_to_save(update + 1, sizes.updates):
                 state = {"kl_coef": controller.value, "evaluation": evaluation}

@@ -495,7 +495,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     check_pair_arguments(args)
-    given, args = args, find_paths(args, joint)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)

@@ -1073,7 +1073,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     check_arguments(args)
-    given, args = args, find_paths(args, joint)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, ppo_sizes(args.ppo, accelerator.num_processes)
@@ -1173,7 +1173,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # [D70] [D71] The controller sees the mean over all processes, once the update is logged.
             #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L299-L305 @cbfd210
             controller.update(metrics["objective/kl"], sizes.batch)
-            speed = f"{sizes.batch / (seconds_since(started)):.0f} episodes/s"
+            speed = f"{sizes.batch / seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] openai/lm-human-preferences lm_human_preferences/train_policy.py#L474-L508 @cbfd210
             if run.is_time_to_save(update + 1, sizes.updates):

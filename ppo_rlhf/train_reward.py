@@ -673,7 +673,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     ValueError: bad arguments before anything is written, a disk that fails whenever it fails.
     """
     accelerator = make_accelerator()
-    given, args = args, find_paths(args, joint)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
