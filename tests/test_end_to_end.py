@@ -234,8 +234,9 @@ CHANGES_FOLDER = """
 import os
 
 def length(queries, responses):
-    os.makedirs("elsewhere", exist_ok=True)
-    os.chdir("elsewhere") if os.path.basename(os.getcwd()) != "elsewhere" else None
+    if os.path.basename(os.getcwd()) != "elsewhere":
+        os.makedirs("elsewhere", exist_ok=True)
+        os.chdir("elsewhere")
     return [float(len(response)) for response in responses]
 """
 
