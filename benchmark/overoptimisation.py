@@ -34,7 +34,7 @@ import tyro
 from compare import COLORS, markdown
 from matplotlib.figure import Figure
 
-from ppo_rlhf.run import InputError, exit_with, find_folder, read_meta
+from ppo_rlhf.run import InputError, exit_with, find_path, read_meta
 
 WINDOW = 5  # updates of a run that are averaged for a point of the picture
 RESAMPLINGS = 2000
@@ -68,7 +68,7 @@ def read_run(folder: Path) -> pd.DataFrame:
     for name, column, key in (("gold", GOLD, "base gold"), ("proxy", PROXY, "base score")):
         own = [row[key] for row in rows]
         table[name] = (metrics[column] - statistics.fmean(own)) / statistics.stdev(own)
-    trained_model = find_folder(meta["args"]["rewards"]["trained_model"], folder.resolve().parent.parent)
+    trained_model = find_path(meta["args"]["rewards"]["trained_model"], folder.resolve().parent.parent)
     learned = read_meta(folder.parent / trained_model.parent.name)["results"]
     if "test_accuracy" not in learned:
         raise InputError(f"{trained_model.parent.name} says nothing of held-out comparisons")

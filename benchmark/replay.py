@@ -45,7 +45,7 @@ import tyro
 from openrlbenchmark.offline_db import OfflineRun, OfflineRunTag, Tag, database_proxy
 
 from ppo_rlhf.data import read_info
-from ppo_rlhf.run import InputError, exit_with, find_folder, flatten, read_meta
+from ppo_rlhf.run import InputError, exit_with, find_path, flatten, read_meta
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds
@@ -122,7 +122,7 @@ def our_run(folder: Path) -> CachedRun:
         raise InputError(f"{folder} is not the run of a policy")
     config = meta["args"]
     if trained_model := config["rewards"]["trained_model"]:
-        info = read_info(find_folder(trained_model, folder.resolve().parent.parent))
+        info = read_info(find_path(trained_model, folder.resolve().parent.parent))
         config["rewards"]["label_dataset"] = info["label_dataset"]
     table = table.rename(columns={"step": "_step"}).assign(_runtime=table["elapsed/time"])
     name, state = folder.name, "finished" if meta["finished"] else "running"

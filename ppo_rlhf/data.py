@@ -28,7 +28,7 @@ import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -44,7 +44,7 @@ from transformers import (
 )
 
 from ppo_rlhf import tales, tldr_tales
-from ppo_rlhf.run import InputError, fail_together, fits, import_function, read_json
+from ppo_rlhf.run import InputError, fail_together, find_path, fits, import_function, read_json, root_of
 
 # dataset: (repository, configuration, revision, column). They load without loading scripts.
 HUB_TEXTS = {
@@ -53,6 +53,7 @@ HUB_TEXTS = {
     "tldr": ("webis/tldr-17", None, "refs/convert/parquet", "content"),
 }
 LABELS_REPOSITORY = "vwxyzjn/lm-human-preferences"
+WORLDS = {"tales": tales, "tldr-tales": tldr_tales}  # names of base models, and who builds them
 BOOK_ROWS = 16
 HELD_OUT = 50  # of a source without a test split, the last text of each 50 is held out for sample.py
 OPENAI_PAD_ID = 50259
@@ -109,6 +110,74 @@ TASKS = {
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
 }
+
+# ----------------------------------------------------------------------------------------------------------------
+# Paths
+# ----------------------------------------------------------------------------------------------------------------
+
+# The arguments that may be paths, and the names that may stand in place of one.
+PATHS = {
+    "base_model": set(WORLDS),
+    "label_dataset": set(),
+    "task.query_dataset": {*HUB_TEXTS, "tales", "dummy"},
+    "task.posts": {"tldr", "tales"},
+    "task.comparisons": {"tldr", "tales"},
+    "rewards.trained_model": set(),
+    "rewards.value_model": set(),
+}
+
+
+def find_value(argument: str, value: str, root: Path) -> str:
+    """The value of an argument of a run with this root; a path becomes the one that it means (find_path)."""
+    return str(find_path(value, root)) if value and value not in PATHS[argument] else value
+
+
+def find_paths(args: Any, joint: dict[str, Any] | None = None) -> Any:
+    """A script's arguments, with the paths that they mean. joint: as the script's train() gets it.
+
+    A run keeps its arguments as they were given, so that its folder and what lies beside it can be moved together.
+    """
+    root = root_of(args.resume, joint)
+
+    def found(group: Any, prefix: str) -> Any:
+        values = {field.name: getattr(group, field.name) for field in fields(group)}
+        parts = {name: found(part, f"{prefix}{name}.") for name, part in values.items() if is_dataclass(part)}
+        paths = {name: find_value(prefix + name, values[name], root) for name in values if prefix + name in PATHS}
+        return replace(group, **parts, **paths)
+
+    return found(args, "")
+
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@.+)?")  # anything else is meant to be a path
+
+
+def local_folder(base_model: str) -> Path:
+    """Where a base model lies, if it is not on the hub."""
+    return WORLDS[base_model].find_world() / "model" if base_model in WORLDS else Path(base_model)
+
+
+def weight_files(args: Any) -> dict[str, list[Path]]:
+    """The files with the weights of the models that a script's arguments name, as find_paths gives them.
+
+    Of a model from the hub, those that were downloaded.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    rewards = getattr(args, "rewards", None)  # the policies' scripts have some
+    models = {"base_model": args.base_model}
+    models |= {f"rewards.{name}": getattr(rewards, name, "") for name in ("trained_model", "value_model")}
+    files = {}
+    for name, model in models.items():
+        if not model:
+            continue
+        folder = local_folder(model)
+        if not folder.is_dir():
+            repository, _, revision = model.partition("@")
+            config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+            folder = Path(config).parent if isinstance(config, str) else folder
+        files[name] = sorted(folder.absolute().glob("*.safetensors"))
+    return files
+
 
 # ----------------------------------------------------------------------------------------------------------------
 # Texts
@@ -370,13 +439,12 @@ class QueryStream:
         #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L27-L46 @cbfd210
         self.order = list(range(len(self.texts)))
         random.Random(0).shuffle(self.order)
-        self.skipped = 0
         if len(self.texts) == 0 or self._next_usable() is None:
             raise InputError(
                 f"--task.query_dataset {task.query_dataset}: none of its {len(self.texts)} texts gives a query; "
                 f"see --task.start_text and --task.end_text"
             )
-        self.position, self.skipped = position, 0
+        self.position = position
 
     def _next_usable(self) -> list[int] | None:
         """The next query; None if a whole pass over the texts gives none."""
@@ -387,7 +455,6 @@ class QueryStream:
             query = trim_query(tokens, self.task.query_length, self.start_id, self.end_id)
             if query:
                 return query
-            self.skipped += 1
         return None
 
     def next_batch(self, batch_size: int, pad_id: int) -> torch.Tensor:
@@ -516,7 +583,9 @@ def text_scorer(
 
     on_all_processes: they call the scorer together, each with its own texts, and if it fails on one, it fails on all.
     """
-    function, what = import_function(name, field), f"--{field} {name}"
+    what = f"--{field} {name}"
+    with contextlib.chdir("."):  # it may change the current folder, where the run will begin
+        function = import_function(name, field)
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
         texts = [to_texts(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
@@ -529,7 +598,8 @@ def text_scorer(
         return torch.tensor(scores).to(queries.device)
 
     answers = ["A reference."] * 2 if with_references else [None] * 2
-    scores, problem = score_texts(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
+    with contextlib.chdir("."):
+        scores, problem = score_texts(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
     if problem:
         raise InputError(problem)
     if not all(map(math.isfinite, scores)):
@@ -586,9 +656,12 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
             return path
         there = ", ".join(f"{name}/offline_5k.json" for name in tales.ANNOTATORS)
         raise InputError(f"--label_dataset {label_dataset}: no such file, and tales has {there}")
+    remedy = "give the path of a label file, or use --preset tales"
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*\.json", label_dataset):  # the hub's have such names
+        raise InputError(f"--label_dataset {label_dataset}: no such file; {remedy}")
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f"--label_dataset {label_dataset}", "give the path of a label file, or use --preset tales"):
+    with hub_errors(f"--label_dataset {label_dataset}", remedy):
         return Path(hf_hub_download(LABELS_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
@@ -810,12 +883,13 @@ def model_errors(base_model: str) -> Iterator[str]:
     """Yields the path or hub name of a base model; turns what goes wrong in loading it into one line."""
     if not base_model:
         raise InputError("--base_model is empty; give a folder, a name on the hub, or tales")
-    worlds = {"tales": tales.find_world, "tldr-tales": tldr_tales.find_world}
-    path = worlds[base_model]() / "model" if base_model in worlds else Path(base_model)
-    if base_model in worlds and not path.is_dir():
+    path = local_folder(base_model)
+    if base_model in WORLDS and not path.is_dir():
         raise InputError(f"{path.parent} is damaged; remove that folder, and the world is built anew")
+    remedy = "give the folder of a downloaded model, or use --preset tales"
+    if not path.is_dir() and not HUB_NAME.fullmatch(base_model):
+        raise InputError(f"--base_model {base_model}: no such folder; {remedy}")
     if not path.is_dir():
-        remedy = "give the folder of a downloaded model, or use --preset tales"
         with hub_errors(f"--base_model {base_model}", remedy), own_code_errors(base_model):
             yield base_model
         return

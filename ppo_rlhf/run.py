@@ -22,13 +22,16 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -187,6 +190,10 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS} 
 
 def run_script(main: Callable[[], Any]) -> None:
     """Run main(); turn an error that is the user's to mend into one line and exit status 2."""
+    if sys.stdout is None:  # it was closed; a file must not take its number, which libraries may write to
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks must not end a run
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     threading.excepthook = thread_failed
@@ -209,9 +216,11 @@ def run_script(main: Callable[[], Any]) -> None:
         )
     except Stopped as stopped:
         if is_first_process():
-            print(stopped)
+            print(visible(str(stopped)))
     except KeyboardInterrupt:
-        exit_with("interrupted; --resume goes on from the last checkpoint", status=130)
+        if not is_first_process():
+            sys.exit(130)
+        exit_with("interrupted" + (f"; {Run.how_to_go_on}" if Run.how_to_go_on else ""), status=130)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -231,7 +240,7 @@ def handler_of_sigterm(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def stop_now(signal_number: int, frame: Any) -> None:
-    raise Stopped("stopped by SIGTERM; a run that has begun goes on with --resume")
+    raise Stopped("stopped by SIGTERM" + (f"; {Run.how_to_go_on}" if Run.how_to_go_on else ""))
 
 
 def thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -240,11 +249,11 @@ def thread_failed(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def environment_number(name: str, default: int, least: int) -> int:
+def environment_number(name: str, default: int, least: int, most: int = 999_999) -> int:
     """A whole number among the environment's variables."""
     text = os.environ.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < least:
-        raise InputError(f"{name} is {text!r}; it must be a number of at least {least}")
+    if not re.fullmatch("[0-9]{1,6}", text) or not least <= int(text) <= most:
+        raise InputError(f"{name} is {text!r}; it must be a number from {least} to {most}")
     return int(text)
 
 
@@ -253,12 +262,43 @@ def is_first_process() -> bool:
     return not re.fullmatch("0*[1-9][0-9]*", os.environ.get("RANK", "0"))
 
 
+PATIENCE = 5.0  # seconds in which a launcher ends all processes after the first has failed
+
+
 def exit_with(message: str, status: int = 2) -> None:
-    """Print one line, on the main process, and exit."""
+    """Print one line and exit. Another process than the first speaks only if the first has not failed as well."""
+    message = visible(re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(message.split())))  # an address may hold a password
     if is_first_process():
-        message = re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(message.split()))  # an address may hold a password
         print(f"error: {message}", file=sys.stderr)
+    elif first_process_goes_on():
+        print(f"error on process {os.environ['RANK']}: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+def first_process_goes_on() -> bool:
+    """Whether the first process or its launcher, who listen where the processes meet, still do so after a while."""
+    begun = time.monotonic()
+    with contextlib.suppress(OSError, KeyError, ValueError):  # KeyError, ValueError: there is no such place
+        while time.monotonic() - begun < PATIENCE:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, timeout=PATIENCE).close()
+            time.sleep(0.2)
+        return True
+    return False
+
+
+def visible(text: str) -> str:
+    """A text whose control characters, which could command a terminal, are shown as the signs for them.
+
+    Line breaks and tabs stay.
+    """
+    signs = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    return text.translate(signs | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD))
+
+
+def seconds_since(started: float) -> float:
+    """Seconds since time.monotonic() was `started`; above 0, also where the clock stands still."""
+    return max(time.monotonic() - started, 1e-9)
 
 
 def keep_freed_memory() -> None:
@@ -281,7 +321,7 @@ def make_accelerator() -> Accelerator:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
     share = max(1, cores // environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
-    threads = environment_number("PPO_RLHF_THREADS", default=share, least=1)
+    threads = environment_number("PPO_RLHF_THREADS", default=share, least=1, most=1024)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
     try:
@@ -380,12 +420,21 @@ class Stages:
     """Trains one stage after another under one time stamp; goes on with the stage that was cut off."""
 
     def __init__(self, args: Any, shared: Collection[str], accelerator: Accelerator):
-        """args: of the script that runs the stages; args.resume is the folder of one of their runs, or empty."""
+        """args: of the script that runs the stages; args.resume is the folder of one of their runs, or empty.
+
+        root: the folder that holds runs/ and models/.
+        """
         self.resume, self.shared, self.accelerator = args.resume, shared, accelerator
-        self.runs, self.timestamp = Path("runs"), shared_timestamp()
+        self.runs, self.timestamp = Path("runs").absolute(), shared_timestamp()
         if args.resume:
-            self.runs = Path(args.resume).resolve().parent
-            self.timestamp = read_meta(Path(args.resume))["joint"]["timestamp"]
+            folder, meta = absolute(args.resume), read_meta(Path(args.resume))
+            if folder.name != meta.get("name", folder.name):
+                raise InputError(
+                    f"--resume {args.resume}: this run began as {meta['name']}, and the stages find each other by "
+                    f"their names; give its folder that name again"
+                )
+            self.runs, self.timestamp = folder.parent, meta["joint"]["timestamp"]
+        self.root = self.runs.parent
         self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
 
     def run_folder(self, args: Any) -> Path:
@@ -395,13 +444,16 @@ class Stages:
     def train(self, train: Callable[[Any, dict], Path], args: Any, part: str, kind: str) -> Path:
         """Train one stage, go on with it, or skip it if it is finished; returns models/<run>/<kind>."""
         run = self.run_folder(args)
+        model = self.root / "models" / run.name / kind
         begun = bool(self.resume) and (run / "meta.json").exists()
         begun, finished = broadcast_object_list([(begun, begun and is_finished(run, args))])[0]
         if finished:
-            return self.runs.parent / "models" / run.name / kind
+            return model
         if self.resume and not begun and self.accelerator.is_main_process:
             if list(run.glob("checkpoints/*")):
-                raise InputError(f"{run} has checkpoints but no meta.json; it cannot go on")
+                raise InputError(f"{shown(run)} has checkpoints but no meta.json; it cannot go on")
+            if model.exists():
+                raise InputError(f"{shown(model)} is there, but its run {shown(run)} is not; bring that back")
             shutil.rmtree(run, ignore_errors=True)  # cut off before it had written anything to go on from
         with flags_of(part, args, self.shared):
             return train(dataclasses.replace(args, resume=str(run) if begun else ""), self.joint)
@@ -513,8 +565,8 @@ def check_values(args: Any) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name} is {value}; it must be a finite number")
         if isinstance(value, int) and not abs(value) < 2**63:
-            shown = value if abs(value) < 10**30 else "a number of many digits"
-            raise InputError(f"--{name} is {shown}; it must be below 2^63")
+            number = value if abs(value) < 10**30 else "a number of many digits"
+            raise InputError(f"--{name} is {number}; it must be below 2^63")
         if isinstance(value, str) and value.encode(errors="replace").decode() != value:
             raise InputError(f"--{name} is {value!r}, which is not valid Unicode")
     if args.seed < 0:
@@ -581,14 +633,41 @@ def map_rows(
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def find_folder(path: str, root: Path) -> Path:
-    """A folder as it is given or, if it is only there, relative to the folder that holds runs/ and models/."""
-    return root / path if (root / path).is_dir() and not Path(path).is_dir() else Path(path)
+def absolute(path: str) -> Path:
+    """An absolute path. A link at its end is followed; one on the way, such as runs/ on another disk, is not."""
+    folder = Path(os.path.abspath(path))
+    while folder.is_symlink():
+        folder = Path(os.path.abspath(folder.parent / folder.readlink()))
+    return folder
 
 
-def root_of(resume: str) -> Path:
-    """The folder that holds runs/ and models/ of a run to go on with; of a new one, the current folder."""
-    return Path(resume).resolve().parent.parent if resume else Path()
+def shown(path: Path) -> Path:
+    """An absolute path as messages name it: relative to the current folder, if it lies there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def root_of(resume: str, joint: dict[str, Any] | None = None) -> Path:
+    """The folder that holds runs/ and models/ of a run that goes on or, without `resume`, begins.
+
+    joint: of a stage of several.
+    """
+    if joint:
+        return Path(joint["runs"]).absolute().parent
+    return absolute(resume).parent.parent if resume else Path.cwd()
+
+
+def find_path(path: str, root: Path) -> Path:
+    """Where a path lies that a run was given: beside the run, in its root, or else in the current folder."""
+    return root / path if root != Path.cwd() and os.path.exists(root / path) else Path(path)
+
+
+def checksum(files: list[Path]) -> str:
+    """One SHA-256 of several files."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def read_json(path: Path) -> Any:
@@ -607,6 +686,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
     kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
+    kinds |= {"name": str, "id": str, "weights": dict}
     values = {name: meta[name] for name in kinds if name in meta}
     if meta.get("joint"):
         kinds |= {"joint.args": dict, "joint.timestamp": int, "joint.runs": str}
@@ -635,7 +715,9 @@ def lock_folder(folder: Path) -> int | None:
         return descriptor
     except BlockingIOError as error:
         os.close(descriptor)
-        raise InputError(f"{folder} is in use: another process is writing to it; stop that one first") from error
+        raise InputError(
+            f"{shown(folder)} is in use: another process is writing to it; stop that one first"
+        ) from error
     except OSError:
         os.close(descriptor)
         return None
@@ -666,28 +748,40 @@ def cpu_name() -> str:
 
 
 class Run:
-    """The folder of one run, and everything that is written to it. Only the main process writes."""
+    """The folder of one run, and everything that is written to it. Only the main process writes.
+
+    The folder is absolute, because a reward function may change the current one.
+    """
+
+    how_to_go_on = ""  # of the run that this process began last, for whoever stops it
 
     def __init__(
-        self, args: Any, accelerator: Accelerator, sizes: dict[str, int], joint: dict[str, Any] | None = None
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        sizes: dict[str, int],
+        joint: dict[str, Any] | None = None,
+        weights: dict[str, list[Path]] | None = None,
     ):
-        """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs.
+        """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs; weights: files of
+        the models that the arguments name, which must be the same when the run goes on.
 
         Nothing is written before start_logging.
         """
         self.args = args
         self.accelerator, self.is_main = accelerator, accelerator.is_main_process
-        self.started = time.time()
+        self.started = time.monotonic()
         if args.resume:
-            self.folder = Path(args.resume).resolve()
+            self.folder = absolute(args.resume)
         else:
             joint = joint or {"runs": "runs", "timestamp": shared_timestamp()}
-            self.folder = Path(joint["runs"]) / run_name(args, joint["timestamp"])
+            self.folder = Path(joint["runs"]).absolute() / run_name(args, joint["timestamp"])
         self.model_folder = self.folder.parent.parent / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self._writers: list[Callable[[int, dict[str, float]], None]] = []
         self._sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
         self._closers: list[Callable[[], None]] = []
+        self._unlock: Callable[[], None] = lambda: None
         self._progress: Any = None
         self._told_to_stop = self._stopping = False
         previous = read_meta(self.folder) if args.resume else {}
@@ -695,7 +789,8 @@ class Run:
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
         # [D82] openai/lm-human-preferences lm_human_preferences/train_policy.py#L422-L436 @cbfd210
         self.meta: dict[str, Any] = {
-            "name": self.folder.name,
+            "name": previous.get("name", self.folder.name),
+            "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
             "args": dataclasses.asdict(args),
             "joint": joint if joint and "args" in joint else previous.get("joint"),
             "sizes": sizes,
@@ -714,11 +809,24 @@ class Run:
             "finished": False,
             "wandb_id": previous.get("wandb_id"),
             "results": {},
+            "weights": self._check_weights(weights or {}, previous.get("weights", {})),
         }
+
+    def _check_weights(self, files: dict[str, list[Path]], before: dict[str, str]) -> dict[str, str]:
+        """Checksums of the models' weights, on the main process; an InputError if the run began with others."""
+        sums = {name: checksum(paths) for name, paths in files.items() if paths} if self.is_main else {}
+        other = [name for name, value in sums.items() if before.get(name, value) != value]
+        fail_together(
+            f"--resume {self.args.resume}: the weights in {shown(files[other[0]][0].parent)} are not those of the "
+            f"--{other[0]} that this run began with; bring those back"
+            if other
+            else ""
+        )
+        return before | sums
 
     def seconds(self) -> float:
         """Wall time of the run so far, with the time before it was resumed."""
-        return self.meta["wall_time"] + time.time() - self.started
+        return self.meta["wall_time"] + seconds_since(self.started)
 
     def save_meta(self, **changes: Any) -> None:
         if self.is_main:
@@ -734,13 +842,16 @@ class Run:
             return
         for parent in (self.folder.parent, self.model_folder.parent):
             if (parent.is_symlink() or parent.exists()) and not parent.is_dir():
-                raise InputError(f"{parent} is a file or a link to nothing, not a folder; move it away")
+                raise InputError(f"{shown(parent)} is a file or a link to nothing, not a folder; move it away")
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
         except FileExistsError as error:
-            raise InputError(f"{self.folder} exists already; did another run begin in the same second?") from error
+            raise InputError(
+                f"{shown(self.folder)} exists already; did another run begin in the same second?"
+            ) from error
         if (lock := lock_folder(self.folder)) is not None:
-            self._closers.append(weakref.finalize(self, os.close, lock))
+            self._unlock = weakref.finalize(self, os.close, lock)
+        Run.how_to_go_on = f"--resume {shown(self.folder)} goes on"
         self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
@@ -794,7 +905,7 @@ class Run:
             return
         # [D78] Every step, 0-based, under the names of metrics.csv.
         #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L596-L618 @cbfd210
-        board = SummaryWriter(str(self.folder.resolve()))
+        board = SummaryWriter(str(self.folder))
         board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
 
         def write(step: int, metrics: dict[str, float]) -> None:
@@ -880,7 +991,7 @@ class Run:
         with handler_of_sigterm(on_sigterm), self._bar(title, total, done) as advance:
             yield advance
         if self._told_to_stop:  # after the last step
-            raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; --resume {self.folder} goes on")
+            raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; {Run.how_to_go_on}")
 
     @contextlib.contextmanager
     def _bar(self, title: str, total: int, done: int):
@@ -900,10 +1011,10 @@ class Run:
                 nonlocal step
                 step += 1
                 if step % every == 0 or step == total:
-                    left = (time.time() - begun) / (step - done) * (total - step)
+                    left = seconds_since(begun) / (step - done) * (total - step)
                     print(f"{title} {step}/{total}, {left / 60:.1f} min left, {text}", flush=True)
 
-            begun = time.time()
+            begun = time.monotonic()
             yield advance_plain
             return
         columns = (
@@ -925,6 +1036,7 @@ class Run:
         draw_learning_curves(self.folder, self.rows, panels)
         self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
+        self._unlock()
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -949,7 +1061,8 @@ class Run:
             self._write_checkpoint(step, tensors, state)
         if self._stopping:
             self._close_logs()
-            raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; --resume {self.folder} goes on")
+            self._unlock()
+            raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; {Run.how_to_go_on}")
 
     def _write_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         folder = self.folder / "checkpoints"
@@ -959,7 +1072,8 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             save_file(contiguous, temporary / "tensors.safetensors")
-            write_json(temporary / "state.json", sealed({"step": step, **state}, temporary / "tensors.safetensors"))
+            state = {"run": self.meta["id"], "step": step, **state}
+            write_json(temporary / "state.json", sealed(state, temporary / "tensors.safetensors"))
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise InputError(
@@ -978,7 +1092,7 @@ class Run:
             return None
         if not steps:
             if self._was_finished:
-                raise InputError(f"--resume {self.folder}: the run is finished, and its checkpoints are gone")
+                raise InputError(f"--resume {self.args.resume}: the run is finished, and its checkpoints are gone")
             return None
         folder = self.folder / "checkpoints" / str(steps[-1])
         file = folder / "tensors.safetensors"
@@ -989,6 +1103,8 @@ class Run:
             unsealed = {name: value for name, value in state.items() if name != "sha256"}
             if sealed(unsealed, file) != state:
                 raise ValueError("its files are not what was written")
+            if unsealed.pop("run", self.meta["id"]) != self.meta["id"]:
+                raise ValueError("it belongs to another run")
             return load_file(file), unsealed
         except (OSError, ValueError, SafetensorError) as error:
             raise InputError(
@@ -1065,7 +1181,7 @@ def shared_timestamp() -> int:
 
 
 def one_line(value: Any) -> Any:
-    """A text with its line breaks shown as marks; anything else as it is."""
+    """A text with its line breaks shown as marks, for a table; anything else as it is."""
     return value.replace("\n", "⏎") if isinstance(value, str) else value
 
 
@@ -1077,13 +1193,13 @@ def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, sho
     except ImportError:
         print(title, *(json.dumps(row) for row in rows), sep="\n")
         return
-    table = Table(title=Text(title), show_lines=show_lines)
+    table = Table(title=Text(visible(title)), show_lines=show_lines)
     for name in rows[0]:
         numeric = all(isinstance(row[name], float | int) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)
     for row in rows:
         cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(visible(cell)) for cell in cells))
     (console or Console()).print(table)
 
 

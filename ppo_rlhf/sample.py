@@ -32,6 +32,7 @@ from ppo_rlhf.data import (
     check_text,
     check_vocabulary,
     encode_text,
+    find_value,
     load_pretrained,
     load_tokenizer,
     read_info,
@@ -42,8 +43,8 @@ from ppo_rlhf.data import (
 from ppo_rlhf.run import (
     InputError,
     NumericalError,
+    absolute,
     check_values,
-    find_folder,
     from_dict,
     one_line,
     print_table,
@@ -84,11 +85,13 @@ class Continuations:
 
     source = "query_dataset"
 
-    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str):
-        """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's."""
+    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
+        """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
+        may lie beside the policy's run, in root.
+        """
         self.task, self.tokenizer = from_dict(TaskArgs, task), tokenizer
-        if source:
-            self.task = dataclasses.replace(self.task, query_dataset=source)
+        source = source or find_value("task.query_dataset", self.task.query_dataset, root)
+        self.task = dataclasses.replace(self.task, query_dataset=source)
         self.ids = task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.ids.context_length, self.task.temperature
 
@@ -118,10 +121,9 @@ class Summaries:
 
     source = "posts"
 
-    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str):
+    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
         self.task, self.tokenizer = from_dict(TldrTaskArgs, task), tokenizer
-        if source:
-            self.task = dataclasses.replace(self.task, posts=source)
+        self.task = dataclasses.replace(self.task, posts=source or find_value("task.posts", self.task.posts, root))
         self.ids = tldr_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.task.query_length, self.task.eval_temperature
 
@@ -154,11 +156,14 @@ class Comparison:
             raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = load_tokenizer(str(folder), args.trust_remote_code)
+        root = absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
         kind = Summaries if "posts" in info["task"] else Continuations
         try:
-            self.texts = kind(info["task"], self.tokenizer, args.query_dataset)
+            self.texts = kind(info["task"], self.tokenizer, args.query_dataset, root)
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
+        base_model = args.base_model or find_value("base_model", info["base_model"], root)
+        reward_model = args.reward_model or find_value("rewards.trained_model", info["reward_model"], root)
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
         if not self.temperature > 0:
@@ -166,20 +171,19 @@ class Comparison:
         trust, vocab_size = args.trust_remote_code, self.pad_id
         length = self.texts.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
-            "base": load_pretrained(args.base_model or info["base_model"], torch.float32, trust).to(self.device),
+            "base": load_pretrained(base_model, torch.float32, trust).to(self.device),
             "policy": load_pretrained(str(folder), torch.float32, trust).to(self.device),
         }
-        check_size(self.models["base"], f"--base_model {args.base_model or info['base_model']}", length, vocab_size)
+        check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
         check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
         # Each gets queries, and of the responses what is scored and what is shown.
         self.scorers: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
-        if reward_folder := args.reward_model or info["reward_model"]:
-            reward_folder = find_folder(reward_folder, folder.resolve().parent.parent.parent)
-            reward_model = load_reward_model(reward_folder, torch.float32, trust).to(self.device)
-            what = f"--reward_model {reward_folder}"
-            check_vocabulary(read_info(reward_folder), what, f"--policy {folder}", vocab_size)
-            check_size(reward_model.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
-            self.scorers["score"] = lambda queries, scored, shown: reward_model(
+        if reward_model:
+            scorer = load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
+            what = f"--reward_model {reward_model}"
+            check_vocabulary(read_info(Path(reward_model)), what, f"--policy {folder}", vocab_size)
+            check_size(scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
+            self.scorers["score"] = lambda queries, scored, shown, scorer=scorer: scorer(
                 torch.cat([queries, scored], dim=1), self.pad_id
             )
         for name, field in (("score", "function"), ("gold", "monitor")):

@@ -392,7 +392,7 @@ def begin_building(folder: Path) -> Path:
 
 def build_world(folder: Path, args: TalesArgs) -> None:
     """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
-    started = time.time()
+    started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     building = begin_building(folder)
     try:
@@ -420,7 +420,7 @@ def build_world(folder: Path, args: TalesArgs) -> None:
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    print(f"tales: {folder} is ready after {time.time() - started:.0f} s", flush=True)
+    print(f"tales: {folder} is ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def find_world(args: TalesArgs | None = None) -> Path:

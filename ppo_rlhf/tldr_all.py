@@ -11,6 +11,7 @@ as --sft.*, --reward.* and --policy.*, for example --sft.lr 1e-5 --policy.ppo.no
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from ppo_rlhf.run import (
     print_table,
     read_meta,
     run_script,
+    shown,
 )
 from ppo_rlhf.tldr_data import TASKS, TldrTaskArgs
 
@@ -108,12 +110,12 @@ def train(args: Args) -> tuple[Path, Path, Path]:
 
     stages = Stages(args, SHARED, accelerator)
     sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
-    reward_args = dataclasses.replace(reward_args, base_model=str(sft_folder))
+    reward_args = dataclasses.replace(reward_args, base_model=os.path.relpath(sft_folder, stages.root))
     reward_folder = stages.train(tldr_reward.train, reward_args, "reward", "reward")
     policy_args = dataclasses.replace(
         policy_args,
-        base_model=str(sft_folder),
-        rewards=dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder)),
+        base_model=os.path.relpath(sft_folder, stages.root),
+        rewards=dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder, stages.root)),
     )
     policy_folder = stages.train(tldr_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:
@@ -153,11 +155,11 @@ def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
         f"It took {sum(minutes):.1f} minutes: SFT {minutes[0]:.1f}, reward model {minutes[1]:.1f}, "
         f"PPO {minutes[2]:.1f}.",
         "",
-        f"learning curves  {policy_run / 'learning_curves.png'}",
-        f"                 {reward_run / 'learning_curves.png'}",
-        f"                 {sft_run / 'learning_curves.png'}",
-        f"summaries        {evaluation}",
-        f"judge them       python ppo_rlhf/judge.py --candidate {policy_run} --endpoint.url <address> "
+        f"learning curves  {shown(policy_run / 'learning_curves.png')}",
+        f"                 {shown(reward_run / 'learning_curves.png')}",
+        f"                 {shown(sft_run / 'learning_curves.png')}",
+        f"summaries        {shown(evaluation)}",
+        f"judge them       python ppo_rlhf/judge.py --candidate {shown(policy_run)} --endpoint.url <address> "
         f"--endpoint.model <name>",
     ]
     print_table("Held-out posts, summarised after SFT and after PPO", rows[:4])

@@ -60,11 +60,13 @@ from ppo_rlhf.data import (
     check_model,
     check_size,
     check_vocabulary,
+    find_paths,
     load_pretrained,
     load_tokenizer,
     read_info,
     text_scorer,
     vocabulary_size,
+    weight_files,
 )
 from ppo_rlhf.run import (
     InputError,
@@ -75,16 +77,15 @@ from ppo_rlhf.run import (
     check_equal,
     check_finite,
     check_values,
-    find_folder,
     gathered,
     make_accelerator,
     map_rows,
     mean_over_processes,
     parse_args,
     restore_training_state,
-    root_of,
     rows_at_a_time,
     run_script,
+    seconds_since,
     shard,
     split_evenly,
     training_state,
@@ -232,11 +233,6 @@ class Args:
     """the optimisation"""
     lora: LoraArgs = field(default_factory=LoraArgs)
     """low-rank adapters"""
-
-
-def base_model_of(args: Args) -> str:
-    """The model to start from; when a run goes on elsewhere, a relative folder is found beside the run's."""
-    return str(find_folder(args.base_model, root_of(args.resume)))
 
 
 PRESETS = {
@@ -1056,7 +1052,7 @@ def load_critic(
         )
     else:
         torch.manual_seed(args.seed)  # for the head, the same on every process
-        critic = RewardModel(load_pretrained(base_model_of(args), dtype, args.trust_remote_code, AutoModel)).to(dtype)
+        critic = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(dtype)
     critic.requires_grad_(True)
     critic.gain.requires_grad_(False)
     critic.bias.requires_grad_(False)
@@ -1067,9 +1063,9 @@ def load_scalar_model(
     field: str, path: str, args: Args, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
 ) -> RewardModel:
     """The reward model or critic in a folder, checked against the policy's tokenizer. field: of args.rewards."""
-    folder, what = find_folder(path, root_of(args.resume)), f"--rewards.{field} {path}"
-    model, vocab_size = load_reward_model(folder, dtype, args.trust_remote_code), vocabulary_size(tokenizer)
-    check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
+    what, vocab_size = f"--rewards.{field} {path}", vocabulary_size(tokenizer)
+    model = load_reward_model(Path(path), dtype, args.trust_remote_code)
+    check_vocabulary(read_info(Path(path)), what, args.base_model, vocab_size)
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
     return model
 
@@ -1080,14 +1076,14 @@ def load_networks(
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
     device, length = accelerator.device, args.task.query_length + args.task.response_length
     vocab_size = vocabulary_size(tokenizer)
-    lm_backbone = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device)
+    lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
     critic = load_critic(args, lm_backbone, dtype, tokenizer)
     layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
     if args.lora.rank:
         reference = Reference(lm_backbone, add_adapters(lm_backbone, args.lora, args.seed))
     else:
-        frozen = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device).requires_grad_(False)
+        frozen = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
         shard(frozen, layers, accelerator)
         reference = Reference(frozen, None)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size)
@@ -1354,10 +1350,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     check_tldr_arguments(args)
     if args.rewards.kl_estimator == "k3" and accelerator.is_main_process:
         print(K3_WARNING)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, tldr_ppo_sizes(args.ppo, accelerator.num_processes)
-    tokenizer = load_tokenizer(base_model_of(args), args.trust_remote_code)
+    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
     ids = tldr_ids(task, tokenizer)
     posts = read_posts(task, tokenizer, "train")
     held_out = {split: read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
@@ -1374,7 +1371,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
-    run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
     first_update, evaluation = 0, {}
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint
@@ -1400,7 +1397,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     with run.progress("PPO", sizes.updates, first_update) as advance:
         for update in range(first_update, sizes.updates):
-            started = time.time()
+            started = time.monotonic()
             # [T46] Constant within an update.
             lr = scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
             for group in optimizer.param_groups:
@@ -1479,7 +1476,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 samples = evaluation_rows(tokenizer, ids.pad, *texts, **numbers)
                 run.log_samples(update, sample_table(samples))
             controller.update(metrics["objective/kl"], sizes.batch)
-            speed = f"{sizes.batch / (time.time() - started):.0f} episodes/s"
+            speed = f"{sizes.batch / seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if run.is_time_to_save(update + 1, sizes.updates):
                 state = {"kl_coef": controller.value, "evaluation": evaluation}
@@ -1495,7 +1492,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         if accelerator.is_main_process:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
             (run.folder / name).write_text("".join(json.dumps(row) + "\n" for row in table))
-    save_policy_and_critic(run.model_folder, actor_critic, reference.adapters, tokenizer, args, accelerator)
+    save_policy_and_critic(run.model_folder, actor_critic, reference.adapters, tokenizer, given, accelerator)
     last = {f"last_{name}": run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     run.finish(PANELS, **results, **last, too_long=posts.too_long)
     if args.upload_model and accelerator.is_main_process:

@@ -35,7 +35,15 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.data import check_model, load_pretrained, load_tokenizer, model_errors, vocabulary_size
+from ppo_rlhf.data import (
+    check_model,
+    find_paths,
+    load_pretrained,
+    load_tokenizer,
+    model_errors,
+    vocabulary_size,
+    weight_files,
+)
 from ppo_rlhf.run import (
     InputError,
     Run,
@@ -44,14 +52,12 @@ from ppo_rlhf.run import (
     check_finite,
     check_values,
     deal,
-    find_folder,
     gathered,
     make_accelerator,
     map_rows,
     mean_over_processes,
     parse_args,
     restore_training_state,
-    root_of,
     rows_at_a_time,
     run_script,
     shard,
@@ -126,11 +132,6 @@ class Args:
     """comparisons (two texts each) or posts that one process scores at a time; a memory knob"""
     task: TldrTaskArgs = field(default_factory=TldrTaskArgs)
     """queries and responses"""
-
-
-def base_model_of(args: Args) -> str:
-    """The model to start from; when a run goes on elsewhere, a relative folder is found beside the run's."""
-    return str(find_folder(args.base_model, root_of(args.resume)))
 
 
 PRESETS = {
@@ -497,9 +498,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     check_pair_arguments(args)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    tokenizer = load_tokenizer(base_model_of(args), args.trust_remote_code)
+    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
     ids = tldr_ids(args.task, tokenizer)
     comparisons = read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
     held_out = {
@@ -509,10 +511,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = {name: rows for name, rows in held_out.items() if len(rows)}
     posts = read_posts(args.task, tokenizer, "train", args.normalize_posts)
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
-    language_model = load_pretrained(base_model_of(args), dtype, args.trust_remote_code).to(device)
+    language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     longest = max(rows.longest(ids.pad) for rows in (comparisons, *held_out.values(), posts))
     check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
-    with model_errors(base_model_of(args)), torch.device("meta"):  # what it is saved as exists for this kind of model
+    with model_errors(args.base_model), torch.device("meta"):  # what it is saved as exists for this kind of model
         AutoModelForSequenceClassification.from_config(
             language_model.config, trust_remote_code=args.trust_remote_code
         )
@@ -528,7 +530,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 
-    run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
     first_step = 0
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint
@@ -586,8 +588,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder, plain = run.model_folder / "reward", unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
-        info = {"kind": "reward model", "base_model": args.base_model, "vocab_size": ids.pad}
-        info |= {"label_dataset": args.task.comparisons, "task": dataclasses.asdict(args.task)}
+        info = {"kind": "reward model", "base_model": given.base_model, "vocab_size": ids.pad}
+        info |= {"label_dataset": given.task.comparisons, "task": dataclasses.asdict(given.task)}
         save_reward_model(folder, plain, tokenizer, info, args.trust_remote_code)
     run.finish(PANELS, **results)
     if args.upload_model and accelerator.is_main_process:

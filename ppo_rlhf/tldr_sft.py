@@ -33,7 +33,7 @@ from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ppo_rlhf.data import check_model, load_pretrained, load_tokenizer
+from ppo_rlhf.data import check_model, find_paths, load_pretrained, load_tokenizer, weight_files
 from ppo_rlhf.run import (
     Run,
     above_zero,
@@ -486,6 +486,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     check_sft_arguments(args)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
@@ -506,7 +507,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
 
-    run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
     first_step = 0
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint
@@ -560,8 +561,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if accelerator.is_main_process:
         lm_backbone.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
-        info = {"kind": "sft model", "base_model": args.base_model, "vocab_size": ids.pad}
-        write_json(folder / "ppo_rlhf.json", info | {"task": dataclasses.asdict(args.task)})
+        info = {"kind": "sft model", "base_model": given.base_model, "vocab_size": ids.pad}
+        write_json(folder / "ppo_rlhf.json", info | {"task": dataclasses.asdict(given.task)})
     run.finish(PANELS, **results)
     if args.upload_model and accelerator.is_main_process:
         upload_model(folder, args.hf_entity, run.model_folder.name)

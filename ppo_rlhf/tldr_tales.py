@@ -359,7 +359,7 @@ def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
 
 def build_world(folder: Path, args: PostsArgs) -> None:
     """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
-    started = time.time()
+    started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     building = begin_building(folder)
     try:
@@ -382,7 +382,7 @@ def build_world(folder: Path, args: PostsArgs) -> None:
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    print(f"tldr tales: {folder} is ready after {time.time() - started:.0f} s", flush=True)
+    print(f"tldr tales: {folder} is ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def find_world(args: PostsArgs | None = None) -> Path:

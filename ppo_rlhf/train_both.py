@@ -12,6 +12,7 @@ and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
 
 import dataclasses
 import json
+import os
 import re
 import statistics
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, tales, train_policy, train_reward
-from ppo_rlhf.data import TASKS, TaskArgs, load_tokenizer
+from ppo_rlhf.data import TASKS, TaskArgs, find_paths, load_tokenizer
 from ppo_rlhf.run import (
     InputError,
     Stages,
@@ -30,6 +31,7 @@ from ppo_rlhf.run import (
     parse_args,
     read_meta,
     run_script,
+    shown,
 )
 
 
@@ -92,13 +94,13 @@ def train(args: Args) -> tuple[Path, Path]:
     with flags_of("policy", policy_args, SHARED):
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         train_policy.check_arguments(policy_args)
-        train_policy.load_monitor(policy_args, load_tokenizer(args.base_model, args.trust_remote_code))
+        train_policy.load_monitor(policy_args, load_tokenizer(find_paths(args).base_model, args.trust_remote_code))
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
     stages = Stages(args, SHARED, accelerator)
     reward_folder = stages.train(train_reward.train, reward_args, "reward", "reward")
-    rewards = dataclasses.replace(policy_args.rewards, trained_model=str(reward_folder))
+    rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder, stages.root))
     policy_args = dataclasses.replace(policy_args, rewards=rewards)
     policy_folder = stages.train(train_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:
@@ -158,12 +160,12 @@ def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) ->
         f"It took {sum(minutes.values()):.1f} minutes: the reward model {minutes['reward']:.1f}, "
         f"the policy {minutes['policy']:.1f}.",
         "",
-        f"learning curves  {policy_run / 'learning_curves.png'}",
-        f"                 {reward_run / 'learning_curves.png'}",
-        f"samples          {policy_run / 'comparison.jsonl'}",
-        f"models           {policy_folder}",
-        f"                 {reward_folder}",
-        f"read more        python ppo_rlhf/sample.py --policy {policy_folder}",
+        f"learning curves  {shown(policy_run / 'learning_curves.png')}",
+        f"                 {shown(reward_run / 'learning_curves.png')}",
+        f"samples          {shown(policy_run / 'comparison.jsonl')}",
+        f"models           {shown(policy_folder)}",
+        f"                 {shown(reward_folder)}",
+        f"read more        python ppo_rlhf/sample.py --policy {shown(policy_folder)}",
     ]
     print(*lines, sep="\n")
 

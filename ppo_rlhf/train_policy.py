@@ -54,6 +54,7 @@ from ppo_rlhf.data import (
     check_model,
     check_size,
     check_vocabulary,
+    find_paths,
     load_pretrained,
     load_tokenizer,
     read_info,
@@ -61,6 +62,7 @@ from ppo_rlhf.data import (
     task_ids,
     text_scorer,
     vocabulary_size,
+    weight_files,
 )
 from ppo_rlhf.run import (
     InputError,
@@ -71,7 +73,6 @@ from ppo_rlhf.run import (
     check_equal,
     check_finite,
     check_values,
-    find_folder,
     gathered,
     make_accelerator,
     mean_over_processes,
@@ -79,6 +80,7 @@ from ppo_rlhf.run import (
     restore_training_state,
     rows_at_a_time,
     run_script,
+    seconds_since,
     shard,
     split_evenly,
     training_state,
@@ -929,8 +931,7 @@ def load_scorer(
         raise InputError("give one of --rewards.trained_model and --rewards.function")
     if args.rewards.function:
         return text_scorer(args.rewards.function, "rewards.function", tokenizer, pad_id, on_all_processes=True), {}
-    root = Path(args.resume).resolve().parent.parent if args.resume else Path()
-    folder = find_folder(args.rewards.trained_model, root)
+    folder = Path(args.rewards.trained_model)
     reward_model = load_reward_model(folder, dtype, args.trust_remote_code).to(device)
     info = read_info(folder)
     what, length = f"--rewards.trained_model {folder}", args.task.query_length + args.task.response_length
@@ -1086,6 +1087,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = make_accelerator()
     check_arguments(args)
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     task, ppo, sizes = args.task, args.ppo, ppo_sizes(args.ppo, accelerator.num_processes)
@@ -1107,10 +1109,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
 
-    run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
     first_update = go_on(run, policy, optimizer, controller, stream, sizes)
     # lm-human-preference-details' plotting command selects runs by the label file of their reward model.
-    rewards_config = dataclasses.asdict(args.rewards) | {"label_dataset": score_info.get("label_dataset")}
+    rewards_config = dataclasses.asdict(given.rewards) | {"label_dataset": score_info.get("label_dataset")}
     run.start_logging(first_update, {"rewards": rewards_config})
     # [X04] A process takes a contiguous slice of the batch, and the groups in it.
     rank = accelerator.process_index
@@ -1121,7 +1123,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     with run.progress("PPO", sizes.updates, first_update) as advance:
         for update in range(first_update, sizes.updates):
-            started = time.time()
+            started = time.monotonic()
             optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
             with torch.no_grad(), autocast(), gathered(policy):
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
@@ -1176,7 +1178,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             means = mean_over_processes(stats, accelerator)
             check_update(means, update, args.dtype)
             check_equal("objective/kl_coef", controller.value, accelerator)
-            metrics = finish_metrics(means, update, args, controller.value, time.time() - started, run.seconds())
+            metrics = finish_metrics(means, update, args, controller.value, seconds_since(started), run.seconds())
             run.log(update, metrics)
             if args.log_interval and update % args.log_interval == 0:
                 total = scores + non_score_rewards.sum(1)  # [X06]
@@ -1185,7 +1187,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # [D70] [D71] The controller sees the mean over all processes, once the update is logged.
             #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L299-L305 @cbfd210
             controller.update(metrics["objective/kl"], sizes.batch)
-            speed = f"{sizes.batch / (time.time() - started):.0f} episodes/s"
+            speed = f"{sizes.batch / seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] openai/lm-human-preferences lm_human_preferences/train_policy.py#L474-L508 @cbfd210
             if run.is_time_to_save(update + 1, sizes.updates):
@@ -1195,9 +1197,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     folder = run.model_folder / "policy"
     weights = whole_state(policy)
     if accelerator.is_main_process:
-        save_policy(folder, policy, weights, tokenizer, args)
+        save_policy(folder, policy, weights, tokenizer, given)
     last = {f"last_{name}": run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
-    run.finish(PANELS, **last, skipped_queries=stream.skipped)
+    run.finish(PANELS, **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     if args.upload_model and accelerator.is_main_process:
         upload_model(folder, args.hf_entity, run.model_folder.name)
     accelerator.wait_for_everyone()

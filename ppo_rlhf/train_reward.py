@@ -47,12 +47,14 @@ from ppo_rlhf.data import (
     TaskIds,
     add_affixes,
     check_model,
+    find_paths,
     load_pretrained,
     load_tokenizer,
     model_errors,
     read_labels,
     task_ids,
     vocabulary_size,
+    weight_files,
 )
 from ppo_rlhf.run import (
     InputError,
@@ -673,6 +675,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     ValueError: bad arguments before anything is written, a disk that fails whenever it fails.
     """
     accelerator = make_accelerator()
+    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
     sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
@@ -706,7 +709,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     reward_model.forward = autocast()(reward_model.forward)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
 
-    run = Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
     first_step = 0
     if checkpoint := run.load_checkpoint():
         tensors, state = checkpoint
@@ -755,7 +758,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
         normalize_now("after", 0.0, 1.0)
 
     # [X07] The labels beyond the first num_train show how good the model is.
-    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1], "skipped_queries": stream.skipped}
+    queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
+    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1]}
+    results["skipped_queries"] = stream.position - queries
     held_out = torch.arange(args.num_train, len(labels.targets))
     if len(held_out):
         measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
@@ -764,8 +769,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder = run.model_folder / "reward"
     if accelerator.is_main_process:
-        info = {"kind": "reward model", "base_model": args.base_model, "label_dataset": args.label_dataset}
-        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(args.task)}
+        info = {"kind": "reward model", "base_model": given.base_model, "label_dataset": given.label_dataset}
+        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(given.task)}
         save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     run.finish(PANELS, **results)
     if args.upload_model and accelerator.is_main_process:

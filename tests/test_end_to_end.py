@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import OFFLINE, SCRIPTS, launch
-from runs import both_arguments, metrics_of, only, samples_of, world_arguments
-from safetensors.torch import load_file
+from processes import OFFLINE, SCRIPTS, launch, start_together
+from runs import both_arguments, metrics_of, only, policy_arguments, samples_of, world_arguments
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf.train_policy import load_reward_model
@@ -146,6 +146,132 @@ def test_a_resumed_reward_run_gives_the_same_numbers(both_run: Path, tmp_path: P
     head_file = "models/train_reward__*/reward/reward_head.safetensors"
     heads = [load_file(only(folder, head_file)) for folder in (both_run, tmp_path)]
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+def test_runs_may_be_a_link_to_another_disk(both_run: Path, tmp_path: Path) -> None:
+    """A joint run goes on with the models of its first stage, and leaves the new ones beside them."""
+    work, disk = shutil.copytree(both_run, tmp_path / "work"), tmp_path / "disk"
+    disk.mkdir()
+    shutil.move(work / "runs", disk)
+    (work / "runs").symlink_to(disk / "runs")
+    run = only(work, "runs/train_policy__*")
+    shutil.rmtree(run / "checkpoints" / "4")
+    shutil.rmtree(only(work, "models/train_policy__*"))
+    meta = json.loads((run / "meta.json").read_text())
+    (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
+    run_script("train_both.py", "--resume", f"runs/{run.name}", folder=work)
+    assert metrics_of(run) == metrics_of(only(both_run, "runs/train_policy__*"))
+    assert only(work, "models/train_policy__*/policy") and [path.name for path in disk.iterdir()] == ["runs"]
+
+
+def test_a_joint_run_whose_folder_was_renamed_trains_nothing(both_run: Path, tmp_path: Path) -> None:
+    """Neither when the renamed folder is given, nor when the other one is."""
+    shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
+    reward_run, policy_run = (only(tmp_path, f"runs/train_{kind}__*") for kind in ("reward", "policy"))
+    (tmp_path / "models").rename(tmp_path / "before")
+    shutil.copytree(tmp_path / "before", tmp_path / "models")
+    reward_run.rename(tmp_path / "runs" / "rm")
+    said = {"runs/rm": f"this run began as {reward_run.name}"}
+    said |= {
+        f"runs/{policy_run.name}": f"models/{reward_run.name}/reward is there, but its run runs/{reward_run.name}"
+    }
+    for given, words in said.items():
+        result = launch("train_both.py", "--resume", given, folder=tmp_path)
+        assert result.status == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"rm", policy_run.name}
+    weights = "*/*/*.safetensors"
+    kept = [
+        {path.name: path.read_bytes() for path in (tmp_path / folder).glob(weights)}
+        for folder in ("before", "models")
+    ]
+    assert kept[0] == kept[1]
+
+
+@pytest.fixture
+def elsewhere(tiny_world: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Two folders: `there` with the files of a run, `here` with others of the same names."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        shutil.copytree(tiny_world / "model", folder / "m")
+    weights = load_file(here / "m" / "model.safetensors")
+    save_file({k: 2 * v for k, v in weights.items()}, here / "m" / "model.safetensors", metadata={"format": "pt"})
+    stories = (tiny_world / "stories.txt").read_text().splitlines()
+    (there / "texts.txt").write_text("\n".join(line for story in stories for line in (story, "no stop here")))
+    (here / "texts.txt").write_text("\n".join(reversed(stories)))
+    return there, here
+
+
+def test_a_run_goes_on_elsewhere_with_what_it_began_with(tiny_reward: Path, elsewhere: tuple[Path, Path]) -> None:
+    """With relative paths beside it, not with others of the same names; and never with other weights."""
+    there, here = elsewhere
+    shutil.copytree(tiny_reward, there / "models" / "a" / "reward")
+    flags = "--preset tales --base_model m --task.query_dataset texts.txt --rewards.trained_model models/a/reward"
+    run_script("train_policy.py", *flags.split(), *policy_arguments(), folder=there)
+    run = only(there, "runs/*")
+    metrics, results = metrics_of(run), json.loads((run / "meta.json").read_text())["results"]
+    assert results["skipped_queries"] > 10
+    shutil.rmtree(run / "checkpoints" / "4")
+    run_script("train_policy.py", "--resume", f"../there/runs/{run.name}", folder=here)
+    meta = json.loads((run / "meta.json").read_text())
+    assert metrics_of(run) == metrics and meta["results"] == results
+    assert meta["args"]["base_model"] == "m" and sorted(path.name for path in here.iterdir()) == ["m", "texts.txt"]
+
+    policy = only(there, "models/train_policy*/policy")
+    tables = []
+    for folder, name in ((there, policy.relative_to(there)), (here, policy)):
+        run_script("sample.py", "--policy", str(name), "--n", "2", "--out", "rows.jsonl", folder=folder)
+        tables.append((folder / "rows.jsonl").read_text())
+    assert tables[0] == tables[1]
+
+    shutil.rmtree(run / "checkpoints" / "4")
+    shutil.copy(here / "m" / "model.safetensors", there / "m")
+    result = launch("train_policy.py", "--resume", f"runs/{run.name}", folder=there)
+    assert result.status == 2 and "the weights in m are not those of the --base_model" in result.stderr
+    assert metrics_of(run) == metrics
+
+
+CHANGES_FOLDER = """
+import os
+
+def length(queries, responses):
+    if os.path.basename(os.getcwd()) != "elsewhere":
+        os.makedirs("elsewhere", exist_ok=True)
+        os.chdir("elsewhere")
+    return [float(len(response)) for response in responses]
+"""
+
+
+def test_a_function_that_changes_the_folder_does_not_split_the_run(tiny_world: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CHANGES_FOLDER)
+    arguments = [*world_arguments(tiny_world), "--rewards.function", "mine:length", *policy_arguments()]
+    run_script("train_policy.py", *arguments, folder=tmp_path)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    run = only(tmp_path, "runs/*")
+    assert json.loads((run / "meta.json").read_text())["finished"] and samples_of(run)
+    assert {path.name for path in run.iterdir()} >= {"checkpoints", "learning_curves.png", "metrics.csv"}
+    assert only(tmp_path, "models/*/policy/model.safetensors")
+
+
+FAILS_ALONE = """
+import os
+
+if os.environ["RANK"] == "1":
+    raise RuntimeError("no licence on this node")
+
+def length(queries, responses):
+    return [0.0] * len(responses)
+"""
+
+
+def test_what_only_another_process_meets_is_said(tiny_world: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FAILS_ALONE)
+    arguments = [*world_arguments(tiny_world), "--rewards.function", "mine:length", *policy_arguments()]
+    first, second = start_together(2, "train_policy.py", *arguments, folder=tmp_path)
+    result = second.wait(60)
+    first.process.kill()  # as the launcher would
+    assert result.status == 2
+    said = "error on process 1: --rewards.function mine:length: RuntimeError: no licence on this node"
+    assert result.stderr.startswith(said)
 
 
 def test_sample_prints_and_writes_a_comparison(both_run: Path) -> None:

@@ -165,11 +165,11 @@ def test_ctrl_c_says_how_to_go_on(tiny_world, tiny_reward, tmp_path):
         *LONG,
     ]
     launched = Launched("train_policy.py", *arguments, folder=tmp_path)
-    wait_for_rows(launched, "runs/*", 1, tmp_path)
+    run = wait_for_rows(launched, "runs/*", 1, tmp_path)
     os.kill(launched.process.pid, signal.SIGINT)
     result = launched.wait(60)
     assert result.status == 130
-    assert result.stderr.strip() == "error: interrupted; --resume goes on from the last checkpoint"
+    assert result.stderr.strip() == f"error: interrupted; --resume runs/{run.name} goes on"
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,13 @@
 
 import csv
 import dataclasses
+import hashlib
+import io
 import json
 import math
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -18,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from ppo_rlhf import run as run_module
-from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
 from ppo_rlhf.run import (
     InputError,
     NumericalError,
@@ -149,7 +153,7 @@ def test_a_run_leaves_its_arguments_sizes_and_results(accelerator):
     assert (meta["sizes"], meta["num_processes"]) == ({"batch": 8}, 1)
     assert meta["finished"] is True
     assert meta["results"] == {"accuracy": 0.5}
-    assert run.folder.parent == Path("runs")
+    assert run.folder.parent == Path("runs").absolute()
     assert run.folder.name.startswith("test__small__3__")
     assert (run.folder / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -297,6 +301,36 @@ def test_a_damaged_checkpoint_is_named(run, accelerator, file, damage):
     assert "remove that folder" in message
 
 
+def test_a_checkpoint_belongs_to_the_run_that_wrote_it(accelerator):
+    runs = [start(accelerator) for _ in range(2)]
+    for step, run in enumerate(runs, 1):
+        run.save_checkpoint(step, {"x": torch.full((2,), float(step))}, {})
+        run.finish({})
+    renamed = runs[0].folder.rename(runs[0].folder.with_name("best"))
+    assert load(accelerator, renamed)[1] == {"step": 1}
+    shutil.copytree(runs[1].folder / "checkpoints" / "2", renamed / "checkpoints" / "2")
+    message = error_line(load, accelerator, renamed)
+    assert f"checkpoint {renamed}/checkpoints/2 cannot be read (ValueError: it belongs to another run); re" in message
+    shutil.rmtree(renamed / "checkpoints" / "2")
+    after = start(accelerator, renamed)
+    after.save_checkpoint(3, {"x": torch.ones(2)}, {})
+    assert load(accelerator, renamed)[1] == {"step": 3}
+
+
+def test_the_folder_is_locked_until_the_last_word_is_written(accelerator, run, monkeypatch):
+    written = []
+
+    def write(path: Path, value: dict) -> None:
+        with pytest.raises(InputError, match="in use"):
+            run_module.lock_folder(run.folder)
+        written.append(value)
+
+    monkeypatch.setattr(run_module, "write_json", write)
+    log(run, range(2))
+    assert [meta["finished"] for meta in written] == [True]
+    assert run_module.lock_folder(run.folder) is not None
+
+
 def train_a_little(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for step in range(steps):
         optimizer.zero_grad()
@@ -329,6 +363,64 @@ def test_a_checkpoint_of_another_model_is_refused(other):
     tensors = run_module.training_state(model, torch.optim.Adam(model.parameters()))
     message = error_line(run_module.restore_training_state, other, torch.optim.Adam(other.parameters()), tensors)
     assert "checkpoint" in message
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Paths and weights
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_links_on_the_way_to_a_run_are_not_followed_but_one_to_it_is(tmp_path, accelerator):
+    """runs/ often is a link to a larger disk; models/ then stays beside the link."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    run = start(accelerator)
+    run.finish({})
+    (tmp_path / "latest").symlink_to(f"runs/{run.folder.name}")
+    (tmp_path / "newest").symlink_to("latest")
+    for path in (f"runs/{run.folder.name}", f"runs/../runs/{run.folder.name}/", "latest", tmp_path / "newest"):
+        again = start(accelerator, path)
+        assert again.folder == tmp_path / "runs" / run.folder.name
+        assert again.model_folder == tmp_path / "models" / run.folder.name
+        again.finish({})
+
+
+def test_a_path_is_looked_for_beside_the_run_first(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for path in (there / "both", there / "theirs", here / "both", here / "ours"):
+        path.mkdir(parents=True)
+    (there / "texts.txt").write_text("x")
+    monkeypatch.chdir(here)
+    assert run_module.root_of("../there/runs/a") == there
+    assert run_module.root_of("", {"runs": "../there/runs"}).resolve() == there
+    assert run_module.root_of("") == run_module.root_of("", {"runs": "runs"}) == here
+    found = {path: run_module.find_path(path, there) for path in ("both", "theirs", "ours", "texts.txt", "x" * 999)}
+    assert found["both"] == there / "both" and found["theirs"] == there / "theirs"
+    assert found["texts.txt"] == there / "texts.txt"
+    assert found["ours"] == Path("ours") and found["x" * 999] == Path("x" * 999)
+    assert run_module.find_path(str(here / "both"), there) == here / "both"
+
+
+def test_a_run_goes_on_with_the_weights_that_it_began_with(accelerator, tmp_path):
+    files = [tmp_path / f"model-{i}.safetensors" for i in range(2)]
+    for i, file in enumerate(files):
+        file.write_bytes(bytes([i]))
+
+    def begin(resume: Path | str = "", **weights: list[Path]) -> Run:
+        run = Run(FakeArgs(resume=str(resume)), accelerator, {"batch": 8}, weights=weights)
+        run.start_logging(0)
+        run.finish({})
+        return run
+
+    run = begin(base_model=files)
+    sums = [hashlib.sha256(bytes([i])).digest() for i in range(2)]
+    assert run.meta["weights"] == {"base_model": hashlib.sha256(b"".join(sums)).hexdigest()}
+    begin(run.folder, base_model=files, reward_model=files[:1])  # of the second nothing is known yet
+    begin(run.folder, base_model=[])  # a model whose files are not known
+    files[0].write_bytes(b"\1")
+    for weights in ({"base_model": files}, {"base_model": files[1:]}, {"reward_model": files[:1]}):
+        message = error_line(lambda weights=weights: begin(run.folder, **weights))
+        assert f"--resume {run.folder}: the weights in . are not those of the --{next(iter(weights))}" in message
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -466,12 +558,61 @@ def test_an_error_of_the_user_is_one_line_and_status_2(capsys, error):
     assert printed.out == ""
 
 
-def test_only_the_first_process_prints_the_error(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as caught:
-        run_script(lambda: from_dict(FakeArgs, {"x": 1}))
+@pytest.mark.parametrize("first_process", ["ended", "goes on"])
+def test_another_process_says_its_error_only_if_the_first_goes_on(capsys, monkeypatch, first_process):
+    monkeypatch.setattr(run_module, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        if first_process == "ended":
+            listening.close()
+        with pytest.raises(SystemExit) as caught:
+            run_script(lambda: from_dict(FakeArgs, {"x": 1}))
     assert caught.value.code == 2
-    assert capsys.readouterr().err == ""
+    said = capsys.readouterr().err
+    assert said.startswith("error on process 1: its arguments differ") if first_process == "goes on" else said == ""
+
+
+@pytest.mark.parametrize("how_to_go_on", ["", "--resume runs/x goes on"])
+def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, monkeypatch, how_to_go_on):
+    monkeypatch.setattr(Run, "how_to_go_on", "")
+    if how_to_go_on:
+        how_to_go_on = f"; --resume runs/{start(accelerator).folder.name} goes on"
+    capsys.readouterr()
+
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as caught:
+        run_script(main)
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == f"error: interrupted{how_to_go_on}\n"
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys):
+    def main():
+        run_module.print_table(
+            "a \x1b[2J", [{"text": run_module.one_line("one\n\x1b]0;owned\x07\x9b1m two"), "n": 1.0}]
+        )
+        raise InputError("the server says \x1b]0;owned\x07\n\x7f")
+
+    with pytest.raises(SystemExit):
+        run_script(main)
+    printed = capsys.readouterr()
+    assert printed.err == "error: the server says ␛]0;owned␇ \ufffd\n"
+    assert "one⏎␛]0;owned␇\ufffd1m two" in printed.out and "a ␛[2J" in printed.out
+    assert not set(printed.out + printed.err) & {"\x1b", "\x07", "\x9b", "\x7f"}
+
+
+def test_stdout_may_lack_characters_or_be_closed(monkeypatch):
+    buffer = io.BytesIO()
+    for stdout in (io.TextIOWrapper(buffer, encoding="latin-1"), None):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        run_script(lambda: run_module.print_table("é 😀", [{"text": run_module.one_line("é\n😀")}]))
+        assert not sys.stdout.isatty()
+        sys.stdout.flush()
+    assert "é ?" in buffer.getvalue().decode("latin-1")
 
 
 def test_an_error_of_ours_keeps_its_traceback():
@@ -506,6 +647,11 @@ def run_policy_script(*argv: str, **environment: str) -> subprocess.CompletedPro
     [
         (["--preset", "poetry"], {}, "--preset poetry"),
         (["--preset", "tales"], {"WORLD_SIZE": "2"}, "processes"),
+        (
+            ["--preset", "tales"],
+            {"PPO_RLHF_THREADS": "100000"},
+            "PPO_RLHF_THREADS is '100000'; it must be a number from 1",
+        ),
     ],
 )
 def test_the_script_ends_in_one_line(tmp_path, argv, environment, named):
@@ -526,6 +672,23 @@ def test_weights_that_are_not_finite_are_never_saved(run):
 def test_runs_of_the_same_second_get_folders_of_their_own(accelerator, monkeypatch):
     monkeypatch.setattr(run_module.time, "time", lambda: 1_000_000.5)
     assert [start(accelerator).folder.name[-7:] for _ in range(3)] == ["1000000", "1000001", "1000002"]
+
+
+def test_a_clock_may_stand_still_or_be_set_back(accelerator, monkeypatch):
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: 7.0)
+    run = start(accelerator)
+    monkeypatch.setattr(run_module.time, "time", lambda: 0.0)
+    assert 0 < run_module.seconds_since(7.0) <= run.seconds() < 1e-3
+    task = train_policy.PRESETS["tales"].task
+    args = train_policy.Args(task=task, ppo=train_policy.PpoArgs(batch_size=8))
+    names = ("objective/score", "objective/non_score_reward", "ppo/val/ratio_var", "ppo/val/ratio", "ppo/val/error")
+    names += ("ppo/returns/var", "ppo/loss/policy", "ppo/loss/value", "ppo/policy/entropy", "ppo/policy/approxkl")
+    means = dict.fromkeys((*names, "ppo/policy/clipfrac", "ppo/val/clipfrac"), 1.0)
+    seconds = run_module.seconds_since(7.0), run.seconds()
+    metrics = train_policy.finish_metrics(means, 0, args, 0.1, *seconds)
+    assert metrics["elapsed/fps"] > 1e6 and metrics["elapsed/time"] > 0
+    for script in (train_policy, train_reward, tldr_policy, tldr_reward, tldr_sft):
+        assert "time.time()" not in Path(script.__file__).read_text()
 
 
 def test_a_resume_that_finds_too_few_logged_steps_stops(accelerator, run):

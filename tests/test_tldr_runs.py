@@ -719,6 +719,14 @@ def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
     assert bases == [str(tiny_posts / "model"), sft_model, sft_model]
     assert stages["policy"]["args"]["rewards"]["trained_model"] == f"models/{stages['reward']['name']}/reward"
     assert {meta["args"]["task"]["posts"] for meta in stages.values()} == {str(tiny_posts)}
+    weights = {stage: meta["weights"] for stage, meta in stages.items()}
+    assert set(weights["policy"]) == {"base_model", "rewards.trained_model"}
+    assert weights["sft"].keys() == {"base_model"} and weights["reward"] == {
+        "base_model": weights["policy"]["base_model"]
+    }
+    assert (
+        len({value for sums in weights.values() for value in sums.values()}) == 3
+    )  # all differ, but for the sft model
 
 
 def test_the_summary_says_what_happened(all_three, tiny_posts):
@@ -813,9 +821,11 @@ def test_three_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp
 
 @pytest.mark.parametrize("stage", ["reward", "policy"])
 def test_a_stage_goes_on_from_another_folder(stage, all_three, tmp_path):
-    """The models that it starts from lie beside it, wherever it is called from."""
+    """The models that it starts from lie beside it, wherever it is called from, even if others have their names."""
     there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
-    here.mkdir()
+    shutil.copytree(there / "models", here / "models")
+    for path in here.glob("models/*/*/model.safetensors"):
+        save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
     run = only(there, f"runs/tldr_{stage}__*[0-9]")
     expected = metrics_of(run)
     cut_off(run)
