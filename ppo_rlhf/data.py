@@ -25,6 +25,7 @@ import functools
 import io
 import json
 import math
+import os
 import random
 import re
 import tarfile
@@ -199,7 +200,7 @@ def raw_stories(archives: tuple[str, ...], parquet_files: tuple[str, ...]) -> It
 
     ids = {name for file in parquet_files for name in read_table(file, columns=["id"])["id"].to_pylist()}
     for archive in archives:
-        with tarfile.open(archive, "r|gz") as members:
+        with tarfile.open(archive) as members:
             for member in members:
                 if PurePosixPath(member.name).stem in ids and (story := members.extractfile(member)):
                     yield {"text": io.TextIOWrapper(story, encoding="utf-8").read()}
@@ -825,6 +826,7 @@ def own_code_errors(model: str) -> Iterator[None]:
 @contextlib.contextmanager
 def safetensors_errors(base_model: str, name: str) -> Iterator[None]:
     """Says what to do if a model on the hub, or this revision of it, has pickles only."""
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # else the library asks a service to convert them, and waits
     try:
         yield
     except OSError as error:

@@ -1093,7 +1093,7 @@ def upload_model(folder: Path, entity: str, name: str) -> None:
 
     repository = f"{entity}/{name}" if entity else name
     card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` beside the weights names base model and task.\n"
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
     try:
         api = HfApi()
         repository = api.create_repo(repository, exist_ok=True).repo_id

@@ -65,7 +65,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             elif parts[1:] == ["repos", "create"]:
                 self.create(json.loads(body))
             elif parts[1:] == ["validate-yaml"]:
-                self.send(200, b'{"errors": [], "warnings": []}', Content_Type="application/json")
+                has_metadata = json.loads(body)["content"].startswith("---\n")
+                warnings = [] if has_metadata else [{"message": "empty or missing yaml metadata in repo card"}]
+                result = json.dumps({"errors": [], "warnings": warnings})
+                self.send(200, result.encode(), Content_Type="application/json")
             else:
                 raise Refused(404, "NotFound")
         except Refused as refused:
@@ -74,16 +77,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = answer
 
-    def split(self, kind: str, parts: list[str], word: int) -> tuple[str, list[str]]:
-        """A repository's name, and what follows it. word: how many parts of a path may belong to a name, 1 or 2."""
-        name = "/".join(parts[:word])
-        if not (self.server.root / kind / name).is_dir():
-            raise Refused(401, "RepoNotFound")
-        return name, parts[word:]
-
     def revision(self, kind: str, name: str, revision: str) -> Path:
         """The folder of a revision or commit."""
         folder = folder_of(self.server.root, kind, name, revision)
+        if not folder.parent.is_dir():
+            raise Refused(401, "RepoNotFound")
         commits = {commit_of(other): other for other in folder.parent.iterdir()}
         if not folder.is_dir() and revision not in commits:
             raise Refused(404, "RevisionNotFound")
@@ -94,8 +92,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if parts[0] in SHORT_NAMES and parts[1] == "resolve":
             path = self.path.replace(parts[0], SHORT_NAMES[parts[0]], 1)
             return self.send(307, Location=path)
-        name, (_, revision, *path) = self.split(kind, parts, 2)
-        folder = self.revision(kind, name, revision)
+        if len(parts) < 5 or parts[2] != "resolve":
+            raise Refused(404, "NotFound")
+        owner, name, _, revision, *path = parts
+        folder = self.revision(kind, f"{owner}/{name}", revision)
         file, commit = folder.joinpath(*path), {"X_Repo_Commit": commit_of(folder)}
         if not file.is_file():
             return self.send(404, X_Error_Code="EntryNotFound", X_Error_Message="Entry not found", **commit)
@@ -109,25 +109,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.send(200, content, **commit)
 
     def repository(self, kind: str, parts: list[str], query: dict[str, list[str]], body: bytes) -> Any:
-        """/api/{models,datasets}/<name>[/<what>/<revision>[/<path>]]"""
-        if parts[0] in SHORT_NAMES:
-            parts = [*SHORT_NAMES[parts[0]].split("/"), *parts[1:]]
-        name, rest = self.split(kind, parts, 2)
-        what, revision, *path = [*rest, "revision", "main"] if not rest else [*rest, "main"][: max(2, len(rest))]
-        if what == "discussions":
-            return {"discussions": [], "count": 0, "start": 0}
+        """/api/{models,datasets}/<name>[/<what>[/<revision>[/<path>]]]"""
+        parts = SHORT_NAMES.get(parts[0], parts[0]).split("/") + parts[1:]
+        name, (what, revision, *path) = "/".join(parts[:2]), [*parts[2:], *("revision", "main")[len(parts) - 2 :]]
         folder = self.revision(kind, name, revision)
-        if what == "commits":
-            return [{"id": commit_of(folder), "title": "", "message": "", "date": DATE, "authors": []}]
         if what == "tree":
             below = folder.joinpath(*path)
             if not below.is_dir():
                 raise Refused(404, "EntryNotFound")
-            everything = query.get("recursive", ["false"])[0].lower() in ("1", "true")
-            return [self.entry(folder, entry) for entry in sorted(below.rglob("*") if everything else below.iterdir())]
+            entries = below.rglob("*") if "rue" in query.get("recursive", [""])[0] else below.iterdir()
+            return [self.entry(folder, entry) for entry in sorted(entries)]
         if what == "paths-info":
-            asked = parse_qs(body.decode()) if body[:1] != b"{" else json.loads(body)
-            entries = (folder / path for path in asked.get("paths", []))
+            entries = (folder / path for path in json.loads(body)["paths"])
             return [self.entry(folder, entry) for entry in entries if entry.exists()]
         if what == "preupload":
             return {
@@ -142,7 +135,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     target = folder / line["value"]["path"]
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(base64.b64decode(line["value"]["content"]))
-            return {"success": True, "commitOid": commit_of(folder), "commitUrl": f"/{name}/commit/{commit_of(folder)}"}
+            commit = commit_of(folder)
+            return {"success": True, "commitOid": commit, "commitUrl": f"/{name}/commit/{commit}"}
         files = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if file.is_file()]
         return {
             "id": name,
