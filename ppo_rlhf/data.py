@@ -21,6 +21,7 @@ cache of `datasets`, which all processes read from disk; whoever comes while one
 """
 
 import contextlib
+import fnmatch
 import functools
 import io
 import json
@@ -32,7 +33,7 @@ import tarfile
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TextIO, get_args
@@ -59,25 +60,33 @@ class HubFiles:
     """Files of a data set on the hub. Plain data, because `datasets` 4 and later run no loading scripts."""
 
     repository: str
-    names: str  # a pattern, in which {split} may stand for a split
+    names: tuple[str, ...]  # patterns, in which {split} may stand for a split; there is a file for each
     revision: str | None = None
 
+    def matching(self, files: Iterable[str], split: str = "") -> list[str]:
+        """Which of all the repository's files they are, by name. Raises an OSError if one is not there."""
+        found = []
+        for name in (name.format(split=split) for name in self.names):
+            if not (matches := fnmatch.filter(files, name)):
+                raise FileNotFoundError(f"the hub's {self.repository} has no {name}")
+            found += sorted(matches)
+        return found
+
     def download(self, split: str = "") -> tuple[str, ...]:
-        """Their paths on disk, by name. A process that wants a file which another one downloads waits at a lock."""
+        """Their paths on disk. A process that wants a file which another one downloads waits for it at a lock."""
         from huggingface_hub import snapshot_download
 
-        names = self.names.format(split=split)
+        names = [name.format(split=split) for name in self.names]
         folder = snapshot_download(self.repository, repo_type="dataset", revision=self.revision, allow_patterns=names)
-        if not (files := sorted(map(str, Path(folder).glob(names)))):
-            raise FileNotFoundError(f"the hub's {self.repository} has no {names}")
-        return tuple(files)
+        there = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
+        return tuple(f"{folder}/{name}" for name in self.matching(there, split))
 
 
 HUB_FILES = {
-    "books": HubFiles("rojagtap/bookcorpus", "books_large_p*.txt"),
-    "cnndm": HubFiles("ccdv/cnn_dailymail", "*_stories.tgz"),
-    "cnndm splits": HubFiles("abisee/cnn_dailymail", "3.0.0/{split}-*.parquet"),
-    "tldr": HubFiles(OPENAI_REPOSITORY, "tldr/{split}-subset.json"),
+    "books": HubFiles("rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt")),
+    "cnndm": HubFiles("ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz")),
+    "cnndm splits": HubFiles("abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",)),
+    "tldr": HubFiles(OPENAI_REPOSITORY, ("tldr/{split}-subset.json",)),
 }
 HUB_TEXTS = ("books", "cnndm", "tldr")
 BOOK_ROWS = 16
@@ -172,7 +181,7 @@ def read_json_array(file: TextIO, chunk: int = 2**22) -> Iterator[Any]:
 
     Raises a ValueError where the file is no such array.
     """
-    decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
+    decode, between, after = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*"), re.compile(r"\s*[],]")
     text, position = file.read(chunk).lstrip(), 1
     if not text.startswith("["):
         raise ValueError("holds no JSON array")
@@ -184,7 +193,7 @@ def read_json_array(file: TextIO, chunk: int = 2**22) -> Iterator[Any]:
             item, end = decode(text, position)
         except ValueError:  # broken, or the rest of it is in the next chunk
             end = len(text)
-        if end < len(text):
+        if after.match(text, end):
             yield item
             position = end
             continue

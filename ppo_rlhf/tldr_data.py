@@ -26,7 +26,7 @@ from ppo_rlhf.run import InputError, read_json
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
 COMPARISON_FILES = HubFiles(
-    "openai/summarize_from_feedback", "comparisons/{split}/*.parquet", revision="refs/convert/parquet"
+    "openai/summarize_from_feedback", ("comparisons/{split}/*.parquet",), revision="refs/convert/parquet"
 )
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -16,10 +16,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import hub_check
 from hub import folder_of, serve
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from ppo_rlhf.run import InputError
 
 CLIENT = Path(__file__).parent / "hub_client.py"
 DEAD = "http://127.0.0.1:9"  # nobody listens there
@@ -204,17 +207,15 @@ def publish(root: Path) -> dict[str, list[float]]:
     return logits
 
 
-def run_client(folder: Path, address: str, upload: str = "") -> dict:
+def run_client(folder: Path, address: str, *command: str | Path) -> subprocess.CompletedProcess:
+    """Run a script that asks the hub at an address and keeps in the folder what it gets."""
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": address, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_token"}
-    result = subprocess.run(
-        [sys.executable, str(CLIENT), upload],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-    )
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, cwd=folder)
+
+
+def loaded(result: subprocess.CompletedProcess) -> dict:
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -235,8 +236,8 @@ def answers(hub_root, tmp_path_factory):
     for file in folder_of(root, "models", "openai-community/gpt2").iterdir():
         (trained / file.name).write_bytes(file.read_bytes())
     with serve(root) as hub:
-        online = run_client(folder, hub.address, upload=str(trained))
-    return {"online": online, "offline": run_client(folder, DEAD), "logits": logits}
+        online = loaded(run_client(folder, hub.address, CLIENT, trained))
+    return {"online": online, "offline": loaded(run_client(folder, DEAD, CLIENT, "")), "logits": logits}
 
 
 both = pytest.mark.parametrize("when", ["online", "offline"])
@@ -333,3 +334,33 @@ def test_the_upload_says_nothing(answers):
     """The card has what the hub asks for."""
     assert answers["online"]["upload"] is None
     assert not [warning for warning in answers["online"]["warnings"] if "metadata" in warning]
+
+
+def test_hub_check_finds_everything_and_what_is_missing(tmp_path):
+    publish(tmp_path / "hub")
+    with serve(tmp_path / "hub") as hub:
+        complete = run_client(tmp_path, hub.address, hub_check.__file__)
+        for kind, name, file in (
+            ("datasets", "ccdv/cnn_dailymail", "dailymail_stories.tgz"),
+            ("datasets", "vwxyzjn/lm-human-preferences", "cnndm/online_45k.json"),
+            ("models", "EleutherAI/pythia-1b-deduped", "model.safetensors"),
+        ):
+            (folder_of(tmp_path / "hub", kind, name) / file).unlink()
+        rows = folder_of(tmp_path / "hub", "datasets", "vwxyzjn/lm-human-preferences") / "tldr/valid-subset.json"
+        rows.write_text('[{"text": "under another name"}]')
+        incomplete = run_client(tmp_path, hub.address, hub_check.__file__)
+    assert complete.returncode == 0, complete.stdout + complete.stderr
+    assert complete.stdout.splitlines()[-1] == "all 17 are there"
+    assert incomplete.returncode == 1
+    *lines, last = incomplete.stdout.splitlines()
+    assert last == "4 of 17 are missing"
+    missing = [line for line in lines if line.startswith("MISSING")]
+    for line, what, reason in zip(
+        missing,
+        ("cnndm stories", "tldr valid", "labels cnndm", "model"),
+        ("no dailymail_stories.tgz", "KeyError: 'content'", "no cnndm/online_45k.json", "safetensors"),
+        strict=True,
+    ):
+        assert what in line and reason in line
+    with pytest.raises(InputError, match="this needs a network"):
+        hub_check.main(hub_check.Args())
