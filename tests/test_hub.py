@@ -12,11 +12,11 @@ import sys
 import tarfile
 from pathlib import Path
 
+import hub_check
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import hub_check
 from hub import folder_of, serve
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
