@@ -11,6 +11,8 @@ import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -232,6 +234,29 @@ def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 12_001 and peak < 3e6
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tldr", b'[{"content": "one"}, {"content": ', "breaks off"),
+        ("tldr", b'[{"text": "one"}]', "content"),
+        ("cnndm", b"no archive", "ReadError"),
+    ],
+)
+def test_what_came_from_the_hub_broken_is_an_error(monkeypatch, tmp_path, name, content, reason):
+    """And no half of a table is left that the next start would take for the whole."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "broken").write_bytes(content)
+    ids = tmp_path / "ids.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": ["a"]}), ids)
+    downloads = {"tldr": "broken", "cnndm": "broken", "cnndm splits": "ids.parquet"}
+    for key, file in downloads.items():
+        given = SimpleNamespace(download=lambda split="", file=file: (str(tmp_path / file),))
+        monkeypatch.setitem(data.HUB_FILES, key, given)
+    for _ in range(2):
+        message = error_line(data.load_texts, name)
+        assert f"--task.query_dataset {name}" in message and reason in message
 
 
 @pytest.fixture
