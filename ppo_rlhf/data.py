@@ -302,7 +302,7 @@ def hub_data_errors(what: str, remedy: str) -> Iterator[None]:
         try:
             yield
         except DatasetGenerationError as error:
-            reason = f"{type(error.__cause__).__name__}: {error.__cause__}"
+            reason = " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split())[:200]
             raise InputError(f"{what}: its files from the hub cannot be read, or not be copied: {reason}") from error
 
 
