@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: demo demo-tldr test lint install
+.PHONY: demo demo-tldr hub-check test lint install
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -17,6 +17,10 @@ demo: $(VENV)/installed
 demo-tldr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/tldr_tales.py
 	$(LAUNCH) ppo_rlhf/tldr_all.py --preset tales
+
+# Is everything that the presets take from the hub there?
+hub-check: $(VENV)/installed
+	$(BIN)/python benchmark/hub_check.py
 
 # Two files of tests at a time.
 test: install

@@ -9,7 +9,8 @@
 #     overoptimisation-320 -640 -4992             the small world, that many labels and no controller, four seeds
 #     torch-adam gradient-accumulation            what lm-human-preference-details varied, on eight GPUs
 #     gpt2-medium gpt2-large gpt2-xl              other base models, on eight GPUs
-#     cerebras/Cerebras-GPT-111M tiiuae/falcon-rw-1b
+#     cerebras-111m                               the same; MODEL says where cerebras/Cerebras-GPT-111M lies with
+#                                                 safetensors, which its main branch lacks: a folder, or name@revision
 #
 # WORKERS (default 1): how many seeds run at once. TEMPLATE: a Slurm template, to submit job arrays instead. SHOW=1:
 # print the table of progress and run nothing. Give a line again to go on after an interruption.
@@ -56,9 +57,12 @@ for experiment in "$@"; do
     gradient-accumulation) # 64 pieces of one episode; here a memory knob, so nothing may happen
         pieces="--policy.ppo.local_micro_batch_size 1 --reward.local_micro_batch_size 1"
         seeds "$experiment" 5 "$eight $both --preset descriptiveness $track $pieces" ;;
-    gpt2-medium | gpt2-large | gpt2-xl | cerebras/Cerebras-GPT-111M | tiiuae/falcon-rw-1b)
+    # Their falcon-rw-1b is missing too: it has no position embeddings but ALiBi, which check_model refuses.
+    gpt2-medium | gpt2-large | gpt2-xl | cerebras-111m)
+        model=$experiment
+        if [ "$experiment" = cerebras-111m ]; then model=${MODEL:?must name a model with safetensors}; fi
         pieces="--policy.ppo.local_micro_batch_size 16 --reward.local_rollout_batch_size 16"
-        seeds "${experiment#*/}" 5 "$eight $both --preset descriptiveness --base_model $experiment $track $pieces" ;;
+        seeds "$experiment" 5 "$eight $both --preset descriptiveness --base_model $model $track $pieces" ;;
     *)
         echo "error: $0 has no experiment $experiment" >&2
         exit 2 ;;

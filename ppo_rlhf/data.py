@@ -1,36 +1,44 @@
 """Where texts, labels and pretrained models come from: the Hugging Face hub, local files, or the tales world.
 
-    query_dataset   books, cnndm, tldr     hub data sets (the table HUB_TEXTS)
+    query_dataset   books, cnndm, tldr     hub data sets (the table HUB_FILES)
                     tales                  the built-in world of tales.py
                     dummy                  random letters, for tests
                     <file>.txt             one text per line
                     <file>.jsonl           one JSON string per line, or an object with "text"
                     <file>.json            a JSON array of strings or of such objects
-    label_dataset   <task>/<file>.json     OpenAI's human labels, from the hub copy LABELS_REPOSITORY; with
+    label_dataset   <task>/<file>.json     OpenAI's human labels, from the hub copy OPENAI_REPOSITORY; with
                                            query_dataset tales: the simulated labels under the same names
                     <file>.json            a local file in the same format
-    base_model      a name on the hub, a local folder, `tales`, or `tldr-tales` (chapter 2, tldr_tales.py)
+    base_model      a name on the hub, name@revision, a local folder, `tales`, or `tldr-tales` (tldr_tales.py)
 
 The books file of the original is lost. `books` stands in for it: a copy of BookCorpus, whose rows are single
 sentences with spaces around punctuation. We join BOOK_ROWS rows to a passage and undo the spaces, because the task
-needs passages with ordinary full stops.
+needs passages with ordinary full stops. Its letters stay lower case: PPO's queries are, those of the labels are not.
+
+`cnndm` are the raw stories. The usual parquet files say which split a story belongs to; their articles are single
+lines, which leaves nothing to end queries at. `tldr` are OpenAI's own files. Both are copied once to a table in the
+cache of `datasets`, which all processes read from disk; whoever comes while one copies waits for it at a lock.
 """
 
 import contextlib
 import copy
+import fnmatch
 import functools
 import inspect
+import io
 import json
 import math
+import os
 import random
 import re
+import tarfile
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TextIO, get_args
 
 import ftfy
 import torch
@@ -46,13 +54,43 @@ from transformers import (
 from ppo_rlhf import tales, tldr_tales
 from ppo_rlhf.run import InputError, fail_together, find_path, fits, import_function, read_json, root_of
 
-# dataset: (repository, configuration, revision, column). They load without loading scripts.
-HUB_TEXTS = {
-    "books": ("rojagtap/bookcorpus", None, None, "text"),
-    "cnndm": ("abisee/cnn_dailymail", "3.0.0", None, "article"),
-    "tldr": ("webis/tldr-17", None, "refs/convert/parquet", "content"),
+OPENAI_REPOSITORY = "vwxyzjn/lm-human-preferences"  # a copy of OpenAI's labels and Reddit posts of 2019
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """Files of a data set on the hub. Plain data, because `datasets` 4 and later run no loading scripts."""
+
+    repository: str
+    names: tuple[str, ...]  # patterns, in which {split} may stand for a split; there is a file for each
+    revision: str | None = None
+
+    def matching(self, files: Iterable[str], split: str = "") -> list[str]:
+        """Which of all the repository's files they are, by name. Raises an OSError if one is not there."""
+        found = []
+        for name in (name.format(split=split) for name in self.names):
+            if not (matches := fnmatch.filter(files, name)):
+                raise FileNotFoundError(f"the hub's {self.repository} has no {name}")
+            found += sorted(matches)
+        return found
+
+    def download(self, split: str = "") -> tuple[str, ...]:
+        """Their paths on disk. A process that wants a file which another one downloads waits for it at a lock."""
+        from huggingface_hub import snapshot_download
+
+        names = [name.format(split=split) for name in self.names]
+        folder = snapshot_download(self.repository, repo_type="dataset", revision=self.revision, allow_patterns=names)
+        there = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
+        return tuple(f"{folder}/{name}" for name in self.matching(there, split))
+
+
+HUB_FILES = {
+    "books": HubFiles("rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt")),
+    "cnndm": HubFiles("ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz")),
+    "cnndm splits": HubFiles("abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",)),
+    "tldr": HubFiles(OPENAI_REPOSITORY, ("tldr/{split}-subset.json",)),
 }
-LABELS_REPOSITORY = "vwxyzjn/lm-human-preferences"
+HUB_TEXTS = ("books", "cnndm", "tldr")
 WORLDS = {"tales": tales, "tldr-tales": tldr_tales}  # names of base models, and who builds them
 BOOK_ROWS = 16
 HELD_OUT = 50  # of a source without a test split, the last text of each 50 is held out for sample.py
@@ -210,21 +248,74 @@ def join_book_rows(rows: Sequence[str]) -> str:
     return re.sub(r"([(\[$]) ", r"\1", text)
 
 
+def read_json_array(file: TextIO, chunk: int = 2**22) -> Iterator[Any]:
+    """The items of a JSON array, one by one, since it may be larger than memory. chunk: longest item, in characters.
+
+    Raises a ValueError where the file is no such array.
+    """
+    decode, between, after = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*"), re.compile(r"\s*[],]")
+    text, position = file.read(chunk).lstrip(), 1
+    if not text.startswith("["):
+        raise ValueError("holds no JSON array")
+    while True:
+        position = between.match(text, position).end()
+        if text.startswith("]", position):
+            return
+        try:
+            item, end = decode(text, position)
+        except ValueError:  # broken, or the rest of it is in the next chunk
+            end = len(text)
+        if after.match(text, end):
+            yield item
+            position = end
+            continue
+        following = file.read(chunk)
+        if not following or len(text) - position > chunk:
+            raise ValueError(f"holds no JSON array: it breaks off at {text[position : position + 60]!r}")
+        text, position = text[position:] + following, 0
+
+
+def raw_stories(archives: tuple[str, ...], parquet_files: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """The stories of a split, in the order of the archives. A file's name is the id, which the parquet files list."""
+    from pyarrow.parquet import read_table
+
+    ids = {name for file in parquet_files for name in read_table(file, columns=["id"])["id"].to_pylist()}
+    for archive in archives:
+        with tarfile.open(archive) as members:
+            for member in members:
+                if PurePosixPath(member.name).stem in ids and (story := members.extractfile(member)):
+                    yield {"text": io.TextIOWrapper(story, encoding="utf-8").read()}
+
+
+def raw_posts(files: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """The texts of OpenAI's Reddit posts. Halves of characters, which no table holds, become U+FFFD."""
+    for path in files:
+        with open(path, encoding="utf-8") as file:
+            for row in read_json_array(file):
+                yield {"text": ftfy.fixes.fix_surrogates(row["content"])}
+
+
 class HubTexts(Sequence):
-    """Cleaned texts of one column of a hub data set, read from disk as they are asked for."""
+    """Cleaned texts of a hub data set, read from disk as they are asked for."""
 
     def __init__(self, name: str, split: str):
-        repository, configuration, revision, column = HUB_TEXTS[name]
-        try:
-            import datasets
-        except ImportError as error:
-            raise InputError(f"--task.query_dataset {name} needs the package `datasets`") from error
-        with hub_errors(
+        with hub_data_errors(
             f"--task.query_dataset {name}", "give a .txt, .jsonl or .json file of texts, or use --preset tales"
         ):
-            split = "test" if name == "cnndm" and split == "test" else "train"
-            self.rows = datasets.load_dataset(repository, configuration, revision=revision, split=split)[column]
-        self.name = name
+            from datasets import Dataset, load_dataset
+
+            if name == "books":
+                rows = load_dataset("text", data_files=list(HUB_FILES[name].download()), split="train")
+            elif name == "cnndm":
+                files = {
+                    "archives": HUB_FILES[name].download(),
+                    "parquet_files": HUB_FILES["cnndm splits"].download(split),
+                }
+                rows = Dataset.from_generator(raw_stories, gen_kwargs=files)
+            else:
+                files = {"files": HUB_FILES[name].download("valid" if split == "test" else split)}
+                rows = Dataset.from_generator(raw_posts, gen_kwargs=files)
+        self.name, self.rows = name, rows["text"]
 
     def __len__(self) -> int:
         return len(self.rows) // (BOOK_ROWS if self.name == "books" else 1)
@@ -270,6 +361,21 @@ def hub_errors(what: str, remedy: str) -> Iterator[None]:
             else "the hub cannot be reached; without a network"
         )
         raise InputError(f"{what}: no such local path, and {reason}, {remedy}") from error
+
+
+@contextlib.contextmanager
+def hub_data_errors(what: str, remedy: str) -> Iterator[None]:
+    """As hub_errors, for the time in which a data set is downloaded and read."""
+    try:
+        from datasets.exceptions import DatasetGenerationError
+    except ImportError as error:
+        raise InputError(f"{what} needs the package `datasets`") from error
+    with hub_errors(what, remedy):
+        try:
+            yield
+        except DatasetGenerationError as error:
+            reason = " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split())[:200]
+            raise InputError(f"{what}: its files from the hub cannot be read, or not be copied: {reason}") from error
 
 
 def check_text(text: str, what: str) -> None:
@@ -334,7 +440,7 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     # [D01] openai/lm-human-preferences lm_human_preferences/datasets/books.py#L7-L17 @cbfd210
     if query_dataset in HUB_TEXTS:
         texts: Sequence[str] = HubTexts(query_dataset, split)
-        if query_dataset == "cnndm":
+        if query_dataset != "books":
             return texts
     elif query_dataset == "tales":
         texts = (tales.find_world() / "stories.txt").read_text().splitlines()
@@ -662,7 +768,7 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     with hub_errors(f"--label_dataset {label_dataset}", remedy):
-        return Path(hf_hub_download(LABELS_REPOSITORY, label_dataset, repo_type="dataset"))
+        return Path(hf_hub_download(OPENAI_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
@@ -795,8 +901,8 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
 
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model."""
-    with model_errors(base_model) as path:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with model_errors(base_model) as (path, revision):
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
             raise OSError("it has no tokenizer")
         return tokenizer
@@ -806,8 +912,8 @@ def load_pretrained(
     base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings."""
-    with model_errors(base_model) as path:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with model_errors(base_model) as (path, revision):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         # [D18] Dropout is never active, neither in rollouts nor in training.
         #       openai/lm-human-preferences lm_human_preferences/policy.py#L48 @cbfd210
         own_settings = dict(vars(config))
@@ -828,6 +934,7 @@ def load_pretrained(
         with without_pickles():
             model, loading = auto_class.from_pretrained(
                 path,
+                revision=revision,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
@@ -879,8 +986,26 @@ def own_code_errors(model: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def model_errors(base_model: str) -> Iterator[str]:
-    """Yields the path or hub name of a base model; turns what goes wrong in loading it into one line."""
+def safetensors_errors(base_model: str, name: str) -> Iterator[None]:
+    """Says what to do if a model on the hub, or this revision of it, has pickles only."""
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # else the library asks a service to convert them, and waits
+    try:
+        yield
+    except OSError as error:
+        if "cannot be loaded with `safetensors`" not in str(error):
+            raise
+        raise InputError(
+            f"--base_model {base_model} has no safetensors on the hub; --base_model {name}@<revision> takes those of "
+            f"another revision (often refs/pr/<number>), or convert it with save_pretrained and give the folder"
+        ) from error
+
+
+@contextlib.contextmanager
+def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
+    """Yields a base model's folder and None, or its name on the hub and the revision, None where none is given.
+
+    Turns what goes wrong in loading it into one line.
+    """
     if not base_model:
         raise InputError("--base_model is empty; give a folder, a name on the hub, or tales")
     path = local_folder(base_model)
@@ -890,8 +1015,13 @@ def model_errors(base_model: str) -> Iterator[str]:
     if not path.is_dir() and not HUB_NAME.fullmatch(base_model):
         raise InputError(f"--base_model {base_model}: no such folder; {remedy}")
     if not path.is_dir():
-        with hub_errors(f"--base_model {base_model}", remedy), own_code_errors(base_model):
-            yield base_model
+        name, _, revision = base_model.partition("@")
+        with (
+            hub_errors(f"--base_model {base_model}", remedy),
+            own_code_errors(base_model),
+            safetensors_errors(base_model, name),
+        ):
+            yield name, revision or None
         return
     from huggingface_hub.errors import StrictDataclassError
 
@@ -901,7 +1031,7 @@ def model_errors(base_model: str) -> Iterator[str]:
     )
     try:
         with own_code_errors(str(path)):
-            yield str(path)
+            yield str(path), None
     except InputError:
         raise
     except what_the_library_raises as error:

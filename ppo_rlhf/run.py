@@ -16,6 +16,7 @@ import contextlib
 import csv
 import ctypes
 import dataclasses
+import datetime
 import errno
 import functools
 import hashlib
@@ -47,7 +48,7 @@ import torch
 import transformers
 import tyro
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -55,6 +56,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 KEEP_CHECKPOINTS = 2
+# How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=3)
 
 
 class InputError(ValueError):
@@ -324,8 +327,9 @@ def make_accelerator() -> Accelerator:
     threads = environment_number("PPO_RLHF_THREADS", default=share, least=1, most=1024)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
+    patience = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
     try:
-        accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
     except ValueError as error:
         raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
     if accelerator.num_processes != started:
@@ -573,10 +577,24 @@ def check_values(args: Any) -> None:
         raise InputError(f"--seed is {args.seed}; it must be at least 0")
     if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
         raise InputError(f"--exp_name {args.exp_name!r}: must be the name of a folder, not a path")
+    if values.get("upload_model"):
+        check_repository_name(args)
     if values.get("track") and os.environ.get("WANDB_MODE", "online") not in WANDB_MODES:
         raise InputError(
             f"--track: WANDB_MODE is {os.environ['WANDB_MODE']!r}; it must be one of {', '.join(WANDB_MODES)}"
         )
+
+
+def check_repository_name(args: Any) -> None:
+    """Refuse, before the training, names of run and owner that the hub would refuse after it."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    longest = f"{args.hf_entity or 'owner'}/{run_name(args, 10**9)}-policy"
+    try:
+        validate_repo_id(longest)
+    except HFValidationError as error:
+        raise InputError(f"--upload_model: {error} --exp_name and --hf_entity say what it is called") from error
 
 
 def split_evenly(field: str, value: int, parts: int, what: str) -> int:
@@ -1210,7 +1228,7 @@ def upload_model(folder: Path, entity: str, name: str) -> None:
 
     repository = f"{entity}/{name}" if entity else name
     card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` beside the weights names base model and task.\n"
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
     try:
         api = HfApi()
         repository = api.create_repo(repository, exist_ok=True).repo_id

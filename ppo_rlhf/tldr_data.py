@@ -23,15 +23,21 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import tldr_tales
-from ppo_rlhf.data import CUT_MARGIN, check_text, encode_text, hub_errors, one_token, to_texts, vocabulary_size
+from ppo_rlhf.data import (
+    CUT_MARGIN,
+    HubFiles,
+    check_text,
+    encode_text,
+    hub_data_errors,
+    one_token,
+    to_texts,
+    vocabulary_size,
+)
 from ppo_rlhf.run import InputError, read_json
 
-# (repository, files, revision). Plain data files, since datasets 4 and later run no loading scripts.
-POSTS_REPOSITORY = ("vwxyzjn/summarize_from_feedback_tldr_3_filtered", None, None)
-COMPARISONS_REPOSITORY = (
-    "openai/summarize_from_feedback",
-    "comparisons/{split}/*.parquet",
-    "refs/convert/parquet",
+POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
+COMPARISON_FILES = HubFiles(
+    "openai/summarize_from_feedback", ("comparisons/{split}/*.parquet",), revision="refs/convert/parquet"
 )
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -225,14 +231,13 @@ def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:
 def load_rows(source: str, field: str, split: str) -> Iterable[dict[str, Any]]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
-        try:
-            import datasets
-        except ImportError as error:
-            raise InputError(f"--task.{field} tldr needs the package `datasets`") from error
-        name, files, revision = POSTS_REPOSITORY if field == "posts" else COMPARISONS_REPOSITORY
-        data_files = {split: files.format(split=split)} if files else None
-        with hub_errors(f"--task.{field} tldr", f"give a folder with {field}_{split}.jsonl, or use --preset tales"):
-            return datasets.load_dataset(name, data_files=data_files, revision=revision, split=split)
+        remedy = f"give a folder with {field}_{split}.jsonl, or use --preset tales"
+        with hub_data_errors(f"--task.{field} tldr", remedy):
+            from datasets import load_dataset
+
+            if field == "posts":
+                return load_dataset(POSTS_REPOSITORY, split=split)
+            return load_dataset("parquet", data_files=list(COMPARISON_FILES.download(split)), split="train")
     folder = tldr_tales.find_world() if source == "tales" else Path(source)
     if not folder.is_dir():
         raise InputError(f"--task.{field} {source}: unknown; there are tldr, tales and folders with {field}_*.jsonl")

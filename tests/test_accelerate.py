@@ -1,5 +1,6 @@
 """benchmark/accelerate: what the launcher makes of each configuration, and what the scripts make of the launcher."""
 
+import datetime
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +11,8 @@ from accelerate.commands import launch as launcher
 from accelerate.commands.config.config_args import load_config_from_file
 from processes import launch_together
 from runs import policy_arguments, world_arguments
+
+from ppo_rlhf import run
 
 FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
 CONFIGS = {  # processes, nodes, sharded, weights given back after the forward pass
@@ -63,3 +66,24 @@ def test_deepspeed_is_refused(tiny_world, tmp_path):
     for result in launch_together(2, "train_policy.py", *arguments, folder=tmp_path, ACCELERATE_USE_DEEPSPEED="true"):
         assert result.status == 2 and "Traceback" not in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+LATE = """
+import datetime, sys, time
+from ppo_rlhf import run
+
+run.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=int(sys.argv[1]))
+accelerator = run.make_accelerator()
+if accelerator.is_main_process:
+    time.sleep(3)
+accelerator.wait_for_everyone()
+"""
+
+
+def test_the_others_wait_while_the_first_process_uploads(tmp_path):
+    """As long as COLLECTIVE_TIMEOUT says, in place of the libraries' ten minutes on GPUs."""
+    assert datetime.timedelta(hours=1) <= run.COLLECTIVE_TIMEOUT <= datetime.timedelta(hours=12)
+    (tmp_path / "late.py").write_text(LATE)
+    assert [result.status for result in launch_together(2, tmp_path / "late.py", "60", folder=tmp_path)] == [0, 0]
+    _, impatient = launch_together(2, tmp_path / "late.py", "1", folder=tmp_path)
+    assert impatient.status == 1 and "imed out" in impatient.stderr

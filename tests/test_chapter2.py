@@ -22,7 +22,7 @@ def commands(tmp_path: Path, *experiments: str) -> list[list[str]]:
     stub.chmod(0o755)
     result = subprocess.run(
         ["bash", str(ROOT / "benchmark/chapter2.sh"), *experiments],
-        env={**os.environ, "PYTHON": str(stub)},
+        env={**os.environ, "PYTHON": str(stub), "MODEL": "EleutherAI/pythia-6.9b-deduped@refs/pr/2"},
         capture_output=True,
         text=True,
     )
@@ -45,7 +45,8 @@ def test_arguments(tmp_path, experiment):
         assert parsed.preset == "tales"
         return
     sizes = {"2.8b": "2.8b", "6.9b": "6.9b"}
-    assert parsed.base_model == f"EleutherAI/pythia-{sizes.get(experiment, '1b')}-deduped"
+    revision = "@refs/pr/2" if experiment == "6.9b" else ""
+    assert parsed.base_model == f"EleutherAI/pythia-{sizes.get(experiment, '1b')}-deduped{revision}"
     assert parsed.policy.dtype == parsed.sft.dtype == parsed.reward.dtype == "bfloat16"
     config = launcher.partition("--config_file ")[2].strip()
     assert bool(config) == (experiment in ("2.8b", "6.9b")) and (ROOT / config).exists()
@@ -54,3 +55,11 @@ def test_arguments(tmp_path, experiment):
 def test_unknown_experiment():
     result = subprocess.run(["bash", str(ROOT / "benchmark/chapter2.sh"), "12b"], capture_output=True, text=True)
     assert result.returncode == 2 and "has no experiment 12b" in result.stderr
+
+
+def test_a_model_without_safetensors_must_be_said():
+    for script, experiment in (("chapter1.sh", "cerebras-111m"), ("chapter2.sh", "6.9b")):
+        command = ["bash", str(ROOT / "benchmark" / script), experiment]
+        environment = {**os.environ, "PYTHON": "false", "MODEL": ""}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert result.returncode != 0 and "MODEL: must name" in result.stderr and "safetensors" in result.stderr

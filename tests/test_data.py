@@ -3,13 +3,17 @@
 import copy
 import dataclasses
 import functools
+import io
 import json
 import random
+import shutil
 import socket
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -200,35 +204,62 @@ def test_every_fiftieth_story_is_held_out(tmp_path, monkeypatch):
     assert list(train) == [story for story in stories if story not in ("story 49", "story 99")]
 
 
-class TestHubTexts:
-    @pytest.fixture
-    def loads(self, monkeypatch):
-        """What load_dataset was asked for; it gives 16 x 51 rows of each data set."""
-        calls = []
+ITEMS = [{"text": "a ] , [ b"}, [], 12, 'caf\u00e9 \u2603 "quoted"', {"nested": [{"x": [1, 2]}]}, 1.5e300, None, 345]
 
-        def load_dataset(repository, configuration, *, revision, split):
-            calls.append((repository, configuration, revision, split))
-            rows = {"text": "row {} .", "article": "By x\n\n{} (CNN) -- {}", "content": " row {}\n\n\n\nend "}
-            return {key: [row.format(i, i) for i in range(16 * 51)] for key, row in rows.items()}
 
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-        return calls
+@pytest.mark.parametrize("written", [{}, {"indent": 1}, {"separators": (",", ":"), "ensure_ascii": False}])
+def test_read_json_array(written):
+    """Wherever the chunks part it."""
+    text = f" {json.dumps(ITEMS, **written)} \n"
+    for chunk in [*range(60, 90), 2**20]:
+        assert list(data.read_json_array(io.StringIO(text), chunk)) == ITEMS
+    assert list(data.read_json_array(io.StringIO("[\n]"))) == []
 
-    def test_books_are_passages_of_sixteen_rows(self, loads):
-        train, test = data.load_texts("books"), data.load_texts("books", "test")
-        assert (len(train), len(test)) == (50, 1)
-        assert train[1] == " ".join(f"row {i}." for i in range(16, 32))
-        assert train[49] == " ".join(f"row {i}." for i in range(50 * 16, 51 * 16))
-        assert test[0] == " ".join(f"row {i}." for i in range(49 * 16, 50 * 16))
-        assert {split for *_, split in loads} == {"train"}
 
-    def test_cnndm_has_a_test_split_of_its_own(self, loads):
-        assert list(data.load_texts("cnndm"))[:2] == ["0", "1"]
-        assert len(data.load_texts("cnndm", "test")) == 16 * 51
-        assert loads == [("abisee/cnn_dailymail", "3.0.0", None, split) for split in ("train", "test")]
+@pytest.mark.parametrize(
+    "broken", ["", "{}", '{"a": [1]}', "[1, 2", '[1, {"a": }, 2]', "[1, 2}", "[1 2]", '["' + "x" * 90 + '"]']
+)
+def test_what_is_no_json_array_is_an_error(broken):
+    with pytest.raises(ValueError, match="holds no JSON array"):
+        list(data.read_json_array(io.StringIO(broken + " " * 200), chunk=40))
 
-    def test_tldr_is_cleaned(self, loads):
-        assert data.load_texts("tldr")[3] == "row 3\n\nend"
+
+def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
+    """24 MB of items are read with less than 3 MB at a time."""
+    file = tmp_path / "items.json"
+    with file.open("w") as written:
+        written.write("[")
+        written.writelines(f"{json.dumps({'content': f'{i} ' + 'x' * 2000})},\n" for i in range(12_000))
+        written.write('{"content": "end"}]')
+    tracemalloc.start()
+    with file.open() as array:
+        count = sum(1 for _ in data.read_json_array(array, chunk=2**19))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 12_001 and peak < 3e6
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tldr", b'[{"content": "one"}, {"content": ', "breaks off"),
+        ("tldr", b'[{"text": "one"}]', "content"),
+        ("cnndm", b"no archive", "ReadError"),
+    ],
+)
+def test_what_came_from_the_hub_broken_is_an_error(monkeypatch, tmp_path, name, content, reason):
+    """And no half of a table is left that the next start would take for the whole."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "broken").write_bytes(content)
+    ids = tmp_path / "ids.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": ["a"]}), ids)
+    downloads = {"tldr": "broken", "cnndm": "broken", "cnndm splits": "ids.parquet"}
+    for key, file in downloads.items():
+        given = SimpleNamespace(download=lambda split="", file=file: (str(tmp_path / file),))
+        monkeypatch.setitem(data.HUB_FILES, key, given)
+    for _ in range(2):
+        message = error_line(data.load_texts, name)
+        assert f"--task.query_dataset {name}" in message and reason in message
 
 
 @pytest.fixture
@@ -247,12 +278,20 @@ def connections(monkeypatch):
 
 @pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
 def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
-    monkeypatch.setitem(data.HUB_TEXTS, name, ("nobody/no-such-texts", None, None, "text"))
+    monkeypatch.setitem(data.HUB_FILES, name, data.HubFiles("nobody/no-such-texts", ("none.txt",)))
     message = error_line(data.load_texts, name)
     assert f"--task.query_dataset {name}" in message
     for advice in ("without a network", ".txt, .jsonl or .json file", "--preset tales"):
         assert advice in message
     assert not connections  # the tests set HF_HUB_OFFLINE
+
+
+def test_a_folder_may_have_an_at_sign_in_its_name(monkeypatch, tiny_world, tmp_path):
+    """It names no revision."""
+    shutil.copytree(tiny_world / "model", tmp_path / "model@refs")
+    monkeypatch.chdir(tmp_path)
+    assert len(data.load_tokenizer("model@refs")) == len(data.load_tokenizer(str(tiny_world / "model")))
+    assert data.load_pretrained("model@refs", torch.float32).config.n_layer == 1
 
 
 @pytest.mark.parametrize("load", [data.load_tokenizer, lambda name: data.load_pretrained(name, torch.float32)])

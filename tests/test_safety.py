@@ -4,7 +4,6 @@ The files that the scripts read are made hostile, and the scripts themselves run
 """
 
 import base64
-import http.server
 import importlib.metadata
 import io
 import json
@@ -14,14 +13,13 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
+from hub import Hub, serve
 from processes import OFFLINE, SCRIPTS, Launched, Result
 from runs import both_arguments, metrics_of, only, world_arguments
 from safetensors.torch import load_file
@@ -902,53 +900,28 @@ def test_sampling_and_a_run_that_diverges_leave_no_secret(machine: Machine, tiny
     assert machine.leaks(sampling) == machine.leaks(diverged) == []
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """A hub on which there is nothing."""
-
-    asked_with: ClassVar[list[str]] = []  # what came with the requests to show who asks
-
-    def answer(self) -> None:
-        self.asked_with.append(self.headers.get("Authorization", ""))
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(200 if self.path == "/" else 401)
-        self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("X-Error-Message", "Repository not found")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD = do_POST = answer
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
-def hub() -> Iterator[str]:
-    """The address of a hub, without the protocol."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    Hub.asked_with.clear()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def empty_hub(tmp_path: Path) -> Iterator[Hub]:
+    with serve(tmp_path / "hub") as hub:
+        yield hub
 
 
-def test_an_unknown_model_is_asked_for_with_the_token_and_reported_without(machine, hub, tiny_world) -> None:
+def test_an_unknown_model_is_asked_for_with_the_token_and_reported_without(machine, empty_hub, tiny_world) -> None:
     arguments = policy_arguments(tiny_world, *GOLD, "--base_model", "somebody/nothing")
-    environment = machine.environment | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": f"http://{hub}"}
+    environment = machine.environment | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": empty_hub.address}
     result = run_afresh([SCRIPTS / "train_policy.py", *arguments], machine.work, **environment)
     assert "somebody/nothing" in error_of(result)
-    assert any(SECRETS["HF_TOKEN"] in asked for asked in Hub.asked_with)
+    assert any(SECRETS["HF_TOKEN"] in asked for asked in empty_hub.asked_with)
     assert machine.leaks(result) == []
 
 
-def test_an_upload_that_fails_shows_no_password(machine: Machine, hub: str, tiny_world: Path) -> None:
+def test_an_upload_that_fails_shows_no_password(machine: Machine, empty_hub: Hub, tiny_world: Path) -> None:
     """Neither the token nor the password in the address of a mirror of the hub."""
     arguments = policy_arguments(tiny_world, *GOLD, "--upload_model", "--hf_entity", "somebody")
-    address = f"http://user:{SECRETS['hub address']}@{hub}"
+    address = empty_hub.address.replace("//", f"//user:{SECRETS['hub address']}@")
     environment = machine.environment | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
     result = run_afresh([SCRIPTS / "train_policy.py", *arguments], machine.work, **environment)
     assert "could not be pushed" in error_of(result)
     password = base64.b64encode(f"user:{SECRETS['hub address']}".encode()).decode()
-    assert f"Basic {password}" in Hub.asked_with
+    assert f"Basic {password}" in empty_hub.asked_with
     assert machine.leaks(result) == []

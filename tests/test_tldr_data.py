@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -452,31 +451,6 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
 def test_an_unknown_source_is_an_error(tmp_path):
     line = error_line(tldr_data.load_rows, str(tmp_path / "none"), "posts", "train")
     assert f"--task.posts {tmp_path / 'none'}" in line and "tldr, tales" in line
-
-
-@pytest.mark.parametrize(
-    ("field", "name", "files", "revision"),
-    [
-        ("posts", "vwxyzjn/summarize_from_feedback_tldr_3_filtered", None, None),
-        (
-            "comparisons",
-            "openai/summarize_from_feedback",
-            {"validation": "comparisons/validation/*.parquet"},
-            "refs/convert/parquet",
-        ),
-    ],
-)
-def test_the_hub_is_asked_for_the_published_data(monkeypatch, field, name, files, revision):
-    """The parquet branch has no configurations, so its files are named."""
-    asked = []
-
-    def load_dataset(*arguments, **named):
-        asked.append((arguments, named))
-        return [POST]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(tldr_data.load_rows("tldr", field, "validation")) == [POST]
-    assert asked == [((name,), {"data_files": files, "revision": revision, "split": "validation"})]
 
 
 def test_without_a_network_the_hub_is_an_error():

@@ -1,0 +1,137 @@
+"""Is everything there that the presets take from the Hugging Face hub?
+
+    python benchmark/hub_check.py                                   # or make hub-check
+    python benchmark/hub_check.py --base_model gpt2-medium EleutherAI/pythia-2.8b-deduped
+
+Looks for the files of all texts, labels, posts, comparisons, tokenizers and models of the presets, and reads the
+first row of each. The big files are not downloaded, so this takes a minute or two. Prints a line for each; the exit
+status is 1 if something is missing, and 2 without a network.
+"""
+
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+import tyro
+from huggingface_hub import HfApi, HfFileSystem
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+
+from ppo_rlhf import tldr_all, train_both
+from ppo_rlhf.data import HUB_FILES, OPENAI_REPOSITORY, HubFiles, hub_is_reachable, load_tokenizer, read_json_array
+from ppo_rlhf.run import InputError, run_script
+from ppo_rlhf.tldr_data import COMPARISON_FILES, POSTS_REPOSITORY
+
+WORLDS = ("tales", "tldr-tales")
+SHOWN = 60  # characters of a first row
+WHAT_MISSING_THINGS_RAISE = (
+    *(OSError, EOFError, ValueError, KeyError, StopIteration),
+    *(tarfile.TarError, HfHubHTTPError, NotASafetensorsRepoError),
+)
+
+
+@dataclass(frozen=True)
+class Args:
+    base_model: tuple[str, ...] = ()
+    """further models to look for: names on the hub, or name@revision"""
+
+
+def first_row(file: BinaryIO, name: str, keys: tuple[str, ...]) -> Any:
+    """What stands first in a file: a line, an item, a row's columns under these keys, or the text of a member."""
+    match PurePosixPath(name).suffix:
+        case ".txt":
+            return file.readline().decode()
+        case ".json":
+            return next(read_json_array(io.TextIOWrapper(file, encoding="utf-8"), chunk=2**20))
+        case ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            return next(ParquetFile(file).iter_batches(1, columns=list(keys))).to_pylist()[0]
+        case ".tgz":
+            with tarfile.open(fileobj=file, mode="r|gz") as members:
+                return next(members.extractfile(member).read().decode() for member in members if member.isfile())
+
+
+def look_at_files(files: HubFiles, split: str, keys: tuple[str, ...] = ()) -> str:
+    """Size and first row of files. keys: what a row has. Raises what the hub's clients raise, and a KeyError."""
+    info = HfApi().dataset_info(files.repository, revision=files.revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+    names = files.matching(sizes, split)
+    root = f"datasets/{files.repository}@{info.sha}"
+    rows = []
+    for name in names:
+        with HfFileSystem().open(f"{root}/{name}") as file:
+            rows.append(first_row(file, name, keys))
+    return f"{sum(sizes[name] for name in names) / 1e6:,.1f} MB, {shown(rows[0], keys)}"
+
+
+def look_at_posts(split: str) -> str:
+    from datasets import load_dataset
+
+    row = next(iter(load_dataset(POSTS_REPOSITORY, split=split, streaming=True)))
+    return shown(row, ("subreddit", "title", "post", "summary"))
+
+
+def look_at_model(base_model: str) -> str:
+    tokens = len(load_tokenizer(base_model))
+    name, _, revision = base_model.partition("@")
+    weights = HfApi().get_safetensors_metadata(name, revision=revision or None)
+    return f"{tokens:,} tokens, {sum(weights.parameter_count.values()):,} parameters"
+
+
+def shown(row: Any, keys: tuple[str, ...]) -> str:
+    """The beginning of a row, or of the value of its first key. Raises a KeyError if a row lacks one of the keys."""
+    values = [row[key] for key in keys]
+    return json.dumps(values[0] if keys else row)[:SHOWN]
+
+
+def checks(args: Args) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    """What is looked for, where it should lie, and the function that looks."""
+
+    def files(what: str, files: HubFiles, split: str = "", keys: tuple[str, ...] = ()) -> tuple:
+        where = f"{files.repository}: {', '.join(files.names).format(split=split)}"
+        return f"{what} {split}".rstrip(), where, lambda: look_at_files(files, split, keys)
+
+    yield files("books", HUB_FILES["books"])
+    yield files("cnndm stories", HUB_FILES["cnndm"])
+    for split in ("train", "test"):
+        yield files("cnndm", HUB_FILES["cnndm splits"], split, ("id",))
+    for split in ("train", "valid"):
+        yield files("tldr", HUB_FILES["tldr"], split, ("content",))
+    chapter_1, chapter_2 = (
+        [preset for preset in script.PRESETS.values() if preset.base_model not in WORLDS]
+        for script in (train_both, tldr_all)
+    )
+    for preset in chapter_1:
+        labels = HubFiles(OPENAI_REPOSITORY, (preset.reward.label_dataset,))
+        yield files(f"labels {preset.preset}", labels, "", ("query", "sample0", "sample3", "best"))
+    for split in ("train", "validation", "test"):
+        yield f"posts {split}", POSTS_REPOSITORY, lambda split=split: look_at_posts(split)
+    for split in ("train", "validation"):
+        yield files("comparisons", COMPARISON_FILES, split, ("info", "summaries", "choice"))
+    for name in dict.fromkeys([*(preset.base_model for preset in chapter_1 + chapter_2), *args.base_model]):
+        yield "model", name, lambda name=name: look_at_model(name)
+
+
+def main(args: Args) -> None:
+    if not hub_is_reachable():
+        raise InputError("the hub cannot be reached, or HF_HUB_OFFLINE is set; this needs a network")
+    count = missing = 0
+    for what, where, look in checks(args):
+        try:
+            found = f"there    {what:<24} {where}: {look()}"
+        except WHAT_MISSING_THINGS_RAISE as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            found, missing = f"MISSING  {what:<24} {where}: {reason}", missing + 1
+        print(found, flush=True)
+        count += 1
+    print(f"{missing} of {count} are missing" if missing else f"all {count} are there")
+    sys.exit(1 if missing else 0)
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(tyro.cli(Args, description=__doc__)))

@@ -1,0 +1,107 @@
+"""What test_hub.py starts as a process of its own: load whatever the presets load from the hub, and upload.
+
+    HF_ENDPOINT=<address> HF_HOME=<folder> python hub_client.py <folder of a model to upload, or empty>
+
+Prints a JSON object: of each thing, under its name, what was read, or how reading it failed. Beside it, the warnings.
+"""
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppo_rlhf import data, tldr_all, tldr_data, train_both
+from ppo_rlhf.run import upload_model
+
+CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
+
+
+def labels(name: str) -> Any:
+    preset = train_both.PRESETS[name]
+    read = data.read_labels(preset.reward.label_dataset, preset.task, data.load_tokenizer(preset.base_model))
+    return [list(read.queries.shape), list(read.samples.shape), read.targets.tolist(), read.queries[0, :3].tolist()]
+
+
+def queries(name: str) -> Any:
+    preset = train_both.PRESETS[name]
+    tokenizer = data.load_tokenizer(preset.base_model)
+    tokens = data.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
+    return sorted(data.to_texts(tokenizer, tokens, len(tokenizer)))
+
+
+def posts(split: str) -> Any:
+    preset = tldr_all.PRESETS["tldr"]
+    tokenizer = data.load_tokenizer(preset.base_model)
+    read = tldr_data.read_posts(preset.task, tokenizer, split)
+    return [
+        data.to_texts(tokenizer, read.queries, len(tokenizer)),
+        data.to_texts(tokenizer, read.references, len(tokenizer)),
+    ]
+
+
+def comparisons(split: str, articles: bool = False) -> Any:
+    preset = tldr_all.PRESETS["tldr"]
+    tokenizer = data.load_tokenizer(preset.base_model)
+    read = tldr_data.read_comparisons(preset.task, tokenizer, split, articles=articles)
+    texts = (
+        data.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (read.queries, read.chosen, read.rejected)
+    )
+    return [*texts, read.groups]
+
+
+def logits(name: str) -> Any:
+    model = data.load_pretrained(name, torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.arange(5).unsqueeze(0)).logits[0, -1, :4].tolist()
+
+
+def upload(folder: str) -> Any:
+    for entity in ("", "company", "company"):  # the last one is there already
+        upload_model(Path(folder), entity, "train_policy__tales__1__1700000000")
+
+
+LOADS: dict[str, Callable[[], Any]] = {
+    **{f"labels of {name}": lambda name=name: labels(name) for name in CHAPTER_1},
+    **{f"queries of {name}": lambda name=name: queries(name) for name in CHAPTER_1},
+    **{
+        f"{name}, {split}": lambda name=name, split=split: list(data.load_texts(name, split))
+        for name in data.HUB_TEXTS
+        for split in ("train", "test")
+    },
+    **{f"posts, {split}": lambda split=split: posts(split) for split in ("train", "validation", "test")},
+    **{f"comparisons, {split}": lambda split=split: comparisons(split) for split in ("train", "validation")},
+    "comparisons, articles": lambda: comparisons("validation", articles=True),
+    **{name: lambda name=name: logits(name) for name in ("gpt2", "EleutherAI/pythia-1b-deduped")},
+    "pickle": lambda: logits("somebody/pickle"),
+    "pickle's safe revision": lambda: (
+        [len(data.load_tokenizer("somebody/pickle@refs/pr/2")), *logits("somebody/pickle@refs/pr/2")]
+    ),
+    "no such revision": lambda: logits("gpt2@v7"),
+    "uploaded": lambda: logits("somebody/train_policy__tales__1__1700000000"),
+    "uploaded to company": lambda: logits("company/train_policy__tales__1__1700000000"),
+}
+
+
+def main(folder: str) -> None:
+    answers: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps = {"upload": lambda: upload(folder)} | LOADS if folder else LOADS
+        for name, load in steps.items():
+            try:
+                answers[name] = load()
+            except data.InputError as error:
+                answers[name] = f"error: {error}"
+            except Exception:
+                answers[name] = traceback.format_exc()
+    answers["warnings"] = [str(warning.message) for warning in caught]
+    print("\n" + json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
