@@ -95,9 +95,9 @@ class Continuations:
         self.ids = task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.ids.context_length, self.task.temperature
 
-    def held_out(self, n: int) -> torch.Tensor:
-        """The first n queries that PPO did not see: (n, query_length)."""
-        return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad)
+    def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The first n queries that PPO did not see (n, query_length), and references, if the data has any."""
+        return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad), None
 
     def query(self, prompt: str) -> list[int]:
         """Token ids of a query, at most query_length."""
@@ -127,8 +127,9 @@ class Summaries:
         self.ids = tldr_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.task.query_length, self.task.eval_temperature
 
-    def held_out(self, n: int) -> torch.Tensor:
-        return read_posts(self.task, self.tokenizer, "test", n).queries
+    def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        posts = read_posts(self.task, self.tokenizer, "test", n)
+        return posts.queries, posts.references.masked_fill(posts.references == self.ids.eos, self.ids.pad)
 
     def query(self, prompt: str) -> list[int]:
         whole = re.fullmatch(format_post("(.*?)", "(.*?)", "(.*)"), prompt, re.DOTALL)
@@ -176,14 +177,14 @@ class Comparison:
         }
         check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
         check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
-        # Each gets queries, and of the responses what is scored and what is shown.
-        self.scorers: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+        # Each gets queries, of the responses what is scored and what is shown, and references or None.
+        self.scorers: dict[str, Callable[..., torch.Tensor]] = {}
         if reward_model:
             scorer = load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
             what = f"--reward_model {reward_model}"
             check_vocabulary(read_info(Path(reward_model)), what, f"--policy {folder}", vocab_size)
             check_size(scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
-            self.scorers["score"] = lambda queries, scored, shown, scorer=scorer: scorer(
+            self.scorers["score"] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                 torch.cat([queries, scored], dim=1), self.pad_id
             )
         for name, field in (("score", "function"), ("gold", "monitor")):
@@ -193,12 +194,17 @@ class Comparison:
                 )
             if info[field]:
                 scorer = text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.pad_id)
-                self.scorers[name] = lambda queries, scored, shown, scorer=scorer: scorer(queries, shown)
+                self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
+                    queries, shown, references
+                )
 
     @torch.no_grad()
-    def rows(self, queries: torch.Tensor, key: int = 0) -> list[dict[str, Any]]:
+    def rows(
+        self, queries: torch.Tensor, key: int = 0, references: torch.Tensor | None = None
+    ) -> list[dict[str, Any]]:
         """Continue each query (n, query_length) with both models. One row per query: texts, scores and KL.
 
+        key: of the sampling noise. references: (n, response_length), for functions that want them.
         The scores are those of the truncated texts, without the penalty for a missing stop token.
         kl: log-prob of the policy's text under the policy minus that under the base model, at the temperature of
         training, in nats.
@@ -214,7 +220,7 @@ class Comparison:
             counted, scored, shown = self.texts.cut(responses)
             columns[name] = to_texts(self.tokenizer, shown, self.pad_id)
             for score_name, scorer in self.scorers.items():
-                scores = columns[f"{name} {score_name}"] = scorer(queries, scored, shown).tolist()
+                scores = columns[f"{name} {score_name}"] = scorer(queries, scored, shown, references).tolist()
                 if broken := [score for score in scores if not math.isfinite(score)]:
                     raise NumericalError(
                         f"the {score_name} of a text by the {name} model is {broken[0]}, not a number"
@@ -230,8 +236,8 @@ class Comparison:
         columns["kl"] = log_ratio.sum(1).tolist()
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def task_queries(self, n: int) -> torch.Tensor:
-        """The first n queries of the task's held-out texts: (n, query_length)."""
+    def task_queries(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The first n queries of the task's held-out texts (n, query_length), and their references, if it has any."""
         try:
             return self.texts.held_out(n)
         except InputError as error:
@@ -290,10 +296,11 @@ def sample(args: Args) -> list[dict[str, Any]]:
             rows += comparison.rows(comparison.prompt_queries((query,)), key)
             print_rows("", rows[-1:])
     else:
-        queries = comparison.prompt_queries(args.prompt) if args.prompt else comparison.task_queries(args.n)
+        prompts = args.prompt and comparison.prompt_queries(args.prompt)
+        queries, references = (prompts, None) if args.prompt else comparison.task_queries(args.n)
         if args.out:
             Path(args.out).open("a").close()  # fail now, not after the sampling
-        rows = comparison.rows(queries)
+        rows = comparison.rows(queries, references=references)
         print_rows(f"{args.policy}, temperature {comparison.temperature}", rows)
     if args.out:
         Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))

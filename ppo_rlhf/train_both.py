@@ -117,7 +117,7 @@ def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) ->
     reward_meta, policy_meta = read_meta(reward_run), read_meta(policy_run)
     args = sample.Args(str(policy_folder), reward_model=str(reward_folder), trust_remote_code=trust_remote_code)
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
-    queries = comparison.task_queries(EVALUATION_QUERIES)
+    queries, _ = comparison.task_queries(EVALUATION_QUERIES)
     rows = [row for key, chunk in enumerate(queries.split(64)) for row in comparison.rows(chunk, key)]
     (policy_run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sample.print_rows("Held-out queries, continued by the language model and by the trained policy", rows[:4])

@@ -227,7 +227,7 @@ def test_scores_of_texts_that_are_compared(policy_args, monkeypatch):
     """sample.py, which train_both.py ends with."""
     folder = train_policy.train(policy_args)
     comparison = sample.Comparison(sample.Args(str(folder)))
-    queries = comparison.task_queries(2)
+    queries, _ = comparison.task_queries(2)
     assert len(comparison.rows(queries)) == 2
     comparison.scorers["gold"] = breaks(comparison.scorers["gold"], 1, spoil_one(math.nan))
     with pytest.raises(NumericalError, match="the gold of a text by the policy model is nan"):

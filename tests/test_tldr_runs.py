@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -301,6 +302,24 @@ def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeyp
     for changes in ({"query_dataset": "nowhere"}, {"prompt": ("Wet \udcff",)}, {"temperature": 0.0}):
         with pytest.raises(InputError, match=f"--{next(iter(changes))}"):
             sample.sample(sample.Args(str(folder), **changes))
+
+
+def test_sample_gives_a_function_the_references(policy, tiny_posts, tmp_path, monkeypatch):
+    """Of the task's posts; of a prompt there are none."""
+    (tmp_path / "wanted.py").write_text(
+        "calls = []\n\n\ndef gold(queries, responses, answers):\n"
+        "    calls.append(answers)\n    return [0.0] * len(queries)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "models/run/policy"
+    shutil.copytree(policy.model("policy"), folder)
+    info = json.loads((folder / "ppo_rlhf.json").read_text())
+    (folder / "ppo_rlhf.json").write_text(json.dumps(info | {"monitor": "wanted:gold"}))
+    sample.sample(sample.Args(str(folder), n=2, trust_remote_code=True))
+    sample.sample(sample.Args(str(folder), prompt=("It is wet.",), trust_remote_code=True))
+    summaries = [f" {post['summary']}" for post in world_rows(tiny_posts, "posts_test")[:2]]
+    tried, *calls = sys.modules["wanted"].calls
+    assert [call for call in calls if call != tried] == [summaries, summaries, [None], [None]]
 
 
 @torch.no_grad()

@@ -708,7 +708,7 @@ def test_sample_continues_held_out_queries_as_training_does(
     pad, (stop,) = len(tokenizer), tokenizer.encode(".")
     stream = queries_in_order(stories_of(tiny_world)[49::50], tokenizer)
     queries = [next(stream) for _ in range(5)]
-    assert comparison.task_queries(5).tolist() == queries
+    assert comparison.task_queries(5)[0].tolist() == queries
 
     prefix, suffix = tokenizer.encode(task.query_prefix), tokenizer.encode(task.query_suffix)
     contexts = torch.tensor([prefix + query + suffix for query in queries])
