@@ -305,6 +305,17 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
 
 
+class KeyValueCache(StaticCache):
+    """Keys and values, both in the precision of the values."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add those of new tokens; return those of all tokens."""
+        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 @torch.no_grad()
 def generate(
     lm_backbone: PreTrainedModel,
@@ -327,7 +338,7 @@ def generate(
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
-    cache = StaticCache(config=lm_backbone.config, max_cache_len=length)
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
     masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []

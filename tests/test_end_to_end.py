@@ -119,6 +119,19 @@ def test_a_resumed_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) ->
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
+    tiny_models("llama", len(tokenizer)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    dtypes = ["--reward.dtype", "bfloat16", "--policy.dtype", "bfloat16"]
+    arguments = [*both_arguments(tiny_world), "--base_model", str(tmp_path / "base"), *dtypes]
+    run_script("train_both.py", *arguments, folder=tmp_path)  # both parts sample
+    for row in metrics_of(only(tmp_path, "runs/train_policy__*")):
+        # The resolution of log-probs between -8 and -4.
+        assert row["objective/sampler_gap"] < 2**-5 and row["ppo/val/first_ratio_gap"] < 2**-5
+    run_script("sample.py", "--policy", str(only(tmp_path, "models/*/policy")), folder=tmp_path)
+
+
 def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path) -> None:
     """As if it had been cut off in the reward stage, before the policy's run began."""
     there, here = tmp_path / "there", tmp_path / "here"

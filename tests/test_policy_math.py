@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
 from ppo_rlhf.data import TaskArgs, check_model, load_pretrained, read_info, same_logits, trim_query
@@ -684,6 +684,46 @@ def test_sampler_agrees_with_the_forward_pass(tiny_models, architecture):
         logprobs, _, values = policy(torch.cat([contexts, responses], 1), PAD, QUERY, TEMPERATURE)
         assert_close(sampled, logprobs, atol=1e-5, rtol=0)
         assert_close(policy.value_head(hidden).squeeze(2), values, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def bfloat16_errors(policy: PolicyWithValueHead) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs in bfloat16, less what float32 says of the same tokens: the sampler's and those of training."""
+    contexts = padded_at(PLACES["inside"])[:, :QUERY].expand(64, -1)
+    with torch.autocast("cpu", torch.bfloat16):
+        responses, sampled, _ = generate(policy.lm_backbone, contexts, uniform(64, 12), PAD, VOCAB, TEMPERATURE)
+        query_responses = torch.cat([contexts, responses], 1)
+        logprobs, _, _ = policy(query_responses, PAD, QUERY, TEMPERATURE)
+    exact, _, _ = policy(query_responses, PAD, QUERY, TEMPERATURE)
+    return sampled - exact, logprobs - exact
+
+
+def size(errors: torch.Tensor) -> float:
+    return errors.square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sampler_agrees_with_the_forward_pass_in_bfloat16(tiny_models, architecture):
+    """Both round the same arithmetic to bfloat16 at the same places, at most in other orders.
+
+    So the sampler errs by as much as training does, and errors that have nothing to do with each other are apart by
+    sqrt(2) times their size. That size: logits, below 8 here, are rounded by up to 2^-6, as is what they are made of,
+    in some 16 matrix products; sqrt(16) times 2^-6 is 2^-4.
+    """
+    sampled, trained = bfloat16_errors(tiny_policy(tiny_models, architecture))
+    assert sampled.isfinite().all()
+    assert 0 < size(trained) < 2**-4
+    assert size(sampled - trained) < math.sqrt(2) * size(trained)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_cache_in_eight_bits_is_told_from_one_in_bfloat16(tiny_models, architecture, monkeypatch):
+    def coarse(cache, keys, *others):
+        return StaticCache.update(cache, keys.to(torch.float8_e4m3fn).bfloat16(), *others)
+
+    monkeypatch.setattr(train_policy.KeyValueCache, "update", coarse)
+    sampled, trained = bfloat16_errors(tiny_policy(tiny_models, architecture))
+    assert size(sampled - trained) > math.sqrt(2) * size(trained)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -481,6 +481,27 @@ def test_adapters_on_two_processes(lora, tmp_path):
     check_same(lora.again(tmp_path / "run", PARTS["lora"][2], processes=2), lora)
 
 
+# Of the first row, where nothing but rounding can differ: numbers of known texts, before the first step.
+OF_KNOWN_TEXTS = {"sft": "train/sft/loss", "policy": "eval/reference_scores", "lora": "eval/reference_scores"}
+
+
+@pytest.mark.parametrize("kind", OF_KNOWN_TEXTS)
+def test_bfloat16_rounds_and_changes_nothing_else(kind, request, tmp_path):
+    """The model is a GPT-NeoX, as the paper's."""
+    expected = request.getfixturevalue(kind)
+    run = expected.again(tmp_path / "run", "--dtype bfloat16")
+    rows, name = metrics_of(run.run), OF_KNOWN_TEXTS[kind]
+    exact = metrics_of(expected.run)[0][name]
+    # Twice the 2^-8 by which bfloat16 rounds a number; a score is a difference of numbers of about 1.
+    assert rows[0][name] != exact and rows[0][name] == pytest.approx(exact, rel=2**-7, abs=2**-7)
+    if kind != "sft":
+        assert rows[0]["objective/kl"] == 0  # policy and reference are one model, and read the same
+        # The resolution of log-probs between -8 and -4.
+        assert all(row["objective/sampler_gap"] < 2**-5 and row["val/first_ratio_gap"] < 2**-5 for row in rows)
+    for file in run.folder.glob("models/**/*.safetensors"):
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
+
+
 def test_another_seed_and_other_minibatches_are_other_runs(policy, tmp_path):
     """So that the comparisons above compare something."""
     for name, arguments in (("seed", "--seed 2"), ("minibatches", "--ppo.nminibatches 1")):
