@@ -189,22 +189,22 @@ def check_same_arguments(saved: Any, args: Any) -> None:
         print(f"resumed with {', '.join(allowed)}")
 
 
-TYPED_AS: ContextVar[dict[str, str]] = ContextVar("TYPED_AS")
+TYPED_AS: ContextVar[dict[str, str]] = ContextVar("TYPED_AS")  # of arguments with another name than their own
 
 
 def typed(name: str) -> str:
-    """An argument's name in a message: as it is typed, which is another one within `typed_as`."""
+    """The name under which an argument is typed, for messages: its own, or the one that `typed_as` gives it."""
     return TYPED_AS.get({}).get(name, name)
 
 
 def flag(name: str) -> str:
-    """An argument in a message, such as --ppo.lr, by the name under which it is typed."""
+    """An argument as it is typed, for messages: --ppo.lr, or --policy.ppo.lr in the stage of a policy."""
     return f"--{typed(name)}"
 
 
 @contextlib.contextmanager
 def typed_as(names: dict[str, str]) -> Iterator[None]:
-    """Within the block, these arguments of a script are typed under other names, since another script runs it."""
+    """Within the block, messages name these arguments of a script as the script that runs it has them."""
     outside = TYPED_AS.set(names)
     try:
         yield
