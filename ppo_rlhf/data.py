@@ -52,7 +52,7 @@ from transformers import (
 )
 
 from ppo_rlhf import tales, tldr_tales
-from ppo_rlhf.run import InputError, fail_together, find_path, fits, import_function, read_json, root_of
+from ppo_rlhf.run import InputError, fail_together, find_path, fits, flag, import_function, read_json, root_of
 
 OPENAI_REPOSITORY = "vwxyzjn/lm-human-preferences"  # a copy of OpenAI's labels and Reddit posts of 2019
 
@@ -300,7 +300,8 @@ class HubTexts(Sequence):
 
     def __init__(self, name: str, split: str):
         with hub_data_errors(
-            f"--task.query_dataset {name}", "give a .txt, .jsonl or .json file of texts, or use --preset tales"
+            f"{flag('task.query_dataset')} {name}",
+            "give a .txt, .jsonl or .json file of texts, or use --preset tales",
         ):
             from datasets import Dataset, load_dataset
 
@@ -401,16 +402,16 @@ def read_text_file(path: Path) -> list[str]:
             items = json.loads(content)
     except (OSError, ValueError, RecursionError) as error:
         where = f", item {len(items) + 1}" if path.suffix == ".jsonl" else ""
-        raise InputError(f"--task.query_dataset {path}{where}: {error}") from error
+        raise InputError(f"{flag('task.query_dataset')} {path}{where}: {error}") from error
     if not isinstance(items, list):
-        raise InputError(f"--task.query_dataset {path}: holds no JSON array")
+        raise InputError(f"{flag('task.query_dataset')} {path}: holds no JSON array")
     texts = [item.get("text") if isinstance(item, dict) else item for item in items]
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise InputError(
-                f'--task.query_dataset {path}: item {number} is neither a string nor an object with "text"'
+                f'{flag("task.query_dataset")} {path}: item {number} is neither a string nor an object with "text"'
             )
-        check_text(text, f"--task.query_dataset {path}: item {number}")
+        check_text(text, f"{flag('task.query_dataset')} {path}: item {number}")
     return [text for text in texts if text.strip()]
 
 
@@ -450,7 +451,7 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
         return read_text_file(Path(query_dataset))
     else:
         raise InputError(
-            f"--task.query_dataset {query_dataset}: unknown; there are {', '.join(HUB_TEXTS)}, tales, dummy, "
+            f"{flag('task.query_dataset')} {query_dataset}: unknown; there are {', '.join(HUB_TEXTS)}, tales, dummy, "
             f"and files that end in .txt, .jsonl or .json"
         )
     held_out = range(HELD_OUT - 1, len(texts), HELD_OUT)
@@ -484,7 +485,8 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str | None, field: str) 
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
         raise InputError(
-            f"--task.{field} {text!r} is {len(ids)} tokens ({ids}) for this tokenizer; it must be exactly one"
+            f"{flag(f'task.{field}')} {text!r} is {len(ids)} tokens ({ids}) for this tokenizer; "
+            f"it must be exactly one"
         )
     return ids[0]
 
@@ -547,8 +549,8 @@ class QueryStream:
         random.Random(0).shuffle(self.order)
         if len(self.texts) == 0 or self._next_usable() is None:
             raise InputError(
-                f"--task.query_dataset {task.query_dataset}: none of its {len(self.texts)} texts gives a query; "
-                f"see --task.start_text and --task.end_text"
+                f"{flag('task.query_dataset')} {task.query_dataset}: none of its {len(self.texts)} texts gives a "
+                f"query; see {flag('task.start_text')} and {flag('task.end_text')}"
             )
         self.position = position
 
@@ -590,9 +592,11 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
     for name in ("query_length", "response_length", "temperature"):
         if not getattr(task, name) > 0:
-            raise InputError(f"--task.{name} is {getattr(task, name)}; it must be above 0")
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
     if not 0 <= task.truncate_after <= task.response_length:
-        raise InputError(f"--task.truncate_after is {task.truncate_after}; it must be in 0..{task.response_length}")
+        raise InputError(
+            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
+        )
     prefix, suffix = (
         tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
     )
@@ -689,7 +693,7 @@ def text_scorer(
 
     on_all_processes: they call the scorer together, each with its own texts, and if it fails on one, it fails on all.
     """
-    what = f"--{field} {name}"
+    what = f"{flag(field)} {name}"
     with contextlib.chdir("."):  # it may change the current folder, where the run will begin
         function = import_function(name, field)
 
@@ -755,19 +759,19 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
     if Path(label_dataset).is_file():
         return Path(label_dataset)
     if label_dataset and Path(label_dataset).is_dir():
-        raise InputError(f"--label_dataset {label_dataset}: that is a folder")
+        raise InputError(f"{flag('label_dataset')} {label_dataset}: that is a folder")
     if query_dataset == "tales":
         path = tales.find_world() / "labels" / label_dataset
         if path.is_file():
             return path
         there = ", ".join(f"{name}/offline_5k.json" for name in tales.ANNOTATORS)
-        raise InputError(f"--label_dataset {label_dataset}: no such file, and tales has {there}")
+        raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file, and tales has {there}")
     remedy = "give the path of a label file, or use --preset tales"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*\.json", label_dataset):  # the hub's have such names
-        raise InputError(f"--label_dataset {label_dataset}: no such file; {remedy}")
+        raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file; {remedy}")
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f"--label_dataset {label_dataset}", remedy):
+    with hub_errors(f"{flag('label_dataset')} {label_dataset}", remedy):
         return Path(hf_hub_download(OPENAI_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
@@ -814,7 +818,7 @@ def check_label(
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise InputError(f"has no list of token ids under {key!r}")
         if len(ids) != length:
-            raise InputError(f"has {len(ids)} ids in {key!r}, but --task.{field} is {length}")
+            raise InputError(f"has {len(ids)} ids in {key!r}, but {flag(f'task.{field}')} is {length}")
         if outside := [token for token in ids if not 0 <= token < vocab_size and token != padding_id]:
             raise InputError(
                 f"has id {outside[0]} in {key!r}, outside the tokenizer's {vocab_size}; "
@@ -847,7 +851,7 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
     # [D19] openai/lm-human-preferences lm_human_preferences/label_types.py#L33-L55 @cbfd210
     # [D21] openai/lm-human-preferences lm_human_preferences/label_types.py#L58-L120 @cbfd210
     path = find_label_file(label_dataset, task.query_dataset)
-    what, vocab_size = f"--label_dataset {path}", vocabulary_size(tokenizer)
+    what, vocab_size = f"{flag('label_dataset')} {path}", vocabulary_size(tokenizer)
     try:
         rows = read_json(path)
     except (OSError, ValueError) as error:
@@ -928,7 +932,7 @@ def load_pretrained(
                 setattr(config, name, "gelu_pytorch_tanh")
         changed = {name: value for name, value in own_settings.items() if getattr(config, name) != value}
         if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
-            raise OSError("its attention is code from the hub; --trust_remote_code runs it, if you trust it")
+            raise OSError(f"its attention is code from the hub; {flag('trust_remote_code')} runs it, if you trust it")
         if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):
             raise OSError("it is one process's part of a distributed checkpoint; save it with save_pretrained")
         with without_pickles():
@@ -981,7 +985,8 @@ def own_code_errors(model: str) -> Iterator[None]:
         if "trust_remote_code" not in str(error):
             raise
         raise InputError(
-            f"{model} needs Python code that comes with it; --trust_remote_code runs that code, if you trust it"
+            f"{model} needs Python code that comes with it; {flag('trust_remote_code')} runs that code, "
+            f"if you trust it"
         ) from error
 
 
@@ -995,8 +1000,9 @@ def safetensors_errors(base_model: str, name: str) -> Iterator[None]:
         if "cannot be loaded with `safetensors`" not in str(error):
             raise
         raise InputError(
-            f"--base_model {base_model} has no safetensors on the hub; --base_model {name}@<revision> takes those of "
-            f"another revision (often refs/pr/<number>), or convert it with save_pretrained and give the folder"
+            f"{flag('base_model')} {base_model} has no safetensors on the hub; {flag('base_model')} {name}@<revision>"
+            f" takes those of another revision (often refs/pr/<number>), or convert it with save_pretrained and give "
+            f"the folder"
         ) from error
 
 
@@ -1007,17 +1013,17 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     Turns what goes wrong in loading it into one line.
     """
     if not base_model:
-        raise InputError("--base_model is empty; give a folder, a name on the hub, or tales")
+        raise InputError(f"{flag('base_model')} is empty; give a folder, a name on the hub, or tales")
     path = local_folder(base_model)
     if base_model in WORLDS and not path.is_dir():
         raise InputError(f"{path.parent} is damaged; remove that folder, and the world is built anew")
     remedy = "give the folder of a downloaded model, or use --preset tales"
     if not path.is_dir() and not HUB_NAME.fullmatch(base_model):
-        raise InputError(f"--base_model {base_model}: no such folder; {remedy}")
+        raise InputError(f"{flag('base_model')} {base_model}: no such folder; {remedy}")
     if not path.is_dir():
         name, _, revision = base_model.partition("@")
         with (
-            hub_errors(f"--base_model {base_model}", remedy),
+            hub_errors(f"{flag('base_model')} {base_model}", remedy),
             own_code_errors(base_model),
             safetensors_errors(base_model, name),
         ):
@@ -1057,7 +1063,7 @@ def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) 
     if longest is not None and length > longest:
         raise InputError(
             f"{what} reads at most {longest} tokens, but query and response are {length}; "
-            f"shorten --task.query_length or --task.response_length"
+            f"shorten {flag('task.query_length')} or {flag('task.response_length')}"
         )
 
 
@@ -1068,13 +1074,12 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
     Our way: with padding anywhere, which must not matter. vocab_size is the padding id, too. read_tokens: of the
     script, (model, tokens, pad_id, columns) -> hidden states.
     """
-    check_size(model, f"--base_model {base_model}", length, vocab_size)
+    what = f"{flag('base_model')} {base_model}"
+    check_size(model, what, length, vocab_size)
     tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
     logits, output_layer = model(input_ids=tokens).logits, model.get_output_embeddings()
     if not same_logits(output_layer(model.base_model(tokens).last_hidden_state), logits):
-        raise InputError(
-            f"--base_model {base_model} changes its logits after the output layer, which is not supported"
-        )
+        raise InputError(f"{what} changes its logits after the output layer, which is not supported")
 
     def agrees(places: torch.Tensor) -> bool:
         """Whether the first tokens, at these columns with padding in all others, have the logits from above."""
@@ -1089,20 +1094,18 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
         after_padding = agrees(columns[half:])
         around_padding = agrees(torch.cat([columns[:quarter], columns[quarter + half :]]))
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise InputError(
-            f"--base_model {base_model} cannot be read with an attention mask of 4 dimensions: {error}"
-        ) from error
+        raise InputError(f"{what} cannot be read with an attention mask of 4 dimensions: {error}") from error
     if not at_all:
         raise InputError(
-            f"--base_model {base_model} does not attend to all of {length} tokens, query and response, which is not "
-            f"supported; if it attends within a window, shorten --task.query_length or --task.response_length"
+            f"{what} does not attend to all of {length} tokens, query and response, which is not supported; if it "
+            f"attends within a window, shorten {flag('task.query_length')} or {flag('task.response_length')}"
         )
     if not (after_padding and around_padding):
         raise InputError(
-            f"--base_model {base_model} gives a text other logits when padding stands "
+            f"{what} gives a text other logits when padding stands "
             f"{'inside' if after_padding else 'before'} it, which is not supported: it reads tokens one after the "
             f"other (Mamba, RWKV) or takes distances from columns instead of position ids (ALiBi as in MPT; a window "
-            f"as in GPT-Neo, which --task.query_length and --task.response_length below it avoid)"
+            f"as in GPT-Neo, which {flag('task.query_length')} and {flag('task.response_length')} below it avoid)"
         )
 
 

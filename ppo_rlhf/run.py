@@ -41,6 +41,7 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,6 +187,29 @@ def check_same_arguments(saved: Any, args: Any) -> None:
         )
     if allowed and is_first_process():
         print(f"resumed with {', '.join(allowed)}")
+
+
+TYPED_AS: ContextVar[dict[str, str]] = ContextVar("TYPED_AS")  # of arguments with another name than their own
+
+
+def typed(name: str) -> str:
+    """The name under which an argument is typed, for messages: its own, or the one that `typed_as` gives it."""
+    return TYPED_AS.get({}).get(name, name)
+
+
+def flag(name: str) -> str:
+    """An argument as it is typed, for messages: --ppo.lr, or --policy.ppo.lr in the stage of a policy."""
+    return f"--{typed(name)}"
+
+
+@contextlib.contextmanager
+def typed_as(names: dict[str, str]) -> Iterator[None]:
+    """Within the block, messages name these arguments of a script as the script that runs it has them."""
+    outside = TYPED_AS.set(names)
+    try:
+        yield
+    finally:
+        TYPED_AS.reset(outside)
 
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # of a write, which names no file
@@ -359,6 +383,11 @@ def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
         )
 
 
+def anew_with_lower(argument: str) -> str:
+    """What to do about a training that diverged: the remedy of check_finite."""
+    return f"if it happens again after --resume, begin anew with a lower {flag(argument)}"
+
+
 def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
     """Raise a NumericalError on every process if a number is not the same on all of them, bit for bit."""
     if accelerator.num_processes > 1:
@@ -388,9 +417,11 @@ def import_function(name: str, field: str) -> Callable:
             sys.path.append("")
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
-        raise InputError(f"--{field} {name}: {type(error).__name__}: {error}; write package.module:name") from error
+        raise InputError(
+            f"{flag(field)} {name}: {type(error).__name__}: {error}; write package.module:name"
+        ) from error
     if not callable(function):
-        raise InputError(f"--{field} {name}: that is no function")
+        raise InputError(f"{flag(field)} {name}: that is no function")
     return function
 
 
@@ -399,18 +430,13 @@ def import_function(name: str, field: str) -> Callable:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def flags_of(part: str, args: Any, shared: Collection[str]) -> Iterator[None]:
-    """Name a stage's arguments in its error messages as they are typed: --ppo.lr becomes --policy.ppo.lr.
+def flags_of(part: str, args: Any, shared: Collection[str]) -> contextlib.AbstractContextManager[None]:
+    """Within the block, messages name a stage's arguments as they are typed: ppo.lr is policy.ppo.lr.
 
     shared: arguments that all stages get and that keep their names.
     """
     own = [name for name in flatten(dataclasses.asdict(args)) if name.split(".")[0] not in (*shared, "resume")]
-    pattern = rf"(^|--|\(| (?=\w+\.))({'|'.join(map(re.escape, own))})\b"
-    try:
-        yield
-    except (InputError, NumericalError) as error:
-        raise type(error)(re.sub(pattern, rf"\1{part}.\2", str(error))) from error
+    return typed_as({name: f"{part}.{name}" for name in own})
 
 
 def is_finished(run: Path, args: Any) -> bool:
@@ -549,14 +575,14 @@ def above_zero(prefix: str, group: Any, *fields: str) -> None:
     """Check that these fields of a dataclass are above 0. prefix: of their names on the command line."""
     for field in fields:
         if not getattr(group, field) > 0:
-            raise InputError(f"{prefix}{field} is {getattr(group, field)}; it must be above 0")
+            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be above 0")
 
 
 def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
     """Check that these fields of a dataclass are not too small. prefix: of their names on the command line."""
     for field in fields:
         if getattr(group, field) < least:
-            raise InputError(f"{prefix}{field} is {getattr(group, field)}; it must be at least {least}")
+            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be at least {least}")
 
 
 WANDB_MODES = ("online", "offline", "shared", "disabled")
@@ -567,21 +593,21 @@ def check_values(args: Any) -> None:
     values = flatten(dataclasses.asdict(args))
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"--{name} is {value}; it must be a finite number")
+            raise InputError(f"{flag(name)} is {value}; it must be a finite number")
         if isinstance(value, int) and not abs(value) < 2**63:
             number = value if abs(value) < 10**30 else "a number of many digits"
-            raise InputError(f"--{name} is {number}; it must be below 2^63")
+            raise InputError(f"{flag(name)} is {number}; it must be below 2^63")
         if isinstance(value, str) and value.encode(errors="replace").decode() != value:
-            raise InputError(f"--{name} is {value!r}, which is not valid Unicode")
+            raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
     if args.seed < 0:
-        raise InputError(f"--seed is {args.seed}; it must be at least 0")
+        raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
     if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
-        raise InputError(f"--exp_name {args.exp_name!r}: must be the name of a folder, not a path")
+        raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
     if values.get("upload_model"):
         check_repository_name(args)
     if values.get("track") and os.environ.get("WANDB_MODE", "online") not in WANDB_MODES:
         raise InputError(
-            f"--track: WANDB_MODE is {os.environ['WANDB_MODE']!r}; it must be one of {', '.join(WANDB_MODES)}"
+            f"{flag('track')}: WANDB_MODE is {os.environ['WANDB_MODE']!r}; it must be one of {', '.join(WANDB_MODES)}"
         )
 
 
@@ -594,14 +620,16 @@ def check_repository_name(args: Any) -> None:
     try:
         validate_repo_id(longest)
     except HFValidationError as error:
-        raise InputError(f"--upload_model: {error} --exp_name and --hf_entity say what it is called") from error
+        raise InputError(
+            f"{flag('upload_model')}: {error} {flag('exp_name')} and {flag('hf_entity')} say what it is called"
+        ) from error
 
 
 def split_evenly(field: str, value: int, parts: int, what: str) -> int:
     """value / parts, if that is exact. what: what the parts are, for the message."""
     if value % parts:
         offer = math.ceil(value / parts) * parts
-        raise InputError(f"{field} {value} does not divide by {parts} ({what}); --{field} {offer} does")
+        raise InputError(f"{typed(field)} {value} does not divide by {parts} ({what}); {flag(field)} {offer} does")
     return value // parts
 
 
@@ -610,7 +638,9 @@ def rows_at_a_time(field: str, value: int, whole: int) -> int:
     size = value or whole
     if whole % size:
         offer = math.gcd(size, whole)
-        raise InputError(f"{field} {value} does not divide the {whole} of one process; --{field} {offer} does")
+        raise InputError(
+            f"{typed(field)} {value} does not divide the {whole} of one process; {flag(field)} {offer} does"
+        )
     return size
 
 
@@ -836,7 +866,7 @@ class Run:
         other = [name for name, value in sums.items() if before.get(name, value) != value]
         fail_together(
             f"--resume {self.args.resume}: the weights in {shown(files[other[0]][0].parent)} are not those of the "
-            f"--{other[0]} that this run began with; bring those back"
+            f"{flag(other[0])} that this run began with; bring those back"
             if other
             else ""
         )
@@ -955,7 +985,7 @@ class Run:
         except wandb.errors.Error as error:
             if not self.args.resume:
                 shutil.rmtree(self.folder)
-            raise InputError(f"--track: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
+            raise InputError(f"{flag('track')}: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
         self.save_meta(wandb_id=tracked.id)
 
         def write_samples(step: int, samples: list[dict[str, Any]]) -> None:

@@ -49,6 +49,7 @@ from ppo_rlhf.run import (
     one_line,
     print_table,
     run_script,
+    typed_as,
 )
 from ppo_rlhf.tldr_data import Encoder, TldrTaskArgs, format_post, read_posts, tldr_ids
 from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
@@ -238,10 +239,8 @@ class Comparison:
 
     def task_queries(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first n queries of the task's held-out texts (n, query_length), and their references, if it has any."""
-        try:
+        with typed_as({f"task.{self.texts.source}": "query_dataset"}):
             return self.texts.held_out(n)
-        except InputError as error:
-            raise InputError(str(error).replace(f"--task.{self.texts.source}", "--query_dataset")) from error
 
     def prompt_queries(self, prompts: tuple[str, ...]) -> torch.Tensor:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""

@@ -33,7 +33,7 @@ from ppo_rlhf.data import (
     to_texts,
     vocabulary_size,
 )
-from ppo_rlhf.run import InputError, read_json
+from ppo_rlhf.run import InputError, flag, read_json
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
 COMPARISON_FILES = HubFiles(
@@ -94,10 +94,10 @@ def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
     """Check the task's numbers and find its special tokens."""
     for name in ("query_length", "response_length", "comparison_length", "article_query_length"):
         if not getattr(task, name) > 0:
-            raise InputError(f"--task.{name} is {getattr(task, name)}; it must be above 0")
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
     for name in ("temperature", "eval_temperature"):
         if not getattr(task, name) > 0:
-            raise InputError(f"--task.{name} is {getattr(task, name)}; it must be above 0")
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
     # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.
     #       vwxyzjn/summarize_from_feedback_details sft.py#L300-L308 @ee77a9a
     eos = tokenizer.eos_token_id
@@ -224,7 +224,7 @@ def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:
             rows.append(row)
     except (OSError, ValueError, RecursionError) as error:
         where = f", row {len(rows)}" if path.is_file() else ""
-        raise InputError(f"--task.{field} {path}{where}: {error}") from error
+        raise InputError(f"{flag(f'task.{field}')} {path}{where}: {error}") from error
     return rows
 
 
@@ -232,7 +232,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[dict[str, Any]]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset tales"
-        with hub_data_errors(f"--task.{field} tldr", remedy):
+        with hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
             from datasets import load_dataset
 
             if field == "posts":
@@ -240,7 +240,9 @@ def load_rows(source: str, field: str, split: str) -> Iterable[dict[str, Any]]:
             return load_dataset("parquet", data_files=list(COMPARISON_FILES.download(split)), split="train")
     folder = tldr_tales.find_world() if source == "tales" else Path(source)
     if not folder.is_dir():
-        raise InputError(f"--task.{field} {source}: unknown; there are tldr, tales and folders with {field}_*.jsonl")
+        raise InputError(
+            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, tales and folders with {field}_*.jsonl"
+        )
     return read_jsonl(folder / f"{field}_{split}.jsonl", field)
 
 
@@ -265,7 +267,9 @@ def read_posts(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase, split: st
     for number, row in enumerate(load_rows(task.posts, "posts", split)):
         if limit and number >= limit:
             break
-        check_row(row, ("subreddit", "title", "post", "summary"), f"--task.posts {task.posts}: {split} row {number}")
+        check_row(
+            row, ("subreddit", "title", "post", "summary"), f"{flag('task.posts')} {task.posts}: {split} row {number}"
+        )
         reference = encoder.summary(row["summary"])
         if len(reference) > task.response_length:
             too_long += 1
@@ -274,8 +278,8 @@ def read_posts(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase, split: st
         queries.append(encoder.query(row, task))
     if not queries:
         raise InputError(
-            f"--task.posts {task.posts}: none of the {split} rows has a summary of at most "
-            f"--task.response_length {task.response_length} tokens ({too_long} are longer)"
+            f"{flag('task.posts')} {task.posts}: none of the {split} rows has a summary of at most "
+            f"{flag('task.response_length')} {task.response_length} tokens ({too_long} are longer)"
         )
     # [T05] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L96-L118, tldr_dataset.py#L153 @ee77a9a
     return Posts(
@@ -342,7 +346,7 @@ def read_comparisons(
     for number, row in enumerate(load_rows(task.comparisons, "comparisons", split)):
         if limit and number >= limit:
             break
-        check_comparison(row, f"--task.comparisons {task.comparisons}: {split} row {number}")
+        check_comparison(row, f"{flag('task.comparisons')} {task.comparisons}: {split} row {number}")
         if bool(row["info"].get("article")) != articles:
             continue
         summaries = [encoder.summary(summary["text"]) for summary in row["summaries"]]
@@ -362,7 +366,9 @@ def read_comparisons(
             }
         )
     if not queries and not articles:
-        raise InputError(f"--task.comparisons {task.comparisons}: no {split} row compares two different summaries")
+        raise InputError(
+            f"{flag('task.comparisons')} {task.comparisons}: no {split} row compares two different summaries"
+        )
     chosen, rejected = ([pair[side] for pair in pairs] for side in (0, 1))
     return Comparisons(
         queries=pad_rows(queries, task.article_query_length if articles else task.query_length, ids.pad, left=True),

@@ -73,10 +73,12 @@ from ppo_rlhf.run import (
     NumericalError,
     Run,
     above_zero,
+    anew_with_lower,
     at_least,
     check_equal,
     check_finite,
     check_values,
+    flag,
     gathered,
     make_accelerator,
     map_rows,
@@ -89,6 +91,7 @@ from ppo_rlhf.run import (
     shard,
     split_evenly,
     training_state,
+    typed,
     upload_model,
     whole,
     whole_state,
@@ -273,8 +276,9 @@ def check_horizon(horizon: int, episodes: int) -> None:
     """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
     if episodes >= 5 * horizon:
         raise InputError(
-            f"--rewards.adaptive_kl.horizon {horizon}: an update of --ppo.batch_size {episodes} episodes could take "
-            f"the KL coefficient to 0 or below; --rewards.adaptive_kl.horizon {episodes // 5 + 1} would do"
+            f"{flag('rewards.adaptive_kl.horizon')} {horizon}: an update of {flag('ppo.batch_size')} {episodes} "
+            f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
+            f"{episodes // 5 + 1} would do"
         )
 
 
@@ -292,7 +296,7 @@ def check_tldr_arguments(args: Args) -> None:
         above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
         check_horizon(args.rewards.adaptive_kl.horizon, args.ppo.batch_size)
     if not args.base_model:
-        raise InputError("--base_model is empty; give the folder of a fine-tuned model, models/<run>/sft")
+        raise InputError(f"{flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft")
 
 
 def tldr_ppo_sizes(ppo: TldrPpoArgs, num_processes: int) -> TldrPpoSizes:
@@ -301,7 +305,9 @@ def tldr_ppo_sizes(ppo: TldrPpoArgs, num_processes: int) -> TldrPpoSizes:
     at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
     at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
     slices = num_processes * ppo.nminibatches
-    local_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, "processes x ppo.nminibatches")
+    local_minibatch = split_evenly(
+        "ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}"
+    )
     local_batch = ppo.batch_size // num_processes
     return TldrPpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
@@ -660,8 +666,8 @@ def punish_missing_eos(
 
 
 K3_WARNING = (
-    "--rewards.kl_estimator k3: as a reward, its gradient vanishes near the reference and can point away from it "
-    "further out; that of k1 is the gradient of the KL divergence"
+    "as a reward, its gradient vanishes near the reference and can point away from it further out; that of k1 is the "
+    "gradient of the KL divergence"
 )
 
 
@@ -1038,7 +1044,7 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.
     try:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError as error:
-        raise InputError("--lora.rank needs the package `peft`") from error
+        raise InputError(f"{flag('lora.rank')} needs the package `peft`") from error
     names = [name.strip() for name in lora.target_modules.split(",")]
     target_modules = None if not lora.target_modules else "all-linear" if names == ["all-linear"] else names
     config = LoraConfig(
@@ -1049,7 +1055,7 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.
         return get_peft_model(lm_backbone, config)
     except ValueError as error:
         raise InputError(
-            f"--lora.target_modules {lora.target_modules!r} does not fit the base model: {error}"
+            f"{flag('lora.target_modules')} {lora.target_modules!r} does not fit the base model: {error}"
         ) from error
 
 
@@ -1074,7 +1080,7 @@ def load_scalar_model(
     field: str, path: str, args: Args, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
 ) -> RewardModel:
     """The reward model or critic in a folder, checked against the policy's tokenizer. field: of args.rewards."""
-    what, vocab_size = f"--rewards.{field} {path}", vocabulary_size(tokenizer)
+    what, vocab_size = f"{flag(f'rewards.{field}')} {path}", vocabulary_size(tokenizer)
     model = load_reward_model(Path(path), dtype, args.trust_remote_code)
     check_vocabulary(read_info(Path(path)), what, args.base_model, vocab_size)
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
@@ -1100,7 +1106,7 @@ def load_networks(
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size)
     shard(actor_critic, layers, accelerator)
     if args.lora.rank and isinstance(actor_critic, FSDPModule):
-        raise InputError("--lora.rank does not go with FSDP")
+        raise InputError(f"{flag('lora.rank')} does not go with FSDP")
     return actor_critic, reference
 
 
@@ -1119,7 +1125,7 @@ def load_score(
 ) -> Scorer:
     """What scores (queries, truncated responses, reference summaries); a reward model does not look at the last."""
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
-        raise InputError("give one of --rewards.trained_model and --rewards.function")
+        raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
     if args.rewards.function:
         return text_function(args.rewards.function, "rewards.function", tokenizer, ids)
     reward_model = load_scalar_model("trained_model", args.rewards.trained_model, args, dtype, tokenizer).to(device)
@@ -1145,7 +1151,9 @@ def monitors(args: Args, tokenizer: PreTrainedTokenizerBase, ids: TldrIds) -> di
         return {}
     name = re.split("[:.]", args.rewards.monitor)[-1]
     if name in TAKEN:
-        raise InputError(f"--rewards.monitor {args.rewards.monitor}: the name {name} is taken; rename the function")
+        raise InputError(
+            f"{flag('rewards.monitor')} {args.rewards.monitor}: the name {name} is taken; rename the function"
+        )
     return {name: text_function(args.rewards.monitor, "rewards.monitor", tokenizer, ids)}
 
 
@@ -1360,7 +1368,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     accelerator = make_accelerator()
     check_tldr_arguments(args)
     if args.rewards.kl_estimator == "k3" and accelerator.is_main_process:
-        print(K3_WARNING)
+        print(f"{flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
     device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
@@ -1476,7 +1484,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # Times the number of processes: the mean that is taken next is then the sum.
             stats["val/num_eos_tokens"] = finished.double().sum() * accelerator.num_processes
             means = mean_over_processes(stats, accelerator)
-            check_finite(means, update, "if it happens again after --resume, begin anew with a lower --ppo.lr")
+            check_finite(means, update, anew_with_lower("ppo.lr"))
             metrics = finish_tldr_metrics(means, update, args, controller.value, lr, run.seconds())
             check_first_ratio(metrics["val/first_ratio_gap"], update, args.dtype)
             check_equal("objective/kl_coef", controller.value, accelerator)

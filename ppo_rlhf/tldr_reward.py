@@ -48,10 +48,12 @@ from ppo_rlhf.run import (
     InputError,
     Run,
     above_zero,
+    anew_with_lower,
     at_least,
     check_finite,
     check_values,
     deal,
+    flag,
     gathered,
     make_accelerator,
     map_rows,
@@ -162,7 +164,7 @@ def check_pair_arguments(args: Args) -> None:
     at_least(1, "", args, "batch_size", "local_rollout_batch_size")
     at_least(0, "", args, "num_train", "weight_decay", "normalize_posts", "local_micro_batch_size", "save_interval")
     if not args.base_model:
-        raise InputError("--base_model is empty; give the folder of a fine-tuned model, models/<run>/sft")
+        raise InputError(f"{flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft")
 
 
 def pair_sizes(args: Args, comparisons: int, num_processes: int) -> PairSizes:
@@ -427,7 +429,6 @@ PANELS = {
 }
 
 
-DIVERGED = "if it happens again after --resume, begin anew with a lower --lr"  # what to do about a broken number
 FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
 
 
@@ -559,7 +560,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 reward_model, optimizer, comparisons, inds, counts, ids.pad, sizes.local_micro_batch, accelerator
             )
             means = mean_over_processes(stats, accelerator)
-            check_finite(means, step, DIVERGED)
+            check_finite(means, step, anew_with_lower("lr"))
             run.log(step, means | {"train/rm/lr": lr})
             advance(f"loss {means['train/rm/loss']:.3f}, accuracy {means['train/rm/accuracy']:.2f}")
             if run.is_time_to_save(step + 1, sizes.steps):
@@ -573,7 +574,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             means = {
                 f"{name}/{side}": fmean(row[side] for row in table) for side in ("chosen_reward", "rejected_reward")
             }
-            check_finite(means, sizes.steps, DIVERGED)
+            check_finite(means, sizes.steps, anew_with_lower("lr"))
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
             if accelerator.is_main_process:
                 with (run.folder / f"{name}.csv").open("w", newline="") as file:
@@ -583,7 +584,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
         # 3. Normalise.
         normalised = shift_to_references(reward_model, posts, ids.pad, args.local_rollout_batch_size, accelerator)
-        check_finite(normalised, sizes.steps, DIVERGED)
+        check_finite(normalised, sizes.steps, anew_with_lower("lr"))
         results |= normalised
 
     folder, plain = run.model_folder / "reward", unsharded(reward_model, args.trust_remote_code)

@@ -37,6 +37,7 @@ from ppo_rlhf.data import check_model, find_paths, load_pretrained, load_tokeniz
 from ppo_rlhf.run import (
     Run,
     above_zero,
+    anew_with_lower,
     at_least,
     check_finite,
     check_values,
@@ -475,8 +476,6 @@ def summarise_held_out(
 # Logging, the saved model
 # ----------------------------------------------------------------------------------------------------------------
 
-DIVERGED = "if it happens again after --resume, begin anew with a lower --lr"  # what to do about a broken number
-
 PANELS = {
     "loss (nats per token)": ["train/sft/loss"],
     "learning rate": ["train/sft/lr"],
@@ -548,7 +547,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)
             stats = sft_update(model, optimizer, tokens, ids.pad, sizes.local_micro_batch, accelerator)
             means = mean_over_processes({f"train/sft/{name}": value for name, value in stats.items()}, accelerator)
-            check_finite(means, step, DIVERGED)
+            check_finite(means, step, anew_with_lower("lr"))
             run.log(step, means | {"train/sft/lr": lr})
             advance(f"loss {means['train/sft/loss']:.3f}")
             if run.is_time_to_save(step + 1, sizes.steps):
@@ -559,7 +558,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     for split, split_posts in held_out.items():
         with autocast(), gathered(model):
             scores, rows = summarise_held_out(model, split_posts, split, tokenizer, ids, args, accelerator)
-        check_finite(scores, sizes.steps, DIVERGED)
+        check_finite(scores, sizes.steps, anew_with_lower("lr"))
         results |= scores
         if accelerator.is_main_process:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"

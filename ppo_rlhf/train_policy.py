@@ -69,10 +69,12 @@ from ppo_rlhf.run import (
     NumericalError,
     Run,
     above_zero,
+    anew_with_lower,
     at_least,
     check_equal,
     check_finite,
     check_values,
+    flag,
     gathered,
     make_accelerator,
     mean_over_processes,
@@ -84,6 +86,7 @@ from ppo_rlhf.run import (
     shard,
     split_evenly,
     training_state,
+    typed,
     upload_model,
     whole,
     whole_state,
@@ -241,8 +244,9 @@ def check_horizon(horizon: int, episodes: int) -> None:
     """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
     if episodes >= 5 * horizon:
         raise InputError(
-            f"--rewards.adaptive_kl.horizon {horizon}: an update of --ppo.batch_size {episodes} episodes could take "
-            f"the KL coefficient to 0 or below; --rewards.adaptive_kl.horizon {episodes // 5 + 1} would do"
+            f"{flag('rewards.adaptive_kl.horizon')} {horizon}: an update of {flag('ppo.batch_size')} {episodes} "
+            f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
+            f"{episodes // 5 + 1} would do"
         )
 
 
@@ -264,13 +268,16 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
     local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
-    group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, "ppo.whiten_groups x ppo.nminibatches")
+    group_minibatch = split_evenly(
+        "ppo.batch_size", ppo.batch_size, slices, f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
+    )
     # [D68] The original asks for eight episodes.
     #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L69-L75 @cbfd210
     if ppo.whiten_rewards and group_minibatch < 8:
         raise InputError(
-            f"ppo.whiten_rewards needs at least 8 episodes per group and minibatch, and ppo.batch_size "
-            f"{ppo.batch_size} gives {group_minibatch}; --ppo.batch_size {8 * slices} is enough"
+            f"{typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
+            f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; {flag('ppo.batch_size')} "
+            f"{8 * slices} is enough"
         )
     local_batch = ppo.batch_size // num_processes
     local_minibatch = local_groups * group_minibatch
@@ -939,13 +946,13 @@ def load_scorer(
     """What scores (queries, truncated responses), and what the reward model's ppo_rlhf.json says of it."""
     pad_id = vocabulary_size(tokenizer)
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
-        raise InputError("give one of --rewards.trained_model and --rewards.function")
+        raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
     if args.rewards.function:
         return text_scorer(args.rewards.function, "rewards.function", tokenizer, pad_id, on_all_processes=True), {}
     folder = Path(args.rewards.trained_model)
     reward_model = load_reward_model(folder, dtype, args.trust_remote_code).to(device)
     info = read_info(folder)
-    what, length = f"--rewards.trained_model {folder}", args.task.query_length + args.task.response_length
+    what, length = f"{flag('rewards.trained_model')} {folder}", args.task.query_length + args.task.response_length
     check_vocabulary(info, what, args.base_model, pad_id)
     check_size(reward_model.lm_backbone, what, length, pad_id)
     if args.compile:
@@ -972,7 +979,9 @@ def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Sc
         return {}
     name = re.split("[:.]", args.rewards.monitor)[-1]
     if name in TAKEN:
-        raise InputError(f"--rewards.monitor {args.rewards.monitor}: the name {name} is taken; rename the function")
+        raise InputError(
+            f"{flag('rewards.monitor')} {args.rewards.monitor}: the name {name} is taken; rename the function"
+        )
     pad_id = vocabulary_size(tokenizer)
     scorer = text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, pad_id, on_all_processes=True)
     return {f"objective/{name}": scorer}
@@ -999,7 +1008,7 @@ FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
 
 def check_update(means: dict[str, float], update: int, dtype: str) -> None:
     """Raise a NumericalError if the means of an update, over all processes, cannot be right."""
-    check_finite(means, update, "if it happens again after --resume, begin anew with a lower --ppo.lr")
+    check_finite(means, update, anew_with_lower("ppo.lr"))
     # [D25] Before the first step, the policy that trains is the one that sampled.
     if means["ppo/val/first_ratio_gap"] > FIRST_RATIO_TOLERANCE[dtype]:
         raise NumericalError(
@@ -1077,8 +1086,8 @@ def go_on(
     tensors, state = checkpoint
     if state["step"] > sizes.updates:
         raise InputError(
-            f"--ppo.total_episodes makes {sizes.updates} updates, but this run has made {state['step']}; "
-            f"--ppo.total_episodes {state['step'] * sizes.batch} is the least"
+            f"{flag('ppo.total_episodes')} makes {sizes.updates} updates, but this run has made {state['step']}; "
+            f"{flag('ppo.total_episodes')} {state['step'] * sizes.batch} is the least"
         )
     restore_training_state(policy, optimizer, tensors)
     controller.value, stream.position = state["kl_coef"], state["query_position"]
@@ -1111,7 +1120,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     policy.forward = autocast()(policy.forward)
     shard(policy, policy.lm_backbone._no_split_modules or (), accelerator)
     if args.compile and isinstance(policy, FSDPModule):
-        raise InputError("--compile does not go with FSDP")
+        raise InputError(f"{flag('compile')} does not go with FSDP")
     score, score_info = load_scorer(args, tokenizer, dtype, device)
     monitor = load_monitor(args, tokenizer)
     # [D66] All parameters learn, embeddings and value head too.

@@ -61,9 +61,11 @@ from ppo_rlhf.run import (
     NumericalError,
     Run,
     above_zero,
+    anew_with_lower,
     at_least,
     check_finite,
     check_values,
+    flag,
     make_accelerator,
     mean_over_processes,
     parse_args,
@@ -72,6 +74,7 @@ from ppo_rlhf.run import (
     run_script,
     split_evenly,
     training_state,
+    typed,
     upload_model,
     write_json,
 )
@@ -176,7 +179,8 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     if args.num_train % args.batch_size:
         fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
         raise InputError(
-            f"num_train {args.num_train} is not whole batches of {args.batch_size}; --num_train {fitting} is"
+            f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
+            f"{flag('num_train')} {fitting} is"
         )
     # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
     #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L197-L199 @cbfd210
@@ -626,7 +630,6 @@ PANELS = {
 }
 
 
-DIVERGED = "if it happens again after --resume, begin anew with a lower --lr"  # what to do about a broken number
 FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
 
 
@@ -696,7 +699,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [D20] openai/lm-human-preferences lm_human_preferences/train_reward.py#L94-L96 @cbfd210
     if len(labels.targets) < args.num_train:
         raise InputError(
-            f"--num_train {args.num_train}: --label_dataset {args.label_dataset} has {len(labels.targets)} labels"
+            f"{flag('num_train')} {args.num_train}: {flag('label_dataset')} {args.label_dataset} has "
+            f"{len(labels.targets)} labels"
         )
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.
@@ -753,7 +757,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             )
             stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
             means = mean_over_processes(stats, accelerator)
-            check_finite(means, step, DIVERGED)
+            check_finite(means, step, anew_with_lower("lr"))
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
             run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
             accuracy = f", accuracy {means['train/accuracy']:.2f}" if "train/accuracy" in means else ""
@@ -775,7 +779,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = torch.arange(args.num_train, len(labels.targets))
     if len(held_out):
         measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
-        check_finite(measured, sizes.steps, DIVERGED)
+        check_finite(measured, sizes.steps, anew_with_lower("lr"))
         results |= measured
 
     folder = run.model_folder / "reward"

@@ -435,7 +435,7 @@ def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp
     ids = data.task_ids(task, tiny_tokenizer)
     assert (ids.stop, ids.prefix) == (28, [28])
     assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
-    assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "").query("a<eos>b") == [0, *as_text, 1]
+    assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "", Path()).query("a<eos>b") == [0, *as_text, 1]
 
 
 def long_texts() -> list[str]:
@@ -597,7 +597,7 @@ def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
     whole = dataclasses.replace(task, start_text=None, end_text=None)
     assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
-    texts = Continuations(dataclasses.asdict(task), adds_one, "")
+    texts = Continuations(dataclasses.asdict(task), adds_one, "", Path())
     comparison = SimpleNamespace(task=task, texts=texts, pad_id=ids.pad)
     assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
 

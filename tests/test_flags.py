@@ -1,0 +1,215 @@
+"""Error messages name arguments as they are typed, --ppo.lr or --policy.ppo.lr, and leave all other text alone."""
+
+import ast
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ppo_rlhf import run, sample, tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
+from ppo_rlhf.data import load_texts, task_ids
+from ppo_rlhf.run import (
+    InputError,
+    NumericalError,
+    anew_with_lower,
+    check_finite,
+    flag,
+    flags_of,
+    flatten,
+    typed,
+    typed_as,
+)
+
+STAGES = {train_both: ("reward", "policy"), tldr_all: ("sft", "reward", "policy")}
+NAMES = {script: set(flatten(dataclasses.asdict(script.PRESETS["tales"]))) for script in STAGES}
+
+
+class Trains(Exception):
+    """A script found nothing wrong with its arguments."""
+
+
+@pytest.fixture
+def until_training(monkeypatch, tiny_tokenizer, tmp_path):
+    """The scripts with several stages stop once they have checked the arguments of all."""
+
+    def stop(*_):
+        raise Trains
+
+    for script in STAGES:
+        monkeypatch.setattr(script, "Stages", stop)
+    monkeypatch.setattr(train_both, "load_tokenizer", lambda *_: tiny_tokenizer)
+    monkeypatch.chdir(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What is not an argument
+# ----------------------------------------------------------------------------------------------------------------
+
+FOREIGN = [
+    "ppo.lr begins this one",
+    "there is no ppo.lr, --ppo.lr or (ppo.lr here",
+    "/data of/ ppo.lr.json: [Errno 2] No such file or directory: '/data of/ ppo.lr.json'",
+    "ModuleNotFoundError: No module named 'lora'; see lora.rank and rewards.monitor.__doc__",
+    "{'ppo.lr': 1, 'seed': 2} --seed task.posts --task.posts",
+]
+
+
+@pytest.mark.parametrize("kind", [InputError, NumericalError])
+@pytest.mark.parametrize("text", FOREIGN)
+def test_foreign_text_passes_a_stage_unaltered(text, kind):
+    with pytest.raises(kind, match=f"^{re.escape(text)}$"), flags_of("policy", train_policy.Args(), ("task", "seed")):
+        raise kind(text)
+
+
+def test_a_module_may_be_named_like_an_argument(until_training):
+    args = train_both.PRESETS["tales"]
+    rewards = replace(args.policy.rewards, monitor="ppo.lr:task.mean")
+    with pytest.raises(InputError) as caught:
+        train_both.train(replace(args, policy=replace(args.policy, rewards=rewards)))
+    assert str(caught.value) == (
+        "--policy.rewards.monitor ppo.lr:task.mean: ModuleNotFoundError: No module named 'ppo'; "
+        "write package.module:name"
+    )
+
+
+def test_a_file_of_sample_may_be_named_like_an_argument(tmp_path, monkeypatch):
+    """sample.py has --query_dataset for what was --task.query_dataset."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("--task.query_dataset.json")
+    path.write_text("{}")
+    texts = SimpleNamespace(source="query_dataset", held_out=lambda n: load_texts(str(path)))
+    with pytest.raises(InputError, match=f"^--query_dataset {re.escape(str(path))}: holds no JSON array$"):
+        sample.Comparison.task_queries(SimpleNamespace(texts=texts), 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What is one
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_argument_has_the_name_of_its_stage():
+    assert (typed("ppo.lr"), flag("ppo.lr")) == ("ppo.lr", "--ppo.lr")
+    with flags_of("policy", train_policy.Args(), ("task", "base_model")):
+        assert (typed("ppo.lr"), flag("rewards.kl_coef")) == ("policy.ppo.lr", "--policy.rewards.kl_coef")
+        for name in ("task.temperature", "base_model", "resume", "lora.rank"):  # of all stages, and of none here
+            assert typed(name) == name
+        with flags_of("reward", train_reward.Args(), ("task", "base_model")):
+            assert (typed("lr"), typed("ppo.lr")) == ("reward.lr", "ppo.lr")
+        assert typed("ppo.lr") == "policy.ppo.lr"
+    with pytest.raises(ZeroDivisionError), flags_of("policy", train_policy.Args(), ()):
+        raise ZeroDivisionError
+    assert typed("ppo.lr") == "ppo.lr"
+
+
+@pytest.mark.parametrize("stage", ["", "policy."])
+def test_a_broken_number_is_followed_by_the_argument_to_lower(stage):
+    names = {"ppo.lr": "policy.ppo.lr"} if stage else {}
+    with pytest.raises(NumericalError) as caught, typed_as(names):
+        check_finite({"objective/ppo.lr": math.nan}, 3, anew_with_lower("ppo.lr"))
+    assert str(caught.value) == (
+        "objective/ppo.lr is nan in step 3; the run stops and saves nothing more; "
+        f"if it happens again after --resume, begin anew with a lower --{stage}ppo.lr"
+    )
+
+
+def test_what_all_stages_share_keeps_its_name(tiny_tokenizer):
+    args = train_policy.PRESETS["tales"]
+    for change, name in (({"query_length": 0}, "query_length"), ({"truncate_text": "ab"}, "truncate_text")):
+        with (
+            pytest.raises(InputError, match=f"^--task.{name} "),
+            flags_of("policy", args, train_both.SHARED),
+        ):
+            task_ids(replace(args.task, **change), tiny_tokenizer)
+
+
+def changed(args, name: str, value):
+    """A script's arguments with another value for one, such as policy.ppo.lr."""
+    first, _, rest = name.partition(".")
+    return replace(args, **{first: changed(getattr(args, first), rest, value) if rest else value})
+
+
+def wrong_values(script) -> Iterator[tuple[str, object]]:
+    """Numbers of the stages' own arguments that few of them take, and texts that none does."""
+    for name, value in flatten(dataclasses.asdict(script.PRESETS["tales"])).items():
+        stage, _, own = name.partition(".")
+        if stage in STAGES[script] and own.split(".")[0] not in (*script.SHARED, "resume"):
+            if type(value) in (int, float):
+                yield from ((name, number) for number in (-1, 0, 1, 3, 10**9 + 7, 2**63))
+            if type(value) is float:
+                yield from ((name, number) for number in (-math.inf, math.nan))
+            if type(value) is str:
+                yield name, "\udcff"
+
+
+@pytest.mark.parametrize("script", STAGES)
+def test_every_argument_in_a_message_is_one_of_the_script(script, until_training):
+    """Each message about the arguments of a stage: whatever looks like an argument's name can be typed."""
+    named = {}
+    for name, value in wrong_values(script):
+        try:
+            script.train(changed(script.PRESETS["tales"], name, value))
+        except InputError as error:
+            words = named[name, value] = re.findall(r"[a-z]\w+(?:\.[a-z]\w+)+|(?<=--)\w+", str(error))
+            assert set(words) <= NAMES[script], error
+            # A batch may be larger than what there is to learn from, which is named then.
+            assert {name, "policy.ppo.total_episodes", "reward.num_train"} & set(words), error
+        except Trains:
+            pass
+    refused_by_all = (2**63, -math.inf, "\udcff")
+    assert {(name, value) for name, value in wrong_values(script) if value in refused_by_all} <= set(named)
+
+
+def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_training, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "--track")
+    args = tldr_all.PRESETS["tales"]
+    with pytest.raises(InputError, match=r"^--sft\.track: WANDB_MODE is '--track'; it must be one of "):
+        tldr_all.train(changed(args, "sft.track", True))
+    args = changed(changed(args, "policy.upload_model", True), "policy.exp_name", "x--seed")
+    with pytest.raises(InputError) as caught:
+        tldr_all.train(args)
+    assert re.fullmatch(
+        r"--policy\.upload_model: .*'owner/x--seed__tales__1__\d+-policy'\. "
+        r"--policy\.exp_name and --policy\.hf_entity say what it is called",
+        str(caught.value),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The source
+# ----------------------------------------------------------------------------------------------------------------
+
+FOLDER = Path(run.__file__).parent
+IN_STAGES = ["run", "data", "tldr_data", "train_reward", "train_policy", "tldr_sft", "tldr_reward", "tldr_policy"]
+ALL = set().union(
+    *(
+        flatten(dataclasses.asdict(next(iter(script.PRESETS.values()))))
+        for script in (train_reward, train_policy, tldr_sft, tldr_reward, tldr_policy)
+    )
+)
+EVERYWHERE = {"resume", "preset"}  # all scripts have them, under these names
+OF_OTHERS = {"nproc_per_node", "always", "dirty", "abbrev"}  # torchrun, git
+
+
+@pytest.mark.parametrize("module", IN_STAGES)
+def test_texts_name_arguments_by_what_is_typed(module):
+    """No text of a module that stages run has an argument's name in it; what names one is given none else."""
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described
+    ]
+    flags = {name for text in texts for name in re.findall(r"--(\w[\w.]*)", text)}
+    assert flags <= EVERYWHERE | OF_OTHERS
+    inside = [text for text in texts if " " in text and re.search(r"(?<![\w/.])(ppo|task|rewards|lora)\.[a-z]", text)]
+    assert not inside
+    functions = {"flag", "typed", "anew_with_lower", "split_evenly", "rows_at_a_time"}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in functions]
+    named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    assert named <= ALL
