@@ -628,7 +628,10 @@ RUNS = {
     "cut checkpoint of a reward run": resumed_reward(
         "", "checkpoints/2", damage=cut(f"{REWARD_RUN}/checkpoints/2/tensors.safetensors")
     ),
-    "checkpoint of another model": resumed_policy("", "checkpoint", "tensors", damage=fewer_positions("model", 100)),
+    "weights of another model": resumed_policy("", "weights", "--base_model", damage=fewer_positions("model", 100)),
+    "checkpoint of another model": resumed_policy(
+        "", "checkpoint", "tensors", damage=all_of(fewer_positions("model", 100), edit(POLICY_META, "weights"))
+    ),
     "no metrics": bad_run(remove(METRICS), "metrics.csv"),
     "a word among the metrics": bad_run(
         edit_bytes(METRICS, lambda text: text.replace(b"\n1,", b"\none,")), "metrics.csv"
