@@ -94,7 +94,10 @@ ABLATIONS = {
         "position ids count the padding",
         # As if the padding of a query stood to its left and the library numbered the columns: a whole row is moved on
         # by its padding. In [x, pad, pad, a, b], x is at 2, a at 3, b at 4; without the ablation at 0, 1, 2.
+        # The models are not tried first: they would be refused, because padding matters to them.
         lines={
+            "    check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)\n": "",
+            "    check_model(language_model, args.base_model, longest, ids.pad, read_tokens)\n": "",
             POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
         },
         own_reward_model=True,

@@ -111,7 +111,7 @@ def test_a_line_that_is_gone_is_an_error(monkeypatch):
 
 def test_positions_that_count_padding_by_hand():
     """As if the padding before the last real token stood to the left of the row."""
-    (expression,) = ablations.ABLATIONS["positions-count-padding"].lines.values()
+    expression = ablations.ABLATIONS["positions-count-padding"].lines[ablations.POSITIONS]
     mask = torch.tensor([[1, 0, 0, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 0, 1, 0]]).bool()
     names = {"mask": mask}
     exec(expression, names)

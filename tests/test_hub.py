@@ -295,7 +295,7 @@ def test_comparisons(answers, when):
     expected = {
         "train": [[CAT], [f" It ate.{end}"], [f" It slept.{end}"], [confident]],
         "validation": [[CAT], [f" Sleep.{end}"], [f" Ate.{end}"], [confident]],
-        "articles": [["Article:\nRain fell.\n\nTL;DR:\n"], [f" Rain.{end}"], [f" Sun.{end}"], [unsure]],
+        "articles": [["Article:\nRain fell.\n\nTL;DR:"], [f" Rain.{end}"], [f" Sun.{end}"], [unsure]],
     }
     for name, comparisons in expected.items():
         assert answers[when][f"comparisons, {name}"] == comparisons, name

@@ -293,7 +293,7 @@ FAULTS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, 
 
 @pytest.mark.parametrize(("name", "broken"), BROKEN_FOR_ANY.values(), ids=BROKEN_FOR_ANY)
 def test_a_broken_reader_is_caught_by_damaged_files(name: str, broken: Any, folder: Path) -> None:
-    @settings(FIND, max_examples=600)
+    @settings(FIND, max_examples=3_000)
     @given(files=damaged_files())
     def search(files: Files) -> None:
         check_any(files, folder)
