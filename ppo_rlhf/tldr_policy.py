@@ -247,7 +247,7 @@ PRESETS = {
         eval_posts=256,
         task=TASKS["tales"],
         rewards=TldrRewardsArgs(monitor="ppo_rlhf.tldr_tales:gold_scores"),
-        ppo=TldrPpoArgs(total_episodes=4_096, batch_size=64, lr=5e-5),
+        ppo=TldrPpoArgs(total_episodes=4_096, batch_size=64, nminibatches=8, lr=1e-4),
     ),
 }
 

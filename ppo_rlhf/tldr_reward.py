@@ -138,7 +138,7 @@ class Args:
 
 PRESETS = {
     "tldr": Args(task=TASKS["tldr"]),
-    "tales": Args(preset="tales", seed=1, batch_size=16, lr=1e-3, normalize_posts=2_048, task=TASKS["tales"]),
+    "tales": Args(preset="tales", seed=1, batch_size=8, lr=3e-4, normalize_posts=2_048, task=TASKS["tales"]),
 }
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -14,14 +14,15 @@ did, and nothing else:
 
 1. `write_post`: a seeded grammar writes posts. A fact is a sentence in which somebody did something; three of its
    words matter, and each person of a post does one thing.
-2. `write_summary`: people write the reference summaries. They mention some of the facts, and sometimes invent one.
+2. `write_reference`: people write the reference summaries. They mention the first facts, and sometimes invent one.
 3. `gold_scores`: what a good summary is, as a formula. One point for each fact of the post that it mentions; less one
    for each statement that the post does not make; less a tenth for each word.
 4. `write_comparisons`: a simulated annotator reads two summaries of different quality and prefers the one with the
    higher gold score, with noise: P(first) = sigmoid((gold_1 - gold_2) / annotator_temperature). No judge can
    be expected to agree with it more often than the mean of max(P, 1 - P): the ceiling.
 5. `train_language_model`: a small GPT-NeoX, the architecture of Pythia, learns to write such threads from scratch:
-   posts with replies that quote them. It has never seen a `TL;DR:`, nor the end-of-text token; SFT teaches both.
+   posts with replies that quote them and, where they say something twice, add "again". It has never seen a `TL;DR:`,
+   nor the end-of-text token; SFT teaches both.
 
 All of it is written in the formats of the data sets that chapter 2 reads from the hub, and read by the same code.
 
@@ -74,15 +75,15 @@ class PostsArgs:
     """such posts held out"""
     test_posts: int = 512
     """more such posts held out"""
-    train_comparisons: int = 8_192
+    train_comparisons: int = 12_288
     """comparisons to train on"""
     validation_comparisons: int = 1_024
     """comparisons held out"""
-    facts: int = 5
+    facts: int = 6
     """facts of a post"""
-    asides: int = 2
+    asides: int = 1
     """sentences of a post that are no facts"""
-    annotator_temperature: float = 0.5
+    annotator_temperature: float = 0.3
     """noise of the annotator, in units of gold score: 0 would always prefer the better summary"""
     vocab_size: int = 1_024
     """largest number of tokens of the byte-level BPE"""
@@ -96,9 +97,9 @@ class PostsArgs:
     """the longest sequence that the GPT-NeoX can read, in tokens"""
     lm_quote_steps: int = 1_500
     """most steps of the language model on texts that only repeat facts, where it learns to quote"""
-    lm_quote_loss: float = 0.96
-    """loss, nats per token, at which it has learned that, and these steps end; no model gets below 0.86"""
-    lm_thread_steps: int = 350
+    lm_quote_loss: float = 0.90
+    """loss, nats per token, at which it has learned that, and these steps end; no model gets below 0.79"""
+    lm_thread_steps: int = 300
     """further steps, on whole threads"""
     lm_quotes: int = 8_000
     """texts that only repeat facts"""
@@ -169,17 +170,30 @@ def invent(rng: random.Random, told: list[Fact]) -> Fact:
     return who, did, whom
 
 
-def write_summary(rng: random.Random, told: list[Fact], mentioned: int, error_rate: float) -> str:
-    """A summary of so many statements: facts, or inventions at this rate; facts come twice if there are too few."""
-    chosen = rng.sample(told, min(mentioned, len(told)))
-    chosen += [rng.choice(told) for _ in range(mentioned - len(chosen))]
-    statements = [invent(rng, told) if rng.random() < error_rate else fact for fact in chosen]
+def say(statements: list[Fact]) -> str:
+    """Statements as a text."""
     return " ".join(" ".join(statement) + "." for statement in statements)
 
 
+def write_summary(rng: random.Random, told: list[Fact], mentioned: int, invented: float, repeated: float) -> str:
+    """A summary of so many statements, in the post's order: facts, inventions, or what it has said before.
+
+    invented: how likely a statement is invented; repeated: how likely it repeats one of those before it.
+    """
+    statements: list[Fact] = []
+    for fact in sorted(rng.sample(told, min(mentioned, len(told))), key=told.index):
+        if statements and rng.random() < repeated:
+            fact = rng.choice(statements)
+        elif rng.random() < invented:
+            fact = invent(rng, told)
+        statements.append(fact)
+    return say(statements)
+
+
 def write_reference(rng: random.Random, told: list[Fact]) -> str:
-    """What people write: two statements to as many as the post has facts, less one; one in ten is invented."""
-    return write_summary(rng, told, rng.randint(2, max(2, len(told) - 1)), error_rate=0.1)
+    """What people write: the first facts of the post, two to all but one; one in seven is invented."""
+    facts = told[: rng.randint(2, max(2, len(told) - 1))]
+    return say([invent(rng, told) if rng.random() < 0.15 else fact for fact in facts])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -203,13 +217,15 @@ def gold_scores(queries: list[str], responses: list[str]) -> list[float]:
     return scores
 
 
-# name of a writer: statements of a summary (least, most), share of them that is invented
+# name of a writer: statements of a summary (least, most), how likely one is invented, or repeats one before it
 WRITERS = {
-    "careful": (3, 5, 0.0),
-    "brief": (1, 2, 0.0),
-    "careless": (2, 4, 0.3),
-    "inventive": (3, 5, 0.6),
-    "repetitive": (5, 7, 0.1),
+    "careful": (3, 5, 0.0, 0.0),
+    "thorough": (5, 5, 0.0, 0.0),
+    "brief": (1, 2, 0.0, 0.0),
+    "careless": (2, 5, 0.3, 0.0),
+    "inventive": (3, 5, 0.6, 0.0),
+    "forgetful": (4, 5, 0.0, 0.2),
+    "repetitive": (4, 5, 0.0, 0.5),
 }
 
 
@@ -218,19 +234,22 @@ def write_comparisons(
 ) -> tuple[list[dict[str, Any]], float]:
     """Rows in the format of OpenAI's comparisons, and the accuracy that a judge who knows the formula reaches.
 
-    Two of WRITERS and the people who write references summarise a post. `confidence` is 1 to 9, as the annotator's
-    probability of the choice goes from one half to one.
+    Two of these summarise a post: WRITERS, somebody who copies its first sentences, and the people who write
+    references. `confidence` is 1 to 9, as the annotator's probability of the choice goes from one half to one.
     """
     rows, ceiling = [], 0.0
     for number in range(count):
         told, post = write_post(rng, args.facts, args.asides)
         summaries = []
-        for writer in rng.sample([*WRITERS, "ref"], 2):
+        for writer in rng.sample([*WRITERS, "copying", "ref"], 2):
             if writer == "ref":
                 text = write_reference(rng, told)
+            elif writer == "copying":
+                sentences = re.findall(r"[^.]+\.", post["post"])
+                text = " ".join(sentence.strip() for sentence in sentences[: rng.randint(1, 3)])
             else:
-                least, most, error_rate = WRITERS[writer]
-                text = write_summary(rng, told, rng.randint(least, most), error_rate)
+                least, most, invented, repeated = WRITERS[writer]
+                text = write_summary(rng, told, rng.randint(least, most), invented, repeated)
             summaries.append({"text": f" {text}", "policy": writer})
         first, second = gold_scores([f"POST: {post['post']}"] * 2, [summary["text"] for summary in summaries])
         difference = (first - second) / args.annotator_temperature
@@ -257,18 +276,30 @@ def write_comparisons(
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def write_quotes(rng: random.Random, args: PostsArgs) -> str:
-    """A text that tells the same facts three times, each time in another order."""
-    told, _ = write_post(rng, args.facts, asides=0)
-    return " ".join(write_summary(rng, told, len(told), 0.0) for _ in range(3))
+def write_reply(rng: random.Random, facts: list[Fact]) -> str:
+    """Facts, one after another; now and then one of those before once more, with "again"."""
+    sentences = []
+    for number, fact in enumerate(facts, 1):
+        sentences.append(say([fact]))
+        if rng.random() < 0.2:
+            sentences.append(f"{' '.join(rng.choice(facts[:number]))} again.")
+    return " ".join(sentences)
+
+
+def write_quotes(rng: random.Random) -> str:
+    """A text that tells the same five facts three times, each time in another order."""
+    told, _ = write_post(rng, facts=5, asides=0)
+    first, second, third = (rng.sample(told, 5) for _ in range(3))
+    return f"{write_reply(rng, first)} {say(second)} {say(third)}"
 
 
 def write_thread(rng: random.Random, args: PostsArgs) -> str:
-    """A post and four replies that quote some of its facts."""
+    """A post and four replies that quote some of its facts, in its order."""
     told, post = write_post(rng, args.facts, args.asides)
     thread = f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}\n\nPOST: {post['post']}"
     for _ in range(4):
-        thread += f"\n\nREPLY: {write_summary(rng, told, rng.randint(2, len(told)), 0.0)}"
+        quoted = rng.sample(told, rng.randint(2, len(told)))
+        thread += f"\n\nREPLY: {write_reply(rng, sorted(quoted, key=told.index))}"
     return thread
 
 
@@ -366,7 +397,7 @@ def build_world(folder: Path, args: PostsArgs) -> None:
         print(f"tldr tales: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
         facts = write_texts(building, args)
         rng = random.Random(f"{args.seed} threads")
-        quotes = [write_quotes(rng, args) for _ in range(args.lm_quotes)]
+        quotes = [write_quotes(rng) for _ in range(args.lm_quotes)]
         threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
         tokenizer = train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
         print("tldr tales: training a GPT-NeoX", flush=True)
