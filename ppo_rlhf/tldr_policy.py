@@ -243,11 +243,11 @@ PRESETS = {
     "tales": Args(
         preset="tales",
         seed=1,
-        eval_interval=10,
-        eval_posts=256,
+        eval_interval=12,
+        eval_posts=512,
         task=TASKS["tales"],
         rewards=TldrRewardsArgs(monitor="ppo_rlhf.tldr_tales:gold_scores"),
-        ppo=TldrPpoArgs(total_episodes=4_096, batch_size=64, nminibatches=8, lr=1e-4),
+        ppo=TldrPpoArgs(total_episodes=3_072, batch_size=64, nminibatches=8, lr=1e-4),
     ),
 }
 

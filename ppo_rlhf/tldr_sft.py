@@ -131,7 +131,7 @@ class Args:
 PRESETS = {
     "tldr": Args(task=TASKS["tldr"]),
     "tales": Args(
-        preset="tales", seed=1, base_model="tldr-tales", batch_size=16, lr=5e-4, eval_posts=256, task=TASKS["tales"]
+        preset="tales", seed=1, base_model="tldr-tales", batch_size=16, lr=5e-4, eval_posts=512, task=TASKS["tales"]
     ),
 }
 
