@@ -18,8 +18,13 @@ DEMO = ROOT / "static/demo-tldr"
 RUNS = ("sft", "reward", "policy")
 
 
-def rows_of(name: str) -> list[dict]:
-    return [json.loads(line) for line in (DEMO / name).read_text().splitlines()]
+def rows_of(name: str, folder: Path = DEMO) -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def repeats_itself(summary: str) -> bool:
+    statements = [statement.strip() for statement in summary.split(".") if statement.strip()]
+    return len(set(statements)) < len(statements)
 
 
 def numbers(first_words: str) -> list[float]:
@@ -40,7 +45,7 @@ def test_one_commit_made_it():
 
 def test_gold_scores_lengths_and_ends():
     queries = [row["query"] for row in PPO]
-    assert len(queries) == 256 and "on 256 held-out posts" in README
+    assert len(queries) == 512 and "on 512 held-out posts" in README
     assert sorted(queries) == sorted(row["query"] for row in SFT)
     sides = [(PPO, "reference"), (SFT, "response"), (PPO, "response")]
     golds = [gold_scores([row["query"] for row in rows], [row[side] for row in rows]) for rows, side in sides]
@@ -56,6 +61,8 @@ def test_gold_scores_lengths_and_ends():
         ),
     ]
     assert numbers("summaries that end |") == pytest.approx(ends, abs=0.051)
+    repeats = [100 * statistics.fmean(repeats_itself(row[side]) for row in rows) for rows, side in sides]
+    assert numbers("summaries that repeat a statement |") == pytest.approx(repeats, abs=0.051)
 
 
 def test_rouge_scores():
@@ -108,6 +115,25 @@ def test_three_posts():
         post = row["query"].partition("POST: ")[2].removesuffix("\n\nTL;DR:").replace("\n", " ")
         cells = [post, *(text.strip().replace("\n", "⏎") for text in (row["reference"], after_sft, row["response"]))]
         assert f"| {' | '.join(cells)} |" in README
+
+
+def test_the_run_whose_reward_model_was_misled():
+    before = ROOT / "static/demo-tldr-before"
+    assert json.loads((before / "policy_meta.json").read_text())["commit"].startswith("e2a5dd9")
+    rows = rows_of("evaluation.jsonl", before)
+    assert len(rows) == 256
+    for first_words, group in (
+        ("PPO, summaries that repeat a statement |", [row for row in rows if repeats_itself(row["response"])]),
+        ("PPO, the others |", [row for row in rows if not repeats_itself(row["response"])]),
+    ):
+        means = [statistics.fmean(row[name] for row in group) for name in ("scores", "gold_scores")]
+        golds = gold_scores([row["query"] for row in group], [row["response"] for row in group])
+        assert means[1] == pytest.approx(statistics.fmean(golds), abs=1e-5)
+        share, *shown = numbers(first_words)
+        assert share == pytest.approx(100 * len(group) / 256, abs=0.051)
+        assert shown == pytest.approx(means, abs=0.0051)
+    means = [statistics.fmean(row[f"reference_{name}"] for row in rows) for name in ("scores", "gold_scores")]
+    assert numbers("references |") == pytest.approx(means, abs=0.0051)
 
 
 def test_every_metric_is_explained():

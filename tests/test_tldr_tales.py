@@ -219,7 +219,7 @@ def test_writers_differ_in_their_mean_gold_score(comparisons):
     assert set(scores) == set(expected)
     for writer, values in scores.items():
         error = statistics.stdev(values) / math.sqrt(len(values))
-        assert statistics.fmean(values) == pytest.approx(expected[writer], abs=4 * error)
+        assert statistics.fmean(values) == pytest.approx(expected[writer], abs=4 * error + 1e-9)
         assert len(values) == pytest.approx(8000 / 9, rel=0.1)
     assert all(row["summaries"][0]["policy"] != row["summaries"][1]["policy"] for row in comparisons[0])
 
@@ -248,9 +248,11 @@ def test_the_ceiling_is_the_mean_of_the_larger_probability(temperature):
     assert right / 200 == pytest.approx(ceiling, abs=4 * math.sqrt(0.25 / 200))
 
 
-def test_confidence_is_one_to_nine(comparisons):
+def test_confidence_is_one_to_nine():
     seen = set()
-    for row, p in zip(comparisons[0], probabilities(comparisons[0], DEFAULT.annotator_temperature), strict=True):
+    noisier = dataclasses.replace(DEFAULT, annotator_temperature=0.5)
+    rows, _ = tldr_tales.write_comparisons(random.Random(9), 4000, noisier, "train")
+    for row, p in zip(rows, probabilities(rows, 0.5), strict=True):
         confidence, sure = row["extra"]["confidence"], max(p, 1 - p)
         seen.add(confidence)
         assert abs((confidence - 1) / 8 - (2 * sure - 1)) <= 1 / 16 + 1e-9  # the nearest of nine steps
@@ -417,7 +419,8 @@ def test_a_world_is_built_once(cache):
 def test_every_setting_makes_another_world(cache):
     folders = [tldr_tales.find_world()]
     for name, value in dataclasses.asdict(DEFAULT).items():
-        folders.append(tldr_tales.find_world(dataclasses.replace(DEFAULT, **{name: value * 2})))
+        other = value + 1 if name == "facts" else value * 2
+        folders.append(tldr_tales.find_world(dataclasses.replace(DEFAULT, **{name: other})))
     assert len(set(folders)) == len(folders) == len(dataclasses.fields(DEFAULT)) + 1
 
 
@@ -451,7 +454,7 @@ def test_a_failure_leaves_nothing_half_built(tmp_path, monkeypatch, stage, error
         raise error
 
     monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr(tldr_tales, "write_quotes", lambda rng, args: "Mara robbed sailors.")
+    monkeypatch.setattr(tldr_tales, "write_quotes", lambda rng: "Mara robbed sailors.")
     monkeypatch.setattr(tldr_tales, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
     monkeypatch.setattr(tldr_tales, stage, fail)
     with pytest.raises(error):
@@ -469,7 +472,7 @@ def test_two_runs_may_build_the_same_world(tmp_path, monkeypatch, tiny_posts, bu
         def num_parameters(self):
             return 0
 
-    monkeypatch.setattr(tldr_tales, "write_quotes", lambda rng, args: "Mara robbed sailors.")
+    monkeypatch.setattr(tldr_tales, "write_quotes", lambda rng: "Mara robbed sailors.")
     monkeypatch.setattr(tldr_tales, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
     monkeypatch.setattr(tldr_tales, "train_language_model", lambda *_: (FakeModel(), 1.0))
     tldr_tales.build_world(tmp_path / "world", SMALL)
