@@ -581,8 +581,8 @@ def function_runs(common, sft, tmp_path_factory) -> dict[str, Trained]:
         (folder / "mine.py").write_text(SEEN)
         arguments = f"--rewards.function mine:constant --rewards.missing_eos {form} --rewards.missing_eos_penalty 2"
         # Batches of 18 of 48 posts: the third and the sixth lie across two passes.
-        sizes = "--ppo.total_episodes 150 --ppo.batch_size 18 --ppo.noptepochs 1 --ppo.lr 1e-4 --eval_prompts 2"
-        flags = f"{arguments} {sizes} --eval_posts 4 --eval_interval 3 --save_interval 0 --task.eval_temperature 1"
+        sizes = "--ppo.total_episodes 150 --ppo.batch_size 18 --ppo.nminibatches 1 --ppo.noptepochs 1 --ppo.lr 1e-4"
+        flags = f"{arguments} {sizes} --eval_prompts 2 --eval_posts 4 --eval_interval 3 --save_interval 0 --task.eval_temperature 1"
         runs[form] = train(folder, "tldr_policy.py", [*common, "--base_model", str(sft.model("sft")), *flags.split()])
     return runs
 
@@ -1099,7 +1099,7 @@ def test_bad_input_ends_in_one_line_and_leaves_nothing(row, good_files, tmp_path
     [
         (bad_sft("--batch_size 15"), "--batch_size 16"),
         (bad_reward("--batch_size 15"), "--batch_size 16"),
-        (bad_policy("--ppo.batch_size 15"), "--ppo.batch_size 16"),
+        (bad_policy("--ppo.batch_size 15 --ppo.nminibatches 1"), "--ppo.batch_size 16"),
         (bad_all("--reward.batch_size 15"), "--reward.batch_size 16"),
     ],
     ids=["sft", "reward", "policy", "all"],
