@@ -582,7 +582,8 @@ def function_runs(common, sft, tmp_path_factory) -> dict[str, Trained]:
         arguments = f"--rewards.function mine:constant --rewards.missing_eos {form} --rewards.missing_eos_penalty 2"
         # Batches of 18 of 48 posts: the third and the sixth lie across two passes.
         sizes = "--ppo.total_episodes 150 --ppo.batch_size 18 --ppo.nminibatches 1 --ppo.noptepochs 1 --ppo.lr 1e-4"
-        flags = f"{arguments} {sizes} --eval_prompts 2 --eval_posts 4 --eval_interval 3 --save_interval 0 --task.eval_temperature 1"
+        evaluation = "--eval_prompts 2 --eval_posts 4 --eval_interval 3 --task.eval_temperature 1"
+        flags = f"{arguments} {sizes} {evaluation} --save_interval 0"
         runs[form] = train(folder, "tldr_policy.py", [*common, "--base_model", str(sft.model("sft")), *flags.split()])
     return runs
 
