@@ -144,10 +144,11 @@ def serve() -> Iterator[Server]:
                 server.under_way += 1
                 server.most_under_way = max(server.most_under_way, server.under_way)
             try:
-                server.behave(number, payload)(self)
-            finally:
+                reply = server.behave(number, payload)
+            finally:  # before the reply goes out: whoever has it may ask again at once
                 with lock:
                     server.under_way -= 1
+            reply(self)
 
         do_GET = do_POST
 
