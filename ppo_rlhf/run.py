@@ -737,7 +737,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     kinds |= {"name": str, "id": str, "weights": dict}
     values = {name: meta[name] for name in kinds if name in meta}
     if meta.get("joint"):
-        kinds |= {"joint.args": dict, "joint.timestamp": int, "joint.runs": str}
+        kinds |= {"joint.args": dict, "joint.timestamp": int}
         values |= {name: meta["joint"].get(name.removeprefix("joint.")) for name in kinds if "." in name}
     if broken := [name for name, value in values.items() if not fits(value, kinds[name])]:
         raise InputError(f"{folder / 'meta.json'} was damaged: {broken[0]} is {values[broken[0]]!r}")
@@ -822,8 +822,8 @@ class Run:
         if args.resume:
             self.folder = absolute(args.resume)
         else:
-            joint = joint or {"runs": "runs", "timestamp": shared_timestamp()}
-            self.folder = Path(joint["runs"]).absolute() / run_name(args, joint["timestamp"])
+            runs, timestamp = (joint["runs"], joint["timestamp"]) if joint else ("runs", shared_timestamp())
+            self.folder = Path(runs).absolute() / run_name(args, timestamp)
         self.model_folder = self.folder.parent.parent / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self._writers: list[Callable[[int, dict[str, float]], None]] = []
@@ -840,7 +840,7 @@ class Run:
             "name": previous.get("name", self.folder.name),
             "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
             "args": dataclasses.asdict(args),
-            "joint": joint if joint and "args" in joint else previous.get("joint"),
+            "joint": {name: joint[name] for name in ("args", "timestamp")} if joint else previous.get("joint"),
             "sizes": sizes,
             "num_processes": accelerator.num_processes,
             "threads": torch.get_num_threads(),

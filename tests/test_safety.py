@@ -264,6 +264,7 @@ def no_pickle_was_opened(result: Watched, marker: Path) -> None:
 
 
 def test_the_hostile_pickles_work(tmp_path: Path, marker: Path) -> None:
+    """Opened without care, each of our own pickles runs its code: else the other tests would prove nothing."""
     plant_pickles(tmp_path, marker)
     for name in PICKLES:
         marker.unlink(missing_ok=True)
@@ -279,7 +280,7 @@ def test_the_hostile_pickles_work(tmp_path: Path, marker: Path) -> None:
 
 
 def test_the_watch_sees_what_is_read(tmp_path: Path, marker: Path) -> None:
-    """Every way to read a pickle is noted, and ends where it is forbidden."""
+    """Every way to read a pickle is noted, and ends where it is forbidden. The pickles are our own."""
     here, script = tmp_path / "here", tmp_path / "script.py"
     here.mkdir()
     (here / "model.pt").write_bytes(torch_pickled(marker))
