@@ -71,7 +71,7 @@ class TldrTaskArgs:
 TASKS = {
     "tldr": TldrTaskArgs(),
     "tales": TldrTaskArgs(
-        posts="tales", comparisons="tales", query_length=96, response_length=24, comparison_length=32
+        posts="tales", comparisons="tales", query_length=84, response_length=24, comparison_length=28
     ),
 }
 

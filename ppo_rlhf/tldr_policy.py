@@ -246,8 +246,8 @@ PRESETS = {
         eval_interval=12,
         eval_posts=512,
         task=TASKS["tales"],
-        rewards=TldrRewardsArgs(monitor="ppo_rlhf.tldr_tales:gold_scores"),
-        ppo=TldrPpoArgs(total_episodes=3_072, batch_size=64, nminibatches=8, lr=1e-4),
+        rewards=TldrRewardsArgs(monitor="ppo_rlhf.tldr_tales:gold_scores", kl_coef=0.6),
+        ppo=TldrPpoArgs(total_episodes=3_840, batch_size=64, nminibatches=8, lr=1e-4),
     ),
 }
 
