@@ -30,7 +30,9 @@ from compare import markdown, read_numbers
 from matplotlib.figure import Figure
 
 import benchmark
-from ppo_rlhf.run import InputError, exit_with, read_meta, run_script
+from ppo_rlhf.lib import cli
+from ppo_rlhf.lib.errors import InputError, exit_with, run_script
+from ppo_rlhf.lib.files import read_meta
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both")
@@ -43,7 +45,7 @@ class Ablation:
     """One change against the baseline: arguments, or lines of the training scripts."""
 
     detail: str
-    """id in DETAILS.md"""
+    """id in docs/details/chapter1.md"""
     what: str
     """what is different, in words"""
     policy: tuple[str, ...] = ()
@@ -96,8 +98,8 @@ ABLATIONS = {
         # by its padding. In [x, pad, pad, a, b], x is at 2, a at 3, b at 4; without the ablation at 0, 1, 2.
         # The models are not tried first: they would be refused, because padding matters to them.
         lines={
-            "    check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)\n": "",
-            "    check_model(language_model, args.base_model, longest, ids.pad, read_tokens)\n": "",
+            "    models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)\n": "",
+            "    models.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)\n": "",
             POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
         },
         own_reward_model=True,
@@ -171,7 +173,7 @@ def with_ablation(name: str, script: str, argv: list[str]) -> Callable[[], Any]:
         return lambda: modules["train_both"].train(modules["train_both"].parse(argv))
     words = ablation.policy if kind == "train_policy" else ablation.reward
     module = modules[kind]
-    return lambda: module.train(module.parse_args(module.PRESETS, [*argv, *words], module.__doc__))
+    return lambda: module.train(cli.parse_args(module.PRESETS, [*argv, *words], module.__doc__))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -320,7 +322,7 @@ def row_of(name: str, effects: dict[str, Any] | None, failed: int) -> dict[str, 
     """An ablation's row of the table. effects: its row of `differences`; None if no seed is finished."""
     detail = ABLATIONS[name].detail
     cells = {
-        "detail": f"[{detail}](../../../DETAILS.md#{detail})" if detail else "",
+        "detail": f"[{detail}](../../../docs/details/chapter1.md#{detail})" if detail else "",
         "ablation": f"`{name}`",
         "what is different": ABLATIONS[name].what,
         "seeds": f"{effects['seeds'] if effects else 0}{f', {failed} failed' if failed else ''}",

@@ -36,8 +36,10 @@ from typing import Any
 
 import tyro
 
-from ppo_rlhf import run as ppo_run
-from ppo_rlhf.run import InputError, exit_with, lock_folder, print_table, read_json, write_json
+from ppo_rlhf.lib import run as ppo_run
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import lock_folder, read_json, write_json
+from ppo_rlhf.lib.run import print_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES = 15  # of a command that failed

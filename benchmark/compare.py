@@ -48,7 +48,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rliable import library as rliable
 
-from ppo_rlhf.run import InputError, exit_with, read_meta, write_json
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import read_meta, write_json
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 GRID = 10_000  # points per curve, and

@@ -22,9 +22,11 @@ from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
 from ppo_rlhf import tldr_all, train_both
-from ppo_rlhf.data import HUB_FILES, OPENAI_REPOSITORY, HubFiles, hub_is_reachable, load_tokenizer, read_json_array
-from ppo_rlhf.run import InputError, run_script
-from ppo_rlhf.tldr_data import COMPARISON_FILES, POSTS_REPOSITORY
+from ppo_rlhf.lib.errors import InputError, run_script
+from ppo_rlhf.lib.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
+from ppo_rlhf.lib.models import load_tokenizer
+from ppo_rlhf.lib.posts import COMPARISON_FILES, POSTS_REPOSITORY
+from ppo_rlhf.lib.texts import HUB_FILES, read_json_array
 
 WORLDS = ("tales", "tldr-tales")
 SHOWN = 60  # characters of a first row

@@ -35,10 +35,13 @@ from compare import markdown
 from speed_runs import as_argv
 from transformers.utils import logging
 
-from ppo_rlhf.data import load_pretrained, load_tokenizer
-from ppo_rlhf.run import InputError, above_zero, at_least, commit, cpu_name, exit_with, write_json
-from ppo_rlhf.tldr_data import TASKS, TldrIds, read_posts, tldr_ids
-from ppo_rlhf.tldr_policy import ActorCritic, load_reward_model, response_masks
+from ppo_rlhf.lib.cli import above_zero, at_least
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import write_json
+from ppo_rlhf.lib.models import load_pretrained, load_reward_model, load_tokenizer
+from ppo_rlhf.lib.posts import TASKS, TaskIds, read_posts, task_ids
+from ppo_rlhf.lib.run import commit, cpu_name
+from ppo_rlhf.tldr_policy import ActorCritic, response_masks
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = TASKS["tales"]
@@ -123,7 +126,7 @@ def count_not_finite(updates: list[dict[str, Any]]) -> int:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def with_endless_rows(references: torch.Tensor, ids: TldrIds) -> torch.Tensor:
+def with_endless_rows(references: torch.Tensor, ids: TaskIds) -> torch.Tensor:
     """References (rows, response_length) as responses; in every fourth row random tokens that never end.
 
     So both kinds are there: the end-of-text token with padding after it, and neither of them.
@@ -206,7 +209,7 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-def row_facts(queries: torch.Tensor, responses: torch.Tensor, ids: TldrIds) -> dict[str, int]:
+def row_facts(queries: torch.Tensor, responses: torch.Tensor, ids: TaskIds) -> dict[str, int]:
     """How many of the rows are of which kind."""
     return {
         "queries": len(queries),
@@ -260,7 +263,7 @@ def main(args: Args) -> int:
         args.reward.resolve() if args.reward else train_here(folder, "tldr_reward", *started_from, *REWARD) / "reward"
     )
     tokenizer = load_tokenizer(str(sft))
-    ids = tldr_ids(TASK, tokenizer)
+    ids = task_ids(TASK, tokenizer)
     held_out = read_posts(TASK, tokenizer, "validation", args.rows)
     queries, responses = held_out.queries, with_endless_rows(held_out.references, ids)
     settings = {

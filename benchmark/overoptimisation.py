@@ -34,7 +34,8 @@ import tyro
 from compare import COLORS, markdown
 from matplotlib.figure import Figure
 
-from ppo_rlhf.run import InputError, exit_with, find_path, read_meta
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import find_path, read_meta
 
 WINDOW = 5  # updates of a run that are averaged for a point of the picture
 RESAMPLINGS = 2000

@@ -44,8 +44,9 @@ import peewee
 import tyro
 from openrlbenchmark.offline_db import OfflineRun, OfflineRunTag, Tag, database_proxy
 
-from ppo_rlhf.data import read_info
-from ppo_rlhf.run import InputError, exit_with, find_path, flatten, read_meta
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import find_path, flatten, read_meta
+from ppo_rlhf.lib.models import read_info
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds

@@ -45,9 +45,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.run import InputError, commit, cpu_name, exit_with, write_json
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import write_json
+from ppo_rlhf.lib.models import save_reward_model
+from ppo_rlhf.lib.run import commit, cpu_name
 from ppo_rlhf.train_policy import RewardModel
-from ppo_rlhf.train_reward import save_reward_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL = "1.12.0"

@@ -99,22 +99,23 @@ class Stopwatch:
 def ours(settings: Settings) -> Result:
     """ppo_rlhf/train_policy.py as it is, with a stopwatch around the functions that it calls."""
     from ppo_rlhf import train_policy
+    from ppo_rlhf.lib import cli
+    from ppo_rlhf.lib.run import Run
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch, updates, phases = Stopwatch(device), [], []
 
-    def load_scorer(*args: Any) -> tuple[Callable, dict]:
-        score, info = load_untimed_scorer(*args)
-        return watch.around("scoring", score), info
+    def load_scorer(*args: Any) -> Callable:
+        return watch.around("scoring", load_untimed_scorer(*args))
 
-    def log(run: Any, step: int, metrics: dict[str, float]) -> None:
+    def log(run: Run, step: int, metrics: dict[str, float]) -> None:
         updates.append(time.time())
         phases.append(watch.seconds())
         watch.spans.clear()
         log_untimed(run, step, metrics)
 
     load_untimed_scorer, train_policy.load_scorer = train_policy.load_scorer, load_scorer
-    log_untimed, train_policy.Run.log = train_policy.Run.log, log
+    log_untimed, Run.log = Run.log, log
     train_policy.respond = watch.around("generation", train_policy.respond)
     train_policy.reference_logprobs = watch.around("scoring", train_policy.reference_logprobs)
     train_policy.ppo_update = watch.around("training", train_policy.ppo_update)
@@ -138,7 +139,7 @@ def ours(settings: Settings) -> Result:
         "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
     }
     argv = as_argv(flags) + (["--compile"] if settings["compile"] else [])
-    train_policy.train(train_policy.parse_args(train_policy.PRESETS, argv))
+    train_policy.train(cli.parse_args(train_policy.PRESETS, argv))
     return finish(updates, device, settings, phases=phases)
 
 

@@ -3,7 +3,7 @@
     # a language model decides, behind any OpenAI-compatible endpoint; the other side is the reference of each post
     python ppo_rlhf/judge.py --candidate runs/<run> --endpoint.url http://localhost:8000/v1 --endpoint.model <name>
     # a known gold score decides; the other side is another run
-    python ppo_rlhf/judge.py --candidate runs/<run> --baseline runs/<sft run> --gold ppo_rlhf.tldr_tales:gold_scores
+    python ppo_rlhf/judge.py --candidate runs/<run> --baseline runs/<sft run> --gold ppo_rlhf.worlds.posts:gold_scores
 
 The rows are JSON lines with "query" (a post that ends in `TL;DR:`), "response" and "reference", and where they are
 known "tokens" and "reference_tokens", the lengths of the two. A run leaves them in its folder as evaluation.jsonl.
@@ -19,6 +19,8 @@ Every verdict and refusal is written to a cache as it arrives. The same command 
 stopped, and costs nothing once all are there. What failed, or ended in no verdict, is not kept and is asked again.
 The folder `<candidate>__against_<baseline>__by_<judge>` beside the candidate's file gets judgement.json with all
 numbers, and judgement.jsonl with every row.
+
+Files and lines beside marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
 
 import contextlib
@@ -46,22 +48,8 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from ppo_rlhf.data import check_text, score_texts
-from ppo_rlhf.run import (
-    InputError,
-    Stopped,
-    above_zero,
-    at_least,
-    check_values,
-    exit_with,
-    fits,
-    import_function,
-    one_line,
-    print_table,
-    replace_file,
-    run_script,
-    write_json,
-)
+from ppo_rlhf.lib import cli, errors, files, rewards, run, texts
+from ppo_rlhf.lib.errors import InputError, Stopped
 
 EVALUATION = "evaluation.jsonl"  # what a run's folder holds
 END_OF_TEXT = "<|endoftext|>"  # ends the references of the published data
@@ -134,8 +122,8 @@ ADDRESS = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:(\d{1,5}))?(/[\w.~%/+-
 
 
 def check_arguments(args: Args) -> None:
-    check_values(args)
-    at_least(0, "--", args, "n")
+    cli.check_values(args)
+    cli.at_least(0, "--", args, "n")
     endpoint = args.endpoint
     if bool(args.gold) == bool(endpoint.url):
         given = "both are given" if args.gold else "neither is given"
@@ -147,9 +135,9 @@ def check_arguments(args: Args) -> None:
         raise InputError("--endpoint.url: must be like http://localhost:8000/v1, without user, password or query")
     if not endpoint.model:
         raise InputError("--endpoint.model is empty; name the model that judges")
-    at_least(0, "--endpoint.", endpoint, "retries", "max_tokens", "price_input", "price_output")
-    at_least(1, "--endpoint.", endpoint, "concurrency", "replies")
-    above_zero("--endpoint.", endpoint, "timeout")
+    cli.at_least(0, "--endpoint.", endpoint, "retries", "max_tokens", "price_input", "price_output")
+    cli.at_least(1, "--endpoint.", endpoint, "concurrency", "replies")
+    cli.above_zero("--endpoint.", endpoint, "timeout")
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -173,7 +161,7 @@ def file_of(given: str) -> Path:
     return Path(given) / EVALUATION if Path(given).is_dir() else Path(given)
 
 
-def read_rows(path: Path, flag: str, *texts: str) -> list[dict[str, Any]]:
+def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
     """The rows of a file. texts: names of the texts that each row must hold. Raises InputError with the line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -181,15 +169,15 @@ def read_rows(path: Path, flag: str, *texts: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{flag} {path}: cannot be read as JSON lines: {error}") from error
     optional = {"reference": str | None, "tokens": int | None, "reference_tokens": int | None}
-    kinds = optional | dict.fromkeys(texts, str)
+    kinds = optional | dict.fromkeys(required, str)
     for number, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{flag} {path}: line {number} is not a JSON object")
-        if wrong := [name for name, kind in kinds.items() if not fits(row.get(name), kind)]:
+        if wrong := [name for name, kind in kinds.items() if not files.fits(row.get(name), kind)]:
             raise InputError(f"{flag} {path}: line {number} has no {wrong[0]}, or one of another type")
         for name in kinds:
             if isinstance(row.get(name), str):
-                check_text(row[name], f"{flag} {path}: line {number}, {name},")
+                texts.check_text(row[name], f"{flag} {path}: line {number}, {name},")
     if not rows:
         raise InputError(f"{flag} {path}: holds no rows")
     return [row for _, row in rows]
@@ -222,7 +210,7 @@ def text_of(summary: str) -> str:
 
 def read_pairs(args: Args) -> tuple[list[Pair], str]:
     """What is to be judged, and the unit of length: tokens if all rows of both sides have them, else words."""
-    # [T54] vwxyzjn/summarize_from_feedback_details eval/oai.py#L70-L100, eval/oai2.py#L80-L148 @ee77a9a
+    # [T54] eval/oai.py#L70-L100, eval/oai2.py#L80-L148
     file = file_of(args.candidate)
     if args.baseline == "reference":
         rows = read_rows(file, "--candidate", "query", "response", "reference")[: args.n or None]
@@ -352,7 +340,7 @@ def question(post: str, first: str, second: str) -> str:
     A text that holds one of the tags could end its own block, and write what the judge takes for the other summary;
     so the tag is written as &lt;...>.
     """
-    # [T55] vwxyzjn/summarize_from_feedback_details eval/oai2.py#L44-L62 @ee77a9a
+    # [T55] eval/oai2.py#L44-L62
     texts = {"post": post.strip().removesuffix("TL;DR:").strip(), "first": first, "second": second}
     return QUESTION.format(**{name: TAG.sub("&lt;", text) for name, text in texts.items()})
 
@@ -362,8 +350,7 @@ def parse_verdict(text: str) -> str | None:
 
     Its case, a full stop, and the marks of bold text or code do not matter.
     """
-    # [T57] [X28] Nothing is guessed.
-    #       vwxyzjn/summarize_from_feedback_details eval/oai2.py#L91-L98, eval/oai2.py#L130-L140 @ee77a9a
+    # [T57] [X28] Nothing is guessed.   eval/oai2.py#L91-L98, eval/oai2.py#L130-L140
     lines = [line for line in text.split("\n") if line.strip()]
     match = VERDICT.fullmatch(lines[-1].lower()) if lines else None
     return {"a": "A", "b": "B", "tie": "tie"}[match[1]] if match else None
@@ -436,7 +423,7 @@ def seconds_to_wait(retry_after: str | None) -> float:
 
 def usage_of(body: dict[str, Any]) -> Counter[str]:
     usage, names = body.get("usage"), ("prompt_tokens", "completion_tokens")
-    if isinstance(usage, dict) and all(fits(usage.get(name), int) for name in names):
+    if isinstance(usage, dict) and all(files.fits(usage.get(name), int) for name in names):
         return Counter({name: usage[name] for name in names})
     return Counter(requests_without_usage=1)
 
@@ -644,7 +631,7 @@ def gold_scores(name: str, function: Callable, *texts: Sequence[str | None]) -> 
 
     texts: queries, responses and references, as in data.score_texts.
     """
-    scores, problem = score_texts(function, f"--gold {name}", *texts)
+    scores, problem = rewards.score_texts(function, f"--gold {name}", *texts)
     if problem:
         raise InputError(problem)
     if broken := [score for score in scores if not math.isfinite(score)]:
@@ -654,7 +641,9 @@ def gold_scores(name: str, function: Callable, *texts: Sequence[str | None]) -> 
 
 def judge_by_gold(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The higher score wins; equal scores are a tie."""
-    score = partial(gold_scores, args.gold, import_function(args.gold, "gold"), [pair.query for pair in pairs])
+    score = partial(
+        gold_scores, args.gold, rewards.import_function(args.gold, "gold"), [pair.query for pair in pairs]
+    )
     references = [pair.reference for pair in pairs]
     candidate = score([pair.candidate for pair in pairs], references)
     baseline = score([pair.baseline for pair in pairs], references)
@@ -669,8 +658,7 @@ def judge_by_endpoint(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The mean of two verdicts: one with the candidate first, one with the candidate second."""
     cache = Path(args.cache) if args.cache else file_of(args.candidate).with_name("judge_cache.jsonl")
     endpoint = Endpoint(args.endpoint, cache)
-    # [T56] [X28] Both orders of every pair.
-    #       vwxyzjn/summarize_from_feedback_details eval/oai2.py#L112-L127 @ee77a9a
+    # [T56] [X28] Both orders of every pair.   eval/oai2.py#L112-L127
     asked = [
         (question(pair.query, pair.candidate, pair.baseline), question(pair.query, pair.baseline, pair.candidate))
         for pair in pairs
@@ -727,7 +715,7 @@ def results_folder(args: Args) -> Path:
 
 def statistics_of(pairs: Sequence[Pair], results: Sequence[float | None]) -> dict[str, Any]:
     """Win rates, counts and mean lengths, over the rows that have a result."""
-    # [T59] vwxyzjn/summarize_from_feedback_details eval/rlhf_scale.py#L205 @ee77a9a
+    # [T59] eval/rlhf_scale.py#L205
     judged = [(pair, result) for pair, result in zip(pairs, results, strict=True) if result is not None]
     known = [result for _, result in judged]
     differences = [pair.candidate_length - pair.baseline_length for pair, _ in judged]
@@ -757,16 +745,16 @@ def print_report(report: dict[str, Any], rows: Sequence[dict[str, Any]], seed: i
         for name, value in report.items()
         if name != "args" and value not in (None, "")
     }
-    numbers = [{"number": name, "value": one_line(value)} for name, value in shown.items()]
-    print_table("Judgement", numbers, show_lines=False)
+    numbers = [{"number": name, "value": run.one_line(value)} for name, value in shown.items()]
+    run.print_table("Judgement", numbers, show_lines=False)
     examples = []
     for name, points in (("win", (0.75, 1.0)), ("loss", (0.0, 0.25)), ("tie", (0.5,))):
         some = [row for row in rows if row["result"] in points]
         for row in random.Random(seed).sample(some, min(EXAMPLES, len(some))):
-            texts = {side: one_line(row[side].strip()) for side in ("query", "candidate", "baseline")}
+            texts = {side: run.one_line(row[side].strip()) for side in ("query", "candidate", "baseline")}
             texts["query"] = texts["query"] if len(texts["query"]) <= 240 else f"{texts['query'][:240]} …"
             examples.append({"result": name, **texts})
-    print_table("Examples", examples)
+    run.print_table("Examples", examples)
 
 
 def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
@@ -780,8 +768,14 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
     pairs, unit = read_pairs(args)
     results, details, numbers = (judge_by_gold if args.gold else judge_by_endpoint)(args, pairs)
     baseline = args.baseline if args.baseline == "reference" else str(file_of(args.baseline))
-    files = {"candidate_file": str(file_of(args.candidate)), "baseline_file": baseline}
-    report = {"judge": numbers.pop("judge"), **files, **statistics_of(pairs, results), "length_unit": unit, **numbers}
+    compared = {"candidate_file": str(file_of(args.candidate)), "baseline_file": baseline}
+    report = {
+        "judge": numbers.pop("judge"),
+        **compared,
+        **statistics_of(pairs, results),
+        "length_unit": unit,
+        **numbers,
+    }
     report["args"] = dataclasses.asdict(args)
     rows = [
         {**dataclasses.asdict(pair), "result": result, **detail}
@@ -789,11 +783,11 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
     ]
     folder = results_folder(args)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "judgement.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write_json(folder / "judgement.json", report)
+    files.replace_file(folder / "judgement.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    files.write_json(folder / "judgement.json", report)
     if not quiet:
         print_report(report, rows, args.seed)
-        print(f"all numbers and rows: {one_line(str(folder))}")
+        print(f"all numbers and rows: {run.one_line(str(folder))}")
     return report
 
 
@@ -801,10 +795,10 @@ def main() -> None:
     try:
         judge(tyro.cli(Args, description=__doc__))
     except KeyboardInterrupt:
-        exit_with(f"interrupted; {GO_ON}", status=130)
+        errors.exit_with(f"interrupted; {GO_ON}", status=130)
     except Stopped as stopped:
         raise Stopped(f"stopped by SIGTERM; {GO_ON}") from stopped
 
 
 if __name__ == "__main__":
-    run_script(main)
+    errors.run_script(main)

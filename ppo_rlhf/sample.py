@@ -10,6 +10,8 @@ Both continue the same queries with the same sampling noise, and the reward mode
 A policy of chapter 1 continues texts, at the task's temperature. One of chapter 2 summarises posts of the test split,
 at the temperature of evaluations; there a prompt is the text of a post, or a whole query as evaluation.jsonl has it,
 from SUBREDDIT: to TL;DR:
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import dataclasses
@@ -24,35 +26,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.data import (
-    QueryStream,
-    TaskArgs,
-    add_affixes,
-    check_size,
-    check_text,
-    check_vocabulary,
-    encode_text,
-    find_value,
-    load_pretrained,
-    load_tokenizer,
-    read_info,
-    task_ids,
-    text_scorer,
-    to_texts,
-)
-from ppo_rlhf.run import (
-    InputError,
-    NumericalError,
-    absolute,
-    check_values,
-    from_dict,
-    one_line,
-    print_table,
-    run_script,
-    typed_as,
-)
-from ppo_rlhf.tldr_data import Encoder, TldrTaskArgs, format_post, read_posts, tldr_ids
-from ppo_rlhf.train_policy import generate, keyed_generator, load_reward_model, response_logprobs, truncate_at
+from ppo_rlhf import worlds
+from ppo_rlhf.lib import cli, lm, models, posts, rewards, run, texts
+from ppo_rlhf.lib.errors import InputError, NumericalError
 
 
 @dataclass(frozen=True)
@@ -81,6 +57,11 @@ class Args:
     """run Python code that comes with the base model"""
 
 
+def meant(argument: str, typed: str, saved: str, root: Path) -> str:
+    """The value of an argument: what was typed or, if that is empty, what the policy's run had, in root."""
+    return worlds.find_value(argument, typed, Path.cwd()) if typed else worlds.find_value(argument, saved, root)
+
+
 class Continuations:
     """Chapter 1: a text is continued, and the continuation is scored up to a stop token."""
 
@@ -90,27 +71,27 @@ class Continuations:
         """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
         may lie beside the policy's run, in root.
         """
-        self.task, self.tokenizer = from_dict(TaskArgs, task), tokenizer
-        source = source or find_value("task.query_dataset", self.task.query_dataset, root)
+        self.task, self.tokenizer = cli.from_dict(texts.TaskArgs, task), tokenizer
+        source = meant("task.query_dataset", source, self.task.query_dataset, root)
         self.task = dataclasses.replace(self.task, query_dataset=source)
-        self.ids = task_ids(self.task, tokenizer)
+        self.ids = texts.task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.ids.context_length, self.task.temperature
 
     def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first n queries that PPO did not see (n, query_length), and references, if the data has any."""
-        return QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad), None
+        return texts.QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad), None
 
     def query(self, prompt: str) -> list[int]:
         """Token ids of a query, at most query_length."""
-        return encode_text(self.tokenizer, prompt)[: self.task.query_length]
+        return texts.encode_text(self.tokenizer, prompt)[: self.task.query_length]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
         """What the models read of queries (n, query_length): (n, context_length)."""
-        return add_affixes(queries, self.ids.prefix, self.ids.suffix)
+        return texts.add_affixes(queries, self.ids.prefix, self.ids.suffix)
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of responses: what counts for the KL, what is scored, and what is shown: three of (n, response_length)."""
-        truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
+        truncated = lm.truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
         return responses, truncated, truncated
 
 
@@ -123,49 +104,49 @@ class Summaries:
     source = "posts"
 
     def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
-        self.task, self.tokenizer = from_dict(TldrTaskArgs, task), tokenizer
-        self.task = dataclasses.replace(self.task, posts=source or find_value("task.posts", self.task.posts, root))
-        self.ids = tldr_ids(self.task, tokenizer)
+        self.task, self.tokenizer = cli.from_dict(posts.TaskArgs, task), tokenizer
+        self.task = dataclasses.replace(self.task, posts=meant("task.posts", source, self.task.posts, root))
+        self.ids = posts.task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.task.query_length, self.task.eval_temperature
 
     def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        posts = read_posts(self.task, self.tokenizer, "test", n)
-        return posts.queries, posts.references.masked_fill(posts.references == self.ids.eos, self.ids.pad)
+        summaries = posts.read_posts(self.task, self.tokenizer, "test", n)
+        return summaries.queries, summaries.references.masked_fill(summaries.references == self.ids.eos, self.ids.pad)
 
     def query(self, prompt: str) -> list[int]:
-        whole = re.fullmatch(format_post("(.*?)", "(.*?)", "(.*)"), prompt, re.DOTALL)
+        whole = re.fullmatch(posts.format_post("(.*?)", "(.*?)", "(.*)"), prompt, re.DOTALL)
         row = dict(zip(("subreddit", "title", "post"), whole.groups() if whole else ("", "", prompt), strict=True))
-        return Encoder(self.tokenizer, self.ids.eos).query(row, self.task)
+        return posts.Encoder(self.tokenizer, self.ids.eos).query(row, self.task)
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
         return queries
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        truncated = truncate_at(responses, self.ids.stop, 0, self.ids.pad)
+        truncated = lm.truncate_at(responses, self.ids.stop, 0, self.ids.pad)
         return truncated, truncated, truncated.masked_fill(truncated == self.ids.eos, self.ids.pad)
 
 
 class Comparison:
     """A policy, the model that it started from, and what scores them."""
 
-    # [D84] [X11] openai/lm-human-preferences sample.py#L16-L66 @cbfd210
+    # [D84] [X11] sample.py#L16-L66
 
     def __init__(self, args: Args, trust_functions: bool = False):
         """trust_functions: whether the functions that the policy names may run, and not just those of ppo_rlhf."""
         folder = Path(args.policy)
-        info = read_info(folder)
+        info = models.read_info(folder)
         if info["kind"] != "policy":
             raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer = load_tokenizer(str(folder), args.trust_remote_code)
-        root = absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
+        self.tokenizer = models.load_tokenizer(str(folder), args.trust_remote_code)
+        root = run.absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
         kind = Summaries if "posts" in info["task"] else Continuations
         try:
             self.texts = kind(info["task"], self.tokenizer, args.query_dataset, root)
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
-        base_model = args.base_model or find_value("base_model", info["base_model"], root)
-        reward_model = args.reward_model or find_value("rewards.trained_model", info["reward_model"], root)
+        base_model = meant("base_model", args.base_model, info["base_model"], root)
+        reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
         if not self.temperature > 0:
@@ -173,18 +154,20 @@ class Comparison:
         trust, vocab_size = args.trust_remote_code, self.pad_id
         length = self.texts.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
-            "base": load_pretrained(base_model, torch.float32, trust).to(self.device),
-            "policy": load_pretrained(str(folder), torch.float32, trust).to(self.device),
+            "base": models.load_pretrained(base_model, torch.float32, trust).to(self.device),
+            "policy": models.load_pretrained(str(folder), torch.float32, trust).to(self.device),
         }
-        check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
-        check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
+        models.check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
+        models.check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
         # Each gets queries, of the responses what is scored and what is shown, and references or None.
         self.scorers: dict[str, Callable[..., torch.Tensor]] = {}
         if reward_model:
-            scorer = load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
+            scorer = models.load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
             what = f"--reward_model {reward_model}"
-            check_vocabulary(read_info(Path(reward_model)), what, f"--policy {folder}", vocab_size)
-            check_size(scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size)
+            models.check_vocabulary(models.read_info(Path(reward_model)), what, f"--policy {folder}", vocab_size)
+            models.check_size(
+                scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size
+            )
             self.scorers["score"] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                 torch.cat([queries, scored], dim=1), self.pad_id
             )
@@ -194,7 +177,7 @@ class Comparison:
                     f"{folder} names the function {info[field]}; --trust_remote_code runs it, if you trust it"
                 )
             if info[field]:
-                scorer = text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.pad_id)
+                scorer = rewards.text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.pad_id)
                 self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                     queries, shown, references
                 )
@@ -212,14 +195,14 @@ class Comparison:
         """
         queries = queries.to(self.device)
         contexts = self.texts.contexts(queries)  # (n, context_length)
-        generator = keyed_generator(self.seed, "sample", key)
+        generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise = noise.to(self.device)
-        columns: dict[str, list[Any]] = {"query": to_texts(self.tokenizer, queries, self.pad_id)}
+        columns: dict[str, list[Any]] = {"query": texts.to_texts(self.tokenizer, queries, self.pad_id)}
         for name, model in self.models.items():
-            responses, _, _ = generate(model, contexts, noise, self.pad_id, self.pad_id, self.temperature)
+            responses, _, _ = lm.generate(model, contexts, noise, self.pad_id, self.pad_id, self.temperature)
             counted, scored, shown = self.texts.cut(responses)
-            columns[name] = to_texts(self.tokenizer, shown, self.pad_id)
+            columns[name] = texts.to_texts(self.tokenizer, shown, self.pad_id)
             for score_name, scorer in self.scorers.items():
                 scores = columns[f"{name} {score_name}"] = scorer(queries, scored, shown, references).tolist()
                 if broken := [score for score in scores if not math.isfinite(score)]:
@@ -228,7 +211,7 @@ class Comparison:
                     )
         query_responses = torch.cat([contexts, counted], dim=1)  # of the policy, which came last
         logprobs = {
-            name: response_logprobs(
+            name: lm.response_logprobs(
                 model, query_responses, self.pad_id, contexts.shape[1], self.task.temperature, self.pad_id
             )[0]
             for name, model in self.models.items()
@@ -239,14 +222,14 @@ class Comparison:
 
     def task_queries(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first n queries of the task's held-out texts (n, query_length), and their references, if it has any."""
-        with typed_as({f"task.{self.texts.source}": "query_dataset"}):
+        with cli.typed_as({f"task.{self.texts.source}": "query_dataset"}):
             return self.texts.held_out(n)
 
     def prompt_queries(self, prompts: tuple[str, ...]) -> torch.Tensor:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""
         queries = torch.full((len(prompts), self.task.query_length), self.pad_id)
         for row, prompt in zip(queries, prompts, strict=True):
-            check_text(prompt, "--prompt")
+            texts.check_text(prompt, "--prompt")
             tokens = self.texts.query(prompt)
             if not tokens:
                 raise InputError("--prompt: a query needs at least one token")
@@ -261,14 +244,16 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
         numbers = {key.split(" ")[1]: value for key, value in row.items() if key.startswith(f"{name} ")}
         numbers |= {"KL": row["kl"]} if name == "policy" else {}
         return (
-            one_line(row[name].strip()) + "\n\n" + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
+            run.one_line(row[name].strip())
+            + "\n\n"
+            + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
         )
 
     cells = [
-        {"query": one_line(row["query"].strip()), "base model": cell(row, "base"), "policy": cell(row, "policy")}
+        {"query": run.one_line(row["query"].strip()), "base model": cell(row, "base"), "policy": cell(row, "policy")}
         for row in rows
     ]
-    print_table(title, cells)
+    run.print_table(title, cells)
 
 
 def typed_queries() -> Iterator[str]:
@@ -285,7 +270,7 @@ def typed_queries() -> Iterator[str]:
 
 def sample(args: Args) -> list[dict[str, Any]]:
     """Print the comparison as a table, write it to args.out, and return its rows."""
-    check_values(args)
+    cli.check_values(args)
     if args.n < 1:
         raise InputError(f"--n {args.n}: must be at least 1")
     comparison = Comparison(args)
@@ -309,4 +294,4 @@ def sample(args: Args) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     import tyro
 
-    run_script(lambda: sample(tyro.cli(Args, description=__doc__)))
+    cli.run_script(sample, lambda argv: tyro.cli(Args, args=argv, description=__doc__))

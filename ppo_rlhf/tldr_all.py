@@ -13,27 +13,13 @@ import dataclasses
 import json
 import os
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge, tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.run import (
-    InputError,
-    Stages,
-    flag_value,
-    flags_of,
-    joint_args,
-    make_accelerator,
-    one_line,
-    parse_args,
-    print_table,
-    read_meta,
-    run_script,
-    shown,
-)
-from ppo_rlhf.tldr_data import TASKS, TldrTaskArgs
+from ppo_rlhf.lib import cli, posts, run
+from ppo_rlhf.lib.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class Args:
     """run Python code that comes with the base model"""
     resume: str = ""
     """folder of one of the three runs to go on with: runs/<run>; the arguments are taken from there"""
-    task: TldrTaskArgs = field(default_factory=TldrTaskArgs)
+    task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses of all three stages"""
     sft: tldr_sft.Args = field(default_factory=tldr_sft.Args)
     """arguments of tldr_sft.py"""
@@ -63,12 +49,12 @@ PRESETS = {
         preset=name,
         seed=tldr_sft.PRESETS[name].seed,
         base_model=tldr_sft.PRESETS[name].base_model,
-        task=TASKS[name],
+        task=posts.TASKS[name],
         sft=tldr_sft.PRESETS[name],
         reward=tldr_reward.PRESETS[name],
         policy=tldr_policy.PRESETS[name],
     )
-    for name in TASKS
+    for name in posts.TASKS
 }
 SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # arguments that all stages get
 
@@ -81,34 +67,34 @@ def parse(argv: list[str]) -> Args:
             raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
         if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
             raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use tldr_policy.py")
-    resume = flag_value(argv, "--resume")
+    resume = cli.flag_value(argv, "--resume")
     if not resume:
-        return parse_args(PRESETS, argv, __doc__)
-    return joint_args(Args, Path(resume), argv, "tldr_all.py", __doc__)
+        return cli.parse_args(PRESETS, argv, __doc__)
+    return cli.joint_args(Args, Path(resume), argv, "tldr_all.py", __doc__)
 
 
 def train(args: Args) -> tuple[Path, Path, Path]:
     """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process."""
-    accelerator = make_accelerator()
+    stages = cli.Stages(args, SHARED)
+    accelerator = stages.accelerator
     shared = {name: getattr(args, name) for name in SHARED}
     sft_args, reward_args, policy_args = (
         dataclasses.replace(part, **shared) for part in (args.sft, args.reward, args.policy)
     )
     # What can be known to be wrong with a later stage is said before the first.
-    with flags_of("sft", sft_args, SHARED):
-        tldr_sft.check_sft_arguments(sft_args)
+    with cli.flags_of("sft", sft_args, SHARED):
+        tldr_sft.check_arguments(sft_args)
         tldr_sft.sft_sizes(sft_args, 1, accelerator.num_processes)
-    with flags_of("reward", reward_args, SHARED):
-        tldr_reward.check_pair_arguments(reward_args)
+    with cli.flags_of("reward", reward_args, SHARED):
+        tldr_reward.check_arguments(reward_args)
         tldr_reward.pair_sizes(reward_args, 1, accelerator.num_processes)
-    with flags_of("policy", policy_args, SHARED):
-        tldr_policy.check_tldr_arguments(policy_args)
-        tldr_policy.tldr_ppo_sizes(policy_args.ppo, accelerator.num_processes)
+    with cli.flags_of("policy", policy_args, SHARED):
+        tldr_policy.check_arguments(policy_args)
+        tldr_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
     names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
     if len(set(names)) < 3:
         raise InputError(f"--sft.exp_name, --reward.exp_name and --policy.exp_name are {names}; give three names")
 
-    stages = Stages(args, SHARED, accelerator)
     sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
     reward_args = dataclasses.replace(reward_args, base_model=os.path.relpath(sft_folder, stages.root))
     reward_folder = stages.train(tldr_reward.train, reward_args, "reward", "reward")
@@ -126,7 +112,7 @@ def train(args: Args) -> tuple[Path, Path, Path]:
 
 def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
     """Say in plain words what happened, on held-out posts."""
-    sft, reward, policy = (read_meta(run) for run in (sft_run, reward_run, policy_run))
+    sft, reward, policy = (run.read_meta(folder) for folder in (sft_run, reward_run, policy_run))
     rouge = {name: sft["results"][f"validation/sft/rouge/{name}"] for name in ("rouge1", "rouge2", "rougeL")}
     learned, results = reward["results"], policy["results"]
     lines = [
@@ -155,14 +141,14 @@ def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
         f"It took {sum(minutes):.1f} minutes: SFT {minutes[0]:.1f}, reward model {minutes[1]:.1f}, "
         f"PPO {minutes[2]:.1f}.",
         "",
-        f"learning curves  {shown(policy_run / 'learning_curves.png')}",
-        f"                 {shown(reward_run / 'learning_curves.png')}",
-        f"                 {shown(sft_run / 'learning_curves.png')}",
-        f"summaries        {shown(evaluation)}",
-        f"judge them       python ppo_rlhf/judge.py --candidate {shown(policy_run)} --endpoint.url <address> "
+        f"learning curves  {run.shown(policy_run / 'learning_curves.png')}",
+        f"                 {run.shown(reward_run / 'learning_curves.png')}",
+        f"                 {run.shown(sft_run / 'learning_curves.png')}",
+        f"summaries        {run.shown(evaluation)}",
+        f"judge them       python ppo_rlhf/judge.py --candidate {run.shown(policy_run)} --endpoint.url <address> "
         f"--endpoint.model <name>",
     ]
-    print_table("Held-out posts, summarised after SFT and after PPO", rows[:4])
+    run.print_table("Held-out posts, summarised after SFT and after PPO", rows[:4])
     print(*lines, sep="\n")
 
 
@@ -172,15 +158,15 @@ def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]
     Each stage has summarised the first posts of the split, as many as its eval_posts says.
     """
     tables = [
-        [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
-        for run in (sft_run, policy_run)
+        [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+        for folder in (sft_run, policy_run)
     ]
     return [
         {
-            "post": one_line(policy["query"]),
-            "reference": one_line(policy["reference"]),
-            "SFT": one_line(sft["response"]),
-            "PPO": one_line(policy["response"]),
+            "post": run.one_line(policy["query"]),
+            "reference": run.one_line(policy["reference"]),
+            "SFT": run.one_line(sft["response"]),
+            "PPO": run.one_line(policy["response"]),
         }
         for sft, policy in zip(*tables, strict=False)
     ]
@@ -202,4 +188,4 @@ def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) 
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse(sys.argv[1:])))
+    cli.run_script(train, parse)

@@ -8,6 +8,8 @@ and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
     python ppo_rlhf/train_both.py                                                         # sentiment, GPT-2, one GPU
     accelerate launch --num_processes 8 ppo_rlhf/train_both.py --preset descriptiveness --reward.track --policy.track
     python ppo_rlhf/train_both.py --resume runs/<run>                                     # either of the two runs
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import dataclasses
@@ -15,24 +17,12 @@ import json
 import os
 import re
 import statistics
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppo_rlhf import sample, tales, train_policy, train_reward
-from ppo_rlhf.data import TASKS, TaskArgs, find_paths, load_tokenizer
-from ppo_rlhf.run import (
-    InputError,
-    Stages,
-    flag_value,
-    flags_of,
-    joint_args,
-    make_accelerator,
-    parse_args,
-    read_meta,
-    run_script,
-    shown,
-)
+from ppo_rlhf import sample, train_policy, train_reward, worlds
+from ppo_rlhf.lib import cli, models, run, texts
+from ppo_rlhf.lib.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,7 @@ class Args:
     """run Python code that comes with the base model"""
     resume: str = ""
     """folder of either of the two runs to go on with: runs/<run>; the arguments are taken from there"""
-    task: TaskArgs = field(default_factory=TaskArgs)
+    task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)
     """arguments of train_reward.py"""
@@ -59,11 +49,11 @@ PRESETS = {
     name: Args(
         preset=name,
         base_model=train_policy.PRESETS[name].base_model,
-        task=TASKS[name],
+        task=texts.TASKS[name],
         reward=train_reward.PRESETS[name],
         policy=train_policy.PRESETS[name],
     )
-    for name in TASKS
+    for name in texts.TASKS
 }
 EVALUATION_QUERIES = 400
 SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # arguments that both parts get
@@ -77,28 +67,30 @@ def parse(argv: list[str]) -> Args:
             raise InputError(f"{match[0]}: both parts share it; give --{match[1]}")
         if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
             raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use train_policy.py")
-    resume = flag_value(argv, "--resume")
+    resume = cli.flag_value(argv, "--resume")
     if not resume:
-        return parse_args(PRESETS, argv, __doc__)
-    return joint_args(Args, Path(resume), argv, "train_both.py", __doc__)
+        return cli.parse_args(PRESETS, argv, __doc__)
+    return cli.joint_args(Args, Path(resume), argv, "train_both.py", __doc__)
 
 
 def train(args: Args) -> tuple[Path, Path]:
     """Train both parts; return the folders of the reward model and of the policy, on every process."""
-    accelerator = make_accelerator()
-    # [D83] openai/lm-human-preferences lm_human_preferences/train_policy.py#L408-L417 @cbfd210
+    stages = cli.Stages(args, SHARED)
+    accelerator = stages.accelerator
+    # [D83] train_policy.py#L408-L417
     shared = {name: getattr(args, name) for name in SHARED}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
-    with flags_of("reward", reward_args, SHARED):
+    with cli.flags_of("reward", reward_args, SHARED):
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
-    with flags_of("policy", policy_args, SHARED):
+    with cli.flags_of("policy", policy_args, SHARED):
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         train_policy.check_arguments(policy_args)
-        train_policy.load_monitor(policy_args, load_tokenizer(find_paths(args).base_model, args.trust_remote_code))
+        train_policy.load_monitor(
+            policy_args, models.load_tokenizer(worlds.find_paths(args).base_model, args.trust_remote_code)
+        )
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
-    stages = Stages(args, SHARED, accelerator)
     reward_folder = stages.train(train_reward.train, reward_args, "reward", "reward")
     rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder, stages.root))
     policy_args = dataclasses.replace(policy_args, rewards=rewards)
@@ -114,7 +106,7 @@ def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) ->
     reward_run, policy_run = (
         folder.parent.parent.parent / "runs" / folder.parent.name for folder in (reward_folder, policy_folder)
     )
-    reward_meta, policy_meta = read_meta(reward_run), read_meta(policy_run)
+    reward_meta, policy_meta = run.read_meta(reward_run), run.read_meta(policy_run)
     args = sample.Args(str(policy_folder), reward_model=str(reward_folder), trust_remote_code=trust_remote_code)
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
     queries, _ = comparison.task_queries(EVALUATION_QUERIES)
@@ -147,8 +139,8 @@ def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) ->
             f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}: "
             f"{gain:.1f} standard deviations of the language model's own."
         )
-    if comparison.task.query_dataset == "tales":
-        shares = [tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
+    if policy_meta["args"]["task"]["query_dataset"] == "tales":
+        shares = [worlds.tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
         lines.append(
             f"The grammar could have written {shares[0]:.1%} of the language model's sentences, "
             f"and {shares[1]:.1%} of the policy's."
@@ -160,15 +152,15 @@ def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) ->
         f"It took {sum(minutes.values()):.1f} minutes: the reward model {minutes['reward']:.1f}, "
         f"the policy {minutes['policy']:.1f}.",
         "",
-        f"learning curves  {shown(policy_run / 'learning_curves.png')}",
-        f"                 {shown(reward_run / 'learning_curves.png')}",
-        f"samples          {shown(policy_run / 'comparison.jsonl')}",
-        f"models           {shown(policy_folder)}",
-        f"                 {shown(reward_folder)}",
-        f"read more        python ppo_rlhf/sample.py --policy {shown(policy_folder)}",
+        f"learning curves  {run.shown(policy_run / 'learning_curves.png')}",
+        f"                 {run.shown(reward_run / 'learning_curves.png')}",
+        f"samples          {run.shown(policy_run / 'comparison.jsonl')}",
+        f"models           {run.shown(policy_folder)}",
+        f"                 {run.shown(reward_folder)}",
+        f"read more        python ppo_rlhf/sample.py --policy {run.shown(policy_folder)}",
     ]
     print(*lines, sep="\n")
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse(sys.argv[1:])))
+    cli.run_script(train, parse)

@@ -9,14 +9,15 @@ started from (the reference) keeps the text fluent. Each update does eight thing
     3. log-probs of the reference
     4. truncate the responses at the stop token and score them
     5. per-token rewards: KL penalty on every token, score on the last
-    6. advantages and returns (GAE)
+    6. advantages and returns (GAE), for each minibatch anew
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-Steps 6 and 7 stand in `ppo_update`, because each minibatch whitens its own rewards and advantages.
+Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own rewards and advantages. Functions
+stand below `train()`, in the order in which it calls them; sizes, loading and saving come last.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see DETAILS.md.
+file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/train_both.py --preset tales                    # no network: reward model, then this, in minutes
     python ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward                      # one GPU, GPT-2
@@ -24,11 +25,15 @@ file and line stand beside the mark. [X01] and the like are places where we diff
     python ppo_rlhf/train_policy.py --resume runs/<run>             # go on after an interruption
 """
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import hashlib
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,62 +41,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ppo_rlhf.data import (
-    TASKS,
-    QueryStream,
-    Scorer,
-    TaskArgs,
-    TaskIds,
-    add_affixes,
-    check_model,
-    check_size,
-    check_vocabulary,
-    find_paths,
-    load_pretrained,
-    load_tokenizer,
-    read_info,
-    sample_rows,
-    task_ids,
-    text_scorer,
-    vocabulary_size,
-    weight_files,
-)
-from ppo_rlhf.run import (
-    InputError,
-    NumericalError,
-    Run,
-    above_zero,
-    anew_with_lower,
-    at_least,
-    check_equal,
-    check_finite,
-    check_values,
-    flag,
-    gathered,
-    make_accelerator,
-    mean_over_processes,
-    parse_args,
-    restore_training_state,
-    rows_at_a_time,
-    run_script,
-    seconds_since,
-    shard,
-    split_evenly,
-    training_state,
-    typed,
-    upload_model,
-    whole,
-    whole_state,
-    write_json,
-)
+from ppo_rlhf import worlds
+from ppo_rlhf.lib import cli, models, processes, rewards, run, texts
+from ppo_rlhf.lib.errors import InputError
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -185,7 +142,7 @@ class Args:
     """push the trained model to the Hugging Face hub"""
     hf_entity: str = ""
     """user or organisation on the hub; empty: whoever is logged in"""
-    task: TaskArgs = field(default_factory=TaskArgs)
+    task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
     """score and KL penalty"""
@@ -194,31 +151,740 @@ class Args:
 
 
 def tales_rewards(annotator: str) -> RewardsArgs:
-    gold = f"ppo_rlhf.tales:{annotator}.gold_scores"
+    gold = f"ppo_rlhf.worlds.tales:{annotator}.gold_scores"
     return RewardsArgs(adaptive_kl=AdaptiveKLArgs(horizon=1_000), monitor=gold)
 
 
-def fixed_kl(kl_coef: float) -> RewardsArgs:
-    return RewardsArgs(kl_coef=kl_coef, adaptive_kl=AdaptiveKLArgs(target=None))
-
-
-# [D87] [X09] Summaries do without reward whitening.    openai/lm-human-preferences launch.py#L166 @cbfd210
+FIXED = AdaptiveKLArgs(target=None)
+# [D87] [X09] Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)
 PRESETS = {
-    "sentiment": Args(preset="sentiment", task=TASKS["sentiment"]),
-    "descriptiveness": Args(preset="descriptiveness", task=TASKS["descriptiveness"]),  # another reward model
-    "cnndm": Args(preset="cnndm", task=TASKS["cnndm"], rewards=fixed_kl(0.01), ppo=SUMMARIES_PPO),
-    "tldr": Args(preset="tldr", task=TASKS["tldr"], rewards=fixed_kl(0.03), ppo=SUMMARIES_PPO),
-    **{
-        name: Args(preset=name, base_model="tales", task=TASKS[name], rewards=tales_rewards(annotator), ppo=TALES_PPO)
-        for name, annotator in (("tales", "sentiment"), ("tales-descriptiveness", "descriptiveness"))
-    },
+    "sentiment": Args(),
+    "descriptiveness": Args(),  # with another reward model
+    "cnndm": Args(rewards=RewardsArgs(kl_coef=0.01, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
+    "tldr": Args(rewards=RewardsArgs(kl_coef=0.03, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
+    "tales": Args(base_model="tales", rewards=tales_rewards("sentiment"), ppo=TALES_PPO),
+    "tales-descriptiveness": Args(base_model="tales", rewards=tales_rewards("descriptiveness"), ppo=TALES_PPO),
 }
+PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
+
 
 # ----------------------------------------------------------------------------------------------------------------
-# Batch sizes
+# Train
 # ----------------------------------------------------------------------------------------------------------------
+
+
+def train(args: Args, joint: dict | None = None) -> Path:
+    """Train a policy and return the folder models/<run>/policy, on every process. joint: what train_both.py gives.
+
+    Raises InputError, a ValueError: bad arguments before anything is written, a disk or a function when it fails.
+    """
+    accelerator = processes.make_accelerator(sharding=False)
+    check_arguments(args)
+    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
+    given, args = args, worlds.find_paths(args, joint)  # given: what meta.json and the saved models name
+    task, ppo, device, dtype = args.task, args.ppo, accelerator.device, models.weights_dtype(args.dtype)
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = texts.task_ids(task, tokenizer)
+    # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
+    stream = texts.QueryStream(task, tokenizer)
+    policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
+    score = load_scorer(args, tokenizer, dtype, device)
+    monitor = load_monitor(args, tokenizer)
+    # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
+    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
+    controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+    first_update = resume(this_run, policy, optimizer, controller, stream, sizes)
+    this_run.start_logging(first_update, models.config_for_plots(given, args))
+    # [X04] A process takes a contiguous slice of the batch, and the groups in it.
+    rank = accelerator.process_index
+    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
+    groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
+
+    with this_run.progress("PPO", sizes.updates, first_update) as advance:
+        for update in range(first_update, sizes.updates):
+            started = time.monotonic()
+            optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
+            with torch.no_grad(), mixed_precision(device, enabled=policy.low_precision):
+                # 1. Sample queries. Every process draws the whole batch and takes its rows.
+                queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
+                uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+
+                # 2. Generate responses. The sampler knows their log-probs and values.
+                contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
+                context_responses, logprobs, values, sampler_gap = processes.in_chunks(
+                    partial(respond, policy, ids, task.temperature), sizes.local_rollout_batch, contexts, uniforms
+                )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
+
+                # 3. Log-probs of the reference.
+                read_reference = partial(reference_logprobs, reference, ids, task.temperature)
+                ref_logprobs = processes.in_chunks(read_reference, sizes.local_rollout_batch, context_responses)
+
+                # 4. Truncate and score.
+                responses = context_responses[:, ids.context_length :]  # (local_batch, response_length)
+                truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+                raw_scores = processes.in_chunks(score, sizes.local_rollout_batch, queries, truncated_responses)
+                # [D50] Without a stop token: the penalty instead of the score.   train_policy.py#L384-L390
+                stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
+                scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
+
+                # 5. Per-token rewards.
+                # [D53] With the coefficient that the last update left.   train_policy.py#L293-L297
+                rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
+
+            # 6. Advantages and returns, and
+            # 7. PPO epochs over minibatches.
+            rollout = Rollout(context_responses, logprobs, values, rewards)
+            permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
+            stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
+
+            # 8. Adapt the KL coefficient and log.
+            monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
+            lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
+            of_episodes = objectives(
+                scores, raw_scores, stopped, lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
+            )
+            means = processes.mean_over_processes(of_episodes | stats, accelerator)
+            means |= processes.sum_over_processes(
+                {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}, accelerator
+            )
+            processes.check_update(means, update, args.dtype)
+            processes.check_equal("objective/kl_coef", controller.value, accelerator)
+            seconds = run.seconds_since(started), this_run.seconds()
+            metrics = finish_metrics(means, update, args, controller.value, *seconds)
+            this_run.log(update, metrics)
+            if args.log_interval and update % args.log_interval == 0:
+                total = scores + non_score_rewards.sum(1)  # [X06] With the coefficient that these rewards have.
+                shown = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
+                this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
+            # [D70] [D71] It sees the mean over all processes, once the update is logged.   train_policy.py#L299-L305
+            controller.update(metrics["objective/kl"], sizes.batch)
+            speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
+            advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
+            # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508
+            if this_run.is_time_to_save(update + 1, sizes.updates):
+                state = {"kl_coef": controller.value, "query_position": stream.position}
+                this_run.save_checkpoint(update + 1, run.training_state(policy, optimizer), state)
+
+    folder = this_run.model_folder / "policy"
+    if accelerator.is_main_process:
+        models.save_policy(folder, policy, tokenizer, given)
+    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
+    this_run.finish(PANELS, **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
+    this_run.upload("policy")
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Steps 1 to 3: how a model writes and reads tokens
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def episode_noise(seed: int, update: int, batch: int, response_length: int) -> Tensor:
+    """Uniform random numbers (batch, response_length) of a whole batch, the same at any number of processes."""
+    # [X01] The original seeds each process; here the noise belongs to the episode.
+    generator = keyed_generator(seed, "policy", update)
+    return torch.rand(batch, response_length, generator=generator, dtype=torch.float64)
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+@torch.no_grad()
+def respond(
+    policy: PolicyWithValueHead, ids: texts.TaskIds, temperature: float, contexts: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sample responses to contexts (batch, context_length).
+
+    Returns context_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
+    and the distance of the log-probs from those that the sampler saw (batch, response_length).
+    """
+    responses, sampled_logprobs, hidden_states = generate(
+        policy.lm_backbone, contexts, uniforms, ids.pad, policy.vocab_size, temperature
+    )
+    context_responses = torch.cat([contexts, responses], dim=1)
+    if policy.low_precision:
+        # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
+        logprobs, _, values = policy(context_responses, ids.pad, contexts.shape[1], temperature)
+    else:  # [D25] [D26] What the sampler saw is what training sees.
+        logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
+    return context_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
+
+
+@torch.no_grad()
+def generate(
+    lm_backbone: PreTrainedModel, contexts: Tensor, uniforms: Tensor, pad_id: int, vocab_size: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample responses with a key-value cache.
+
+    contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
+    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
+    state before each token (batch, response_length, width).
+    """
+    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
+    tokens = left_pad(contexts, pad_id)
+    mask = tokens != pad_id  # (batch, context_length)
+    position_ids = mask.cumsum(1) - mask.long()
+    tokens = tokens.masked_fill(~mask, 0)
+    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
+    length = contexts.shape[1] + uniforms.shape[1]
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
+    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
+    responses, logprobs, hidden_states = [], [], []
+    # [D22] [D24] Always response_length tokens; no top-k, no top-p.   language/sample.py#L24-L84
+    for column in range(uniforms.shape[1]):
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=masks[column],
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (batch, width)
+        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
+        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
+        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
+        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        # [D25] Log-probs are recorded as the tokens are sampled.   policy.py#L108-L112
+        responses.append(tokens)
+        logprobs.append(all_logprobs.gather(1, tokens))
+        hidden_states.append(hidden)
+        position_ids = position_ids[:, -1:] + 1
+    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+class KeyValueCache(StaticCache):
+    """Keys and values, both in the precision of the values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens; return those of all tokens."""
+        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
+def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
+    """Move the padding of each row to its left; the order of the other tokens stays.
+
+    tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
+    """
+    # [D08] A stable sort by "is a real token".
+    return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
+
+
+@torch.no_grad()
+def reference_logprobs(
+    reference: PreTrainedModel, ids: texts.TaskIds, temperature: float, context_responses: Tensor
+) -> Tensor:
+    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature."""
+    logprobs, _, _ = response_logprobs(
+        reference, context_responses, ids.pad, ids.context_length, temperature, ids.vocab_size
+    )
+    return logprobs
+
+
+def response_logprobs(
+    lm_backbone: PreTrainedModel,
+    context_responses: Tensor,
+    pad_id: int,
+    context_length: int,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a language model says of responses that it reads.
+
+    context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
+    gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
+    """
+    # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
+    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
+    responses = context_responses[:, context_length:]
+    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
+    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
+    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
+    with torch.no_grad():
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+    return logprobs, entropies, hidden_states
+
+
+def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
+    """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
+
+    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
+    """
+    # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
+    mask = tokens != pad_id  # (batch, sequence_length)
+    input_ids = tokens.masked_fill(~mask, 0)
+    # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
+    position_ids = mask.cumsum(1) - mask.long()
+    attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
+    hidden_states = lm_backbone.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state  # (batch, sequence_length, width)
+    # [D16] Padding shows what the real token to its left shows: columns [0, 0, 0, 3].   language/model.py#L333-L341
+    real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
+    last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)
+    return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
+
+
+def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+
+    mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
+    """
+    # [D15] A position sees itself and the real tokens before it, padding too.   language/model.py#L101-L159
+    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
+    return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_size: int, temperature: float) -> Tensor:
+    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
+    # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
+    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
+    # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
+    """The head's number for each hidden state: (..., width) gives (...). In full precision even in bfloat16 runs."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
+
+
+def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
+    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
+
+
+class PolicyWithValueHead(nn.Module):
+    """A causal language model with a scalar head on its final hidden state: actor and critic share the trunk."""
+
+    def __init__(self, lm_backbone: PreTrainedModel, vocab_size: int | None = None, *, low_precision: bool = False):
+        """vocab_size: number of ids that can be sampled, if the output layer has more rows than the tokenizer;
+        low_precision: whether matrix products are in bfloat16.
+        """
+        super().__init__()
+        self.lm_backbone = lm_backbone
+        self.vocab_size = vocab_size or lm_backbone.config.vocab_size
+        self.low_precision = low_precision
+        # [D46] The value head starts at exactly zero.   language/model.py#L364-L370
+        self.value_head = nn.Linear(lm_backbone.config.hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self, query_responses: Tensor, pad_id: int, context_length: int, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
+
+        query_responses: (batch, context_length + response_length). Returns three of (batch, response_length).
+        """
+        with mixed_precision(query_responses.device, enabled=self.low_precision):
+            logprobs, entropies, hidden_states = response_logprobs(
+                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
+            )
+            # [D26] A value belongs to the position before the response token, as its log-prob does.   policy.py#L125
+            return logprobs, entropies, read_scalar(self.value_head, hidden_states)
+
+
+class RewardModel(nn.Module):
+    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
+
+    def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
+        """low_precision: whether matrix products are in bfloat16."""
+        super().__init__()
+        self.lm_backbone, self.low_precision = lm_backbone, low_precision
+        width = lm_backbone.config.hidden_size
+        # [D29] A small random head: about 1 / sqrt(width) in every weight.   language/model.py#L248-L258
+        self.reward_head = nn.Linear(width, 1)
+        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
+        nn.init.zeros_(self.reward_head.bias)
+        # [D31] [D32] Gain and bias are trainable parameters.   rewards.py#L48-L71
+        self.gain = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+        # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
+        with mixed_precision(query_responses.device, enabled=self.low_precision):
+            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+            return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Steps 4 to 7: scores, rewards, advantages, losses
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:
+    """Replace everything after the first stop token at index >= after by padding; the stop token itself stays.
+
+    responses: (batch, response_length). stop_id None: unchanged.
+    """
+    # [D48] What follows the stop token becomes padding; without one, nothing changes.   lm_tasks.py#L39-L52
+    if stop_id is None:
+        return responses
+    stops = (responses == stop_id) & (torch.arange(responses.shape[1], device=responses.device) >= after)
+    stops_before = stops.cumsum(1) - stops.long()  # (batch, response_length)
+    return responses.masked_fill(stops_before > 0, pad_id)
+
+
+def has_stop(responses: Tensor, stop_id: int | None, after: int) -> Tensor:
+    """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
+    # [D50] A stop token before index `after` does not count.   lm_tasks.py#L58-L65
+    if stop_id is None:
+        return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
+    return (responses[:, after:] == stop_id).any(1)
+
+
+def compute_rewards(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl_coef: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-token rewards: -kl_coef * kl, and the score on top of the last token.
+
+    scores: (batch,); log-probs: (batch, response_length). Returns rewards, non_score_rewards and kl, of that shape.
+    """
+    # [D51] [D52] Every token pays, also after the stop; the score is on the last.   train_policy.py#L149-L154
+    kl = logprobs - ref_logprobs
+    non_score_rewards = -kl_coef * kl
+    rewards = non_score_rewards.clone()
+    rewards[:, -1] += scores
+    return rewards, non_score_rewards, kl
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one process remembers of its part of the batch while it trains on it."""
+
+    context_responses: Tensor  # (local_batch, context_length + response_length)
+    logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
+    values: Tensor  # (local_batch, response_length), of the critic at that time
+    rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
+
+
+def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> Tensor:
+    """Orders in which each group visits its episodes: (epochs, groups, group_batch), fresh ones in each epoch."""
+    # [D62] [X02] Every epoch visits the same episodes in a fresh order.   train_policy.py#L180-L196
+    orders = [
+        torch.randperm(group_batch, generator=keyed_generator(seed, "permutation", update, epoch, group))
+        for epoch in range(epochs)
+        for group in groups
+    ]
+    return torch.stack(orders).unflatten(0, (epochs, len(groups)))
+
+
+def ppo_update(
+    policy: PolicyWithValueHead,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    permutations: Tensor,
+    ppo: PpoArgs,
+    pad_id: int,
+    temperature: float,
+    accelerator: Accelerator | None = None,
+) -> dict[str, Tensor]:
+    """Steps 6 and 7: all epochs of PPO on one rollout.
+
+    permutations: (epochs, groups, group_batch), each row an order of that group's episodes; group g owns the slice
+    [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
+    Returns what `ppo_loss` and `group_statistics` say, 0-d means over all micro-batches of this process.
+    """
+    epochs, groups, group_batch = permutations.shape
+    group_minibatch = group_batch // ppo.nminibatches
+    micro_batch_size = ppo.local_micro_batch_size or groups * group_minibatch
+    context_length = rollout.context_responses.shape[1] - rollout.logprobs.shape[1]
+    group_starts = torch.arange(groups).unsqueeze(1) * group_batch  # (groups, 1)
+    b_inds = (permutations + group_starts).to(rollout.rewards.device, non_blocking=True)
+    stats: list[dict[str, Tensor]] = []
+    gradient_norms: list[Tensor] = []
+    for epoch in range(epochs):
+        for minibatch in range(ppo.nminibatches):
+            slice_of_group = slice(minibatch * group_minibatch, (minibatch + 1) * group_minibatch)
+            mb_inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch)
+
+            # 6. Advantages and returns.
+            mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
+            mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
+            of_groups = group_statistics(mb_values, mb_returns)
+
+            # 7. One optimiser step.
+            # [D67] [D88] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
+            mb_tokens, mb_logprobs = rollout.context_responses[mb_inds], rollout.logprobs[mb_inds]
+            mb_tensors = (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)
+            optimizer.zero_grad()
+            for micro_batch in zip(*(t.flatten(0, 1).split(micro_batch_size) for t in mb_tensors), strict=True):
+                # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
+                context_responses, logprobs, values, advantages, returns = micro_batch
+                new_logprobs, entropies, new_values = policy(context_responses, pad_id, context_length, temperature)
+                loss, statistics = ppo_loss(
+                    new_logprobs, entropies, new_values, logprobs, values, advantages, returns, ppo
+                )
+                (loss * len(values) / mb_inds.numel()).backward()
+                stats.append(statistics | of_groups)
+            if accelerator is not None:
+                processes.average_gradients(policy, accelerator)
+            gradient_norms.append(processes.gradient_norm(policy))
+            optimizer.step()
+    means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
+    means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
+    before_any_step = stats[: len(stats) // len(gradient_norms)]  # 0 but for rounding
+    squares = torch.stack([row[SQUARED_RATIO_GAP] for row in before_any_step])
+    return means | {"ppo/val/first_ratio_gap": squares.mean().sqrt()}
+
+
+def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Tensor, Tensor]:
+    """Step 6 for one minibatch: whitened advantages and returns. Every group whitens with its own statistics.
+
+    rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
+    """
+    # [D55] Rewards are whitened here, minibatch by minibatch, and keep their mean.   train_policy.py#L323-L325
+    # [D77] A group is what one process of the original has of a minibatch.   train_policy.py#L158-L159
+    if ppo.whiten_rewards:
+        rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
+    advantages, returns = compute_gae(rewards.flatten(0, 1), values.flatten(0, 1), ppo.gamma, ppo.lam)
+    # [D58] Advantages are always whitened, once the returns are made.   train_policy.py#L338-L339
+    advantages = torch.stack([whiten(group, keep_mean=False) for group in advantages.view_as(values)])
+    return advantages, returns.view_as(values)
+
+
+def whiten(values: Tensor, *, keep_mean: bool) -> Tensor:
+    """Shift and scale to mean 0 and variance 1 over all elements; keep_mean adds the mean back.
+
+    The variance is biased, and 1e-8 is added to it: (x - mean) / sqrt(var + 1e-8).
+    """
+    # [D54] The biased variance, over every element given.   utils/core.py#L336-L341
+    mean, variance = values.mean(), values.var(unbiased=False)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return whitened + mean if keep_mean else whitened
+
+
+def compute_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation; the value after the last token is 0.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
+
+    rewards, values: (batch, response_length). Returns advantages (not whitened) and returns, of that shape.
+    """
+    # [D56] [D57] With the rollout's values; returns before any whitening.   train_policy.py#L327-L336
+    advantages = torch.zeros_like(values)
+    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = next_advantage = delta + gamma * lam * next_advantage
+        next_value = values[:, t]
+    return advantages, advantages + values
+
+
+def ppo_loss(
+    new_logprobs: Tensor,
+    entropies: Tensor,
+    new_values: Tensor,
+    logprobs: Tensor,
+    values: Tensor,
+    advantages: Tensor,
+    returns: Tensor,
+    ppo: PpoArgs,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, and what is logged of it: means over its tokens, without gradient. All 0-d.
+
+    Every tensor given is (micro_batch, response_length).
+    """
+    pg_loss, pg_clipfrac, approxkl = policy_loss(new_logprobs, logprobs, advantages, ppo.cliprange)
+    vf_loss, vf_clipfrac = value_loss(new_values, values, returns, ppo.cliprange_value)
+    # [D61] No entropy bonus; every token has the same weight.   train_policy.py#L357
+    loss = pg_loss + ppo.vf_coef * vf_loss
+    with torch.no_grad():
+        ratio = torch.exp(new_logprobs - logprobs)  # (micro_batch, response_length)
+        return loss, {
+            "ppo/loss/policy": pg_loss.detach(),
+            "ppo/loss/value": vf_loss.detach(),
+            "ppo/loss/total": loss.detach(),
+            "ppo/policy/approxkl": approxkl,
+            "ppo/policy/clipfrac": pg_clipfrac,
+            "ppo/val/clipfrac": vf_clipfrac,
+            "ppo/policy/entropy": entropies.mean(),
+            "ppo/val/vpred": new_values.mean(),
+            "ppo/val/error": ((new_values - returns) ** 2).mean(),
+            "ppo/val/ratio": ratio.mean(),
+            SQUARED_RATIO_GAP: ((ratio - 1) ** 2).mean(),
+            "ppo/val/advantage": advantages.mean(),
+            "ppo/val/advantage_var": (advantages**2).mean(),  # the mean is 0
+        }
+
+
+def policy_loss(
+    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clipped surrogate: mean(max(-A * ratio, -A * clip(ratio, 1 +- range))), ratio = exp(new - old).
+
+    Returns the loss, the share of clipped tokens, and approxkl = 0.5 * mean((new - old)^2), the last two detached.
+    """
+    # [D60] The larger of the two losses counts: the surrogate is a pessimistic bound.   train_policy.py#L350-L360
+    ratio = torch.exp(new_logprobs - logprobs)  # (batch, response_length)
+    losses = -advantages * ratio
+    clipped_losses = -advantages * torch.clamp(ratio, 1 - cliprange, 1 + cliprange)
+    clipfrac = (clipped_losses > losses).to(losses.dtype).mean()
+    approxkl = 0.5 * ((new_logprobs - logprobs) ** 2).mean().detach()
+    return torch.maximum(losses, clipped_losses).mean(), clipfrac, approxkl
+
+
+def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
+    """Clipped value loss: 0.5 * mean(max((V - R)^2, (clip(V, V_old +- range) - R)^2)), and the share of clipped."""
+    # [D59] The larger of the two errors counts, so that a clipped value does not learn.   train_policy.py#L343-L348
+    clipped_values = torch.clamp(new_values, values - cliprange_value, values + cliprange_value)
+    losses = (new_values - returns) ** 2  # (batch, response_length)
+    clipped_losses = (clipped_values - returns) ** 2  # (batch, response_length)
+    clipfrac = (clipped_losses > losses).to(losses.dtype).mean()
+    return 0.5 * torch.maximum(losses, clipped_losses).mean(), clipfrac
+
+
+def group_statistics(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    """Mean and biased variance of each group's minibatch, averaged. Arguments: (groups, group_minibatch, length)."""
+    return {
+        "ppo/val/mean": values.mean(),
+        "ppo/val/var": values.var((1, 2), unbiased=False).mean(),
+        "ppo/returns/mean": returns.mean(),
+        "ppo/returns/var": returns.var((1, 2), unbiased=False).mean(),
+    }
+
+
+class AdamTensorFlowStyle(torch.optim.Adam):
+    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
+
+        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
+
+    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam takes the same step if its eps is
+    eps / sqrt(1 - beta2^t), in the first step eps / sqrt(0.001) = 32 eps. With small gradients that matters.
+    """
+
+    # [D64] [D65] No clipping, weight decay or warm-up; `steps` counts over the run.   utils/core.py#L621-L629
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        for group in self.param_groups:
+            group.update(steps=0, eps_tensorflow=eps)
+
+    def step(self, closure: Callable | None = None):
+        """One step of all parameters that have a gradient."""
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["eps"] = group["eps_tensorflow"] / math.sqrt(1 - group["betas"][1] ** group["steps"])
+        return super().step(closure)
+
+
+def learning_rate(ppo: PpoArgs, update: int) -> float:
+    """The learning rate of an update (0-based), constant within it: linear from ppo.lr, and never 0."""
+    # [D63] All steps of an update have the same rate.   train_policy.py#L78-L84
+    return ppo.lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Step 8: metrics, KL coefficient
+# ----------------------------------------------------------------------------------------------------------------
+
+
+SQUARED_RATIO_GAP = "mean of (ratio - 1)^2"  # not logged itself; the variance of the ratio is made of it
+
+
+def objectives(
+    scores: Tensor,
+    raw_scores: Tensor,
+    stopped: Tensor,
+    lengths: Tensor,
+    logprobs: Tensor,
+    kl: Tensor,
+    non_score_rewards: Tensor,
+    sampler_gap: Tensor,
+    monitored: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """What is logged of the episodes of this process: 0-d means over them, in float64.
+
+    scores, raw_scores, stopped, lengths and what the monitor says: (batch,); the others (batch, response_length).
+    """
+    of_episodes = {
+        "objective/kl": kl.sum(1),
+        "objective/entropy": -logprobs.sum(1),
+        "objective/score": scores,
+        "objective/non_score_reward": non_score_rewards.sum(1),
+        "objective/raw_score": raw_scores,
+        "objective/stopped": stopped,
+        "objective/response_length": lengths,
+        "objective/sampler_gap": sampler_gap,
+        **monitored,
+    }
+    return {name: values.double().mean() for name, values in of_episodes.items()}
+
+
+def finish_metrics(
+    means: dict[str, float], update: int, args: Args, kl_coef: float, update_seconds: float, run_seconds: float
+) -> dict[str, float]:
+    """All metrics of an update: the means over all processes, and what follows from them.
+
+    Names that the original has mean what they mean there. Those that lm-human-preference-details added
+    (`objective/scores`, `_avg`) hold the same numbers, for its plotting commands.
+    """
+    ppo = args.ppo
+    metrics = {name: mean for name, mean in means.items() if name != SQUARED_RATIO_GAP}
+    metrics["objective/kl_coef"] = kl_coef
+    metrics["objective/score_total"] = means["objective/score"] + means["objective/non_score_reward"]
+    metrics["objective/scores"] = means["objective/score"]
+    metrics["ppo/val/ratio_var"] = means[SQUARED_RATIO_GAP] - (means["ppo/val/ratio"] - 1) ** 2
+    metrics["ppo/val/var_explained"] = 1 - means["ppo/val/error"] / max(means["ppo/returns/var"], 1e-12)
+    for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/clipfrac", "val/clipfrac"):
+        metrics[f"ppo/{name}_avg"] = means[f"ppo/{name}"]
+    serial_steps = (update + 1) * args.task.response_length
+    metrics["ppo/lr"] = learning_rate(ppo, update)
+    metrics["ppo/episode"] = metrics["elapsed/episodes"] = (update + 1) * ppo.batch_size
+    metrics["elapsed/updates"] = update + 1
+    metrics["elapsed/steps/serial"] = serial_steps
+    metrics["elapsed/steps/total"] = serial_steps * ppo.batch_size
+    metrics["elapsed/fps"] = int(ppo.batch_size * args.task.response_length / update_seconds)
+    metrics["elapsed/time"] = run_seconds
+    return metrics
+
+
+class AdaptiveKLController:
+    """Raises the KL coefficient while the divergence is above the target, lowers it while it is below.
+
+    error = clip(kl / target - 1, -0.2, 0.2)        kl_coef *= 1 + error * episodes / horizon
+    """
+
+    def __init__(self, kl_coef: float, target: float | None, horizon: float):
+        """target None: the coefficient stays as it is."""
+        self.value = kl_coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, episodes: int) -> None:
+        """kl: mean over the batch, nats per response; episodes: how many the update used, over all processes."""
+        # [D69] The step is proportional to the relative error, which is clipped.   train_policy.py#L115-L124
+        # [D72] Without a target, fixed.   train_policy.py#L107-L112
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * episodes / self.horizon
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Plumbing: sizes, loading, checkpoints
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def check_arguments(args: Args) -> None:
+    """Refuse numbers that cannot be meant."""
+    cli.check_values(args)
+    cli.at_least(0, "", args, "log_interval", "save_interval")
+    cli.at_least(0, "rewards.", args.rewards, "kl_coef")
+    cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
+    cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
+    if args.rewards.adaptive_kl.target is not None:
+        cli.above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
+        cli.check_horizon(args.rewards.adaptive_kl.horizon, args.ppo.batch_size)
 
 
 @dataclass(frozen=True)
@@ -240,756 +906,123 @@ class PpoSizes:
     local_micro_batch: int
 
 
-def check_horizon(horizon: int, episodes: int) -> None:
-    """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
-    if episodes >= 5 * horizon:
-        raise InputError(
-            f"{flag('rewards.adaptive_kl.horizon')} {horizon}: an update of {flag('ppo.batch_size')} {episodes} "
-            f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
-            f"{episodes // 5 + 1} would do"
-        )
-
-
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
-    check_values(args)
-    at_least(0, "", args, "log_interval", "save_interval")
-    at_least(0, "rewards.", args.rewards, "kl_coef")
-    at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
-    above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
-    if args.rewards.adaptive_kl.target is not None:
-        above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
-        check_horizon(args.rewards.adaptive_kl.horizon, args.ppo.batch_size)
-
-
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
-    local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
+    cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
+    local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
-    group_minibatch = split_evenly(
-        "ppo.batch_size", ppo.batch_size, slices, f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
+    group_minibatch = processes.split_evenly(
+        "ppo.batch_size",
+        ppo.batch_size,
+        slices,
+        f"{cli.typed('ppo.whiten_groups')} x {cli.typed('ppo.nminibatches')}",
     )
-    # [D68] The original asks for eight episodes.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L69-L75 @cbfd210
+    # [D68] The original asks for eight episodes.   train_policy.py#L69-L75
     if ppo.whiten_rewards and group_minibatch < 8:
         raise InputError(
-            f"{typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
-            f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; {flag('ppo.batch_size')} "
-            f"{8 * slices} is enough"
+            f"{cli.typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
+            f"{cli.typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
+            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough"
         )
     local_batch = ppo.batch_size // num_processes
     local_minibatch = local_groups * group_minibatch
     return PpoSizes(
-        # [D63] The last, incomplete batch counts as an update.
-        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L78-L84 @cbfd210
+        # [D63] The last, incomplete batch counts as an update.   train_policy.py#L78-L84
         updates=math.ceil(ppo.total_episodes / ppo.batch_size),
         batch=ppo.batch_size,
         local_batch=local_batch,
-        local_rollout_batch=rows_at_a_time("ppo.local_rollout_batch_size", ppo.local_rollout_batch_size, local_batch),
+        local_rollout_batch=processes.rows_at_a_time(
+            "ppo.local_rollout_batch_size", ppo.local_rollout_batch_size, local_batch
+        ),
         local_groups=local_groups,
         group_batch=ppo.batch_size // ppo.whiten_groups,
         group_minibatch=group_minibatch,
         local_minibatch=local_minibatch,
-        local_micro_batch=rows_at_a_time("ppo.local_micro_batch_size", ppo.local_micro_batch_size, local_minibatch),
+        local_micro_batch=processes.rows_at_a_time(
+            "ppo.local_micro_batch_size", ppo.local_micro_batch_size, local_minibatch
+        ),
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Models
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def causal_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
-
-    mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
-    """
-    # [D15] A position sees the real tokens before it and itself, so that padding also sees something.
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L101-L159 @cbfd210
-    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-    visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
-    return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
-
-
-def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int, columns: slice) -> torch.Tensor:
-    """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
-
-    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
-    """
-    # [D13] Padding is never embedded: token 0 is looked up in its place, and no real token attends to it.
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
-    mask = tokens != pad_id  # (batch, sequence_length)
-    input_ids = tokens.masked_fill(~mask, 0)
-    # [D14] The position of a token is the number of real tokens before it: [x, pad, pad, a, b] gives [0, 1, 1, 1, 2].
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L265-L269 @cbfd210
-    position_ids = mask.cumsum(1) - mask.long()
-    attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
-    hidden_states = lm_backbone.base_model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-    ).last_hidden_state  # (batch, sequence_length, width)
-    # [D16] A padding position shows what the nearest real token to its left shows: [0, 0, 0, 3, 4] in the example.
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L333-L341 @cbfd210
-    real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
-    last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)
-    return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
-
-
-def scaled_logits(
-    lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
-) -> torch.Tensor:
-    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
-    # [D12] Ids above the tokenizer's largest, padding among them, can neither be sampled nor scored.
-    #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
-    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
-    # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
-    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L30 @cbfd210
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-
-
-def response_logprobs(
-    lm_backbone: PreTrainedModel,
-    query_responses: torch.Tensor,
-    pad_id: int,
-    context_length: int,
-    temperature: float,
-    vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a language model says of responses that it reads.
-
-    query_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
-    gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
-    """
-    # [D47] What the model says at position i is about token i + 1: hence the shift by one.
-    #       openai/lm-human-preferences lm_human_preferences/policy.py#L114-L126 @cbfd210
-    hidden_states = read_tokens(lm_backbone, query_responses, pad_id, slice(context_length - 1, -1))
-    responses = query_responses[:, context_length:]
-    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
-    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
-    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
-    with torch.no_grad():
-        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
-    return logprobs, entropies, hidden_states
-
-
-def read_scalar(head: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The head's number for each hidden state: (..., width) gives (...). In full precision even in bfloat16 runs."""
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
-
-
-class PolicyWithValueHead(nn.Module):
-    """A causal language model with a scalar head on its final hidden state: actor and critic share the trunk."""
-
-    def __init__(self, lm_backbone: PreTrainedModel, vocab_size: int | None = None):
-        """vocab_size: number of ids that can be sampled, if the output layer has more rows than the tokenizer."""
-        super().__init__()
-        self.lm_backbone = lm_backbone
-        self.vocab_size = vocab_size or lm_backbone.config.vocab_size
-        # [D46] The value head starts at exactly zero.
-        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L364-L370 @cbfd210
-        self.value_head = nn.Linear(lm_backbone.config.hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
-
-    def forward(
-        self, query_responses: torch.Tensor, pad_id: int, context_length: int, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
-
-        query_responses: (batch, context_length + response_length). Returns three of (batch, response_length).
-        """
-        logprobs, entropies, hidden_states = response_logprobs(
-            self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
-        )
-        # [D26] A value belongs to the position before the response token, as its log-prob does.
-        #       openai/lm-human-preferences lm_human_preferences/policy.py#L125 @cbfd210
-        return logprobs, entropies, read_scalar(self.value_head, hidden_states)
-
-
-class RewardModel(nn.Module):
-    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
-
-    def __init__(self, lm_backbone: PreTrainedModel):
-        super().__init__()
-        self.lm_backbone = lm_backbone
-        width = lm_backbone.config.hidden_size
-        # [D29] A small random head: about 1 / sqrt(width) in every weight.
-        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L248-L258 @cbfd210
-        self.reward_head = nn.Linear(width, 1)
-        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
-        nn.init.zeros_(self.reward_head.bias)
-        # [D31] [D32] Gain and bias are trainable parameters. Chapter 2 fixes them.
-        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
-        self.gain = nn.Parameter(torch.ones(()))
-        self.bias = nn.Parameter(torch.zeros(()))
-
-    def forward(self, query_responses: torch.Tensor, pad_id: int) -> torch.Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
-        # [D30] The score is read at the last column, which shows the last real token.
-        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L47 @cbfd210
-        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
-        return self.gain * read_scalar(self.reward_head, hidden_states[:, 0]) + self.bias
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Optimiser
-# ----------------------------------------------------------------------------------------------------------------
-
-
-class AdamTensorFlowStyle(torch.optim.Adam):
-    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
-
-        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
-
-    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam takes the same step if its eps is
-    eps / sqrt(1 - beta2^t), in the first step eps / sqrt(0.001) = 32 eps. With small gradients that matters.
-    """
-
-    # [D64] [D65] No gradient clipping, no weight decay, no warm-up. `steps` counts over the whole run.
-    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
-    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
-        for group in self.param_groups:
-            group.update(steps=0, eps_tensorflow=eps)
-
-    def step(self, closure: Callable | None = None):
-        """One step of all parameters that have a gradient."""
-        for group in self.param_groups:
-            group["steps"] += 1
-            group["eps"] = group["eps_tensorflow"] / math.sqrt(1 - group["betas"][1] ** group["steps"])
-        return super().step(closure)
-
-
-def learning_rate(ppo: PpoArgs, update: int) -> float:
-    """The learning rate of an update (0-based), constant within it: linear from ppo.lr, and never 0."""
-    # [D63] openai/lm-human-preferences lm_human_preferences/train_policy.py#L78-L84 @cbfd210
-    return ppo.lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))
-
-
-def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
-    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
-    if accelerator.num_processes > 1:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
-        nn.utils.vector_to_parameters(mean, gradients)
-
-
-def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
-    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Tokens: pad, generate, truncate
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def left_pad(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Move the padding of each row to its left; the order of the other tokens stays.
-
-    tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
-    """
-    # [D08] A stable sort by "is a real token".
-    return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
-
-
-def keyed_generator(*key: int | str) -> torch.Generator:
-    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-
-
-class KeyValueCache(StaticCache):
-    """Keys and values, both in the precision of the values."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add those of new tokens; return those of all tokens."""
-        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
-
-
-@torch.no_grad()
-def generate(
-    lm_backbone: PreTrainedModel,
-    contexts: torch.Tensor,
-    uniforms: torch.Tensor,
-    pad_id: int,
-    vocab_size: int,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sample responses with a key-value cache.
-
-    contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
-    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
-    state before each token (batch, response_length, width).
-    """
-    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
-    tokens = left_pad(contexts, pad_id)
-    mask = tokens != pad_id  # (batch, context_length)
-    position_ids = mask.cumsum(1) - mask.long()
-    tokens = tokens.masked_fill(~mask, 0)
-    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
-    length = contexts.shape[1] + uniforms.shape[1]
-    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
-    attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
-    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
-    responses, logprobs, hidden_states = [], [], []
-    # [D22] Always response_length tokens; nothing stops a response early.
-    # [D24] No top-k, no top-p.
-    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L84 @cbfd210
-    for column in range(uniforms.shape[1]):
-        hidden = lm_backbone.base_model(
-            input_ids=tokens,
-            attention_mask=masks[column],
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]  # (batch, width)
-        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
-        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
-        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
-        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
-        thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
-        # [D25] Log-probs are recorded as the tokens are sampled.
-        #       openai/lm-human-preferences lm_human_preferences/policy.py#L108-L112 @cbfd210
-        responses.append(tokens)
-        logprobs.append(all_logprobs.gather(1, tokens))
-        hidden_states.append(hidden)
-        position_ids = position_ids[:, -1:] + 1
-    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
-
-
-def truncate_at(responses: torch.Tensor, stop_id: int | None, after: int, pad_id: int) -> torch.Tensor:
-    """Replace everything after the first stop token at index >= after by padding; the stop token itself stays.
-
-    responses: (batch, response_length). stop_id None: unchanged.
-    """
-    # [D48] openai/lm-human-preferences lm_human_preferences/lm_tasks.py#L39-L52 @cbfd210
-    if stop_id is None:
-        return responses
-    stops = (responses == stop_id) & (torch.arange(responses.shape[1], device=responses.device) >= after)
-    stops_before = stops.cumsum(1) - stops.long()  # (batch, response_length)
-    return responses.masked_fill(stops_before > 0, pad_id)
-
-
-def has_stop(responses: torch.Tensor, stop_id: int | None, after: int) -> torch.Tensor:
-    """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
-    # [D50] openai/lm-human-preferences lm_human_preferences/lm_tasks.py#L58-L65 @cbfd210
-    if stop_id is None:
-        return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
-    return (responses[:, after:] == stop_id).any(1)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Mathematics: KL controller, whitening, rewards, advantages, losses
-# ----------------------------------------------------------------------------------------------------------------
-
-
-class AdaptiveKLController:
-    """Raises the KL coefficient while the divergence is above the target, lowers it while it is below.
-
-    error = clip(kl / target - 1, -0.2, 0.2)        kl_coef *= 1 + error * episodes / horizon
-    """
-
-    def __init__(self, kl_coef: float, target: float | None, horizon: float):
-        """target None: the coefficient stays as it is."""
-        self.value = kl_coef
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, kl: float, episodes: int) -> None:
-        """kl: mean over the batch, nats per response; episodes: how many the update used, over all processes."""
-        # [D69] openai/lm-human-preferences lm_human_preferences/train_policy.py#L115-L124 @cbfd210
-        # [D72] Without a target, fixed.
-        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L107-L112 @cbfd210
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * episodes / self.horizon
-
-
-def whiten(values: torch.Tensor, *, keep_mean: bool) -> torch.Tensor:
-    """Shift and scale to mean 0 and variance 1 over all elements; keep_mean adds the mean back.
-
-    The variance is biased, and 1e-8 is added to it: (x - mean) / sqrt(var + 1e-8).
-    """
-    # [D54] openai/lm-human-preferences lm_human_preferences/utils/core.py#L336-L341 @cbfd210
-    mean, variance = values.mean(), values.var(unbiased=False)
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    return whitened + mean if keep_mean else whitened
-
-
-def compute_rewards(
-    scores: torch.Tensor, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl_coef: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per-token rewards: -kl_coef * kl, and the score on top of the last token.
-
-    scores: (batch,); log-probs: (batch, response_length). Returns rewards, non_score_rewards and kl, of that shape.
-    """
-    # [D51] [D52] Every token pays, also those after the stop token; the score always counts on the last column.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L149-L154 @cbfd210
-    kl = logprobs - ref_logprobs
-    non_score_rewards = -kl_coef * kl
-    rewards = non_score_rewards.clone()
-    rewards[:, -1] += scores
-    return rewards, non_score_rewards, kl
-
-
-def compute_gae(
-    rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation; the value after the last token is 0.
-
-        delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
-
-    rewards, values: (batch, response_length). Returns advantages (not whitened) and returns, of that shape.
-    """
-    # [D56] [D57] openai/lm-human-preferences lm_human_preferences/train_policy.py#L327-L336 @cbfd210
-    advantages = torch.zeros_like(values)
-    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = next_advantage = delta + gamma * lam * next_advantage
-        next_value = values[:, t]
-    return advantages, advantages + values
-
-
-def value_loss(
-    new_values: torch.Tensor, values: torch.Tensor, returns: torch.Tensor, cliprange_value: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped value loss: 0.5 * mean(max((V - R)^2, (clip(V, V_old +- range) - R)^2)), and the share of clipped."""
-    # [D59] openai/lm-human-preferences lm_human_preferences/train_policy.py#L343-L348 @cbfd210
-    clipped_values = torch.clamp(new_values, values - cliprange_value, values + cliprange_value)
-    losses = (new_values - returns) ** 2  # (batch, response_length)
-    clipped_losses = (clipped_values - returns) ** 2  # (batch, response_length)
-    clipfrac = (clipped_losses > losses).to(losses.dtype).mean()
-    return 0.5 * torch.maximum(losses, clipped_losses).mean(), clipfrac
-
-
-def policy_loss(
-    new_logprobs: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, cliprange: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clipped surrogate: mean(max(-A * ratio, -A * clip(ratio, 1 +- range))), ratio = exp(new - old).
-
-    Returns the loss, the share of clipped tokens, and approxkl = 0.5 * mean((new - old)^2), the last two detached.
-    """
-    # [D60] openai/lm-human-preferences lm_human_preferences/train_policy.py#L350-L360 @cbfd210
-    ratio = torch.exp(new_logprobs - logprobs)  # (batch, response_length)
-    losses = -advantages * ratio
-    clipped_losses = -advantages * torch.clamp(ratio, 1 - cliprange, 1 + cliprange)
-    clipfrac = (clipped_losses > losses).to(losses.dtype).mean()
-    approxkl = 0.5 * ((new_logprobs - logprobs) ** 2).mean().detach()
-    return torch.maximum(losses, clipped_losses).mean(), clipfrac, approxkl
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Rollout
-# ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """What one process remembers of its part of the batch while it trains on it."""
-
-    query_responses: torch.Tensor  # (local_batch, context_length + response_length)
-    logprobs: torch.Tensor  # (local_batch, response_length), under the policy that sampled
-    values: torch.Tensor  # (local_batch, response_length), of the critic at that time
-    rewards: torch.Tensor  # (local_batch, response_length), KL penalty and score, not whitened
-
-
-def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
-    chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
-    if isinstance(chunks[0], torch.Tensor):
-        return torch.cat(chunks)
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
-
-
-def episode_noise(seed: int, update: int, batch: int, response_length: int) -> torch.Tensor:
-    """Uniform random numbers (batch, response_length) of a whole batch, the same at any number of processes."""
-    # [X01] The original seeds each process; here the noise belongs to the episode.
-    generator = keyed_generator(seed, "policy", update)
-    return torch.rand(batch, response_length, generator=generator, dtype=torch.float64)
-
-
-@torch.no_grad()
-def respond(
-    policy: PolicyWithValueHead, ids: TaskIds, temperature: float, contexts: torch.Tensor, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sample responses to contexts (batch, context_length).
-
-    Returns query_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
-    and the distance of the log-probs from those that the sampler saw (batch, response_length).
-    """
-    responses, sampled_logprobs, hidden_states = generate(
-        policy.lm_backbone, contexts, uniforms, ids.pad, policy.vocab_size, temperature
-    )
-    query_responses = torch.cat([contexts, responses], dim=1)
-    if torch.is_autocast_enabled(contexts.device.type):
-        # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-        logprobs, _, values = policy(query_responses, ids.pad, contexts.shape[1], temperature)
-    else:  # [D25] [D26]
-        logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
-    return query_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
-
-
-@torch.no_grad()
-def reference_logprobs(
-    reference: PreTrainedModel, ids: TaskIds, temperature: float, query_responses: torch.Tensor
-) -> torch.Tensor:
-    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature."""
-    logprobs, _, _ = response_logprobs(
-        reference, query_responses, ids.pad, ids.context_length, temperature, vocab_size=ids.pad
-    )
-    return logprobs
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Update
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> torch.Tensor:
-    """Orders in which each group visits its episodes: (epochs, groups, group_batch), fresh ones in each epoch."""
-    # [D62] [X02] openai/lm-human-preferences lm_human_preferences/train_policy.py#L180-L196 @cbfd210
-    orders = [
-        torch.randperm(group_batch, generator=keyed_generator(seed, "permutation", update, epoch, group))
-        for epoch in range(epochs)
-        for group in groups
-    ]
-    return torch.stack(orders).unflatten(0, (epochs, len(groups)))
-
-
-def group_advantages(rewards: torch.Tensor, values: torch.Tensor, ppo: PpoArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step 6 for one minibatch: whitened advantages and returns. Every group whitens with its own statistics.
-
-    rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
-    """
-    # [D55] Rewards are whitened here, minibatch by minibatch, and keep their mean.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L323-L325 @cbfd210
-    # [D77] A group is what one process of the original has of a minibatch.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L158-L159 @cbfd210
-    if ppo.whiten_rewards:
-        rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
-    advantages, returns = compute_gae(rewards.flatten(0, 1), values.flatten(0, 1), ppo.gamma, ppo.lam)
-    # [D58] Advantages are always whitened. The returns were built from the advantages before that.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L338-L339 @cbfd210
-    advantages = torch.stack([whiten(group, keep_mean=False) for group in advantages.view_as(values)])
-    return advantages, returns.view_as(values)
-
-
-@torch.no_grad()
-def token_statistics(
-    new_logprobs: torch.Tensor,
-    entropies: torch.Tensor,
-    new_values: torch.Tensor,
-    logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """Means over all tokens of a micro-batch; every argument is (micro_batch, response_length)."""
-    ratio = torch.exp(new_logprobs - logprobs)  # (micro_batch, response_length)
-    return {
-        "ppo/policy/entropy": entropies.mean(),
-        "ppo/val/vpred": new_values.mean(),
-        "ppo/val/error": ((new_values - returns) ** 2).mean(),
-        "ppo/val/ratio": ratio.mean(),
-        "ppo/val/ratio_var": ((ratio - 1) ** 2).mean(),  # about 1, for now; finish_metrics moves it to the mean
-        "ppo/val/advantage": advantages.mean(),
-        "ppo/val/advantage_var": (advantages**2).mean(),  # the mean is 0
-    }
-
-
-def group_statistics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Mean and biased variance of each group's minibatch, averaged. Arguments: (groups, group_minibatch, length)."""
-    return {
-        "ppo/val/mean": values.mean(),
-        "ppo/val/var": values.var((1, 2), unbiased=False).mean(),
-        "ppo/returns/mean": returns.mean(),
-        "ppo/returns/var": returns.var((1, 2), unbiased=False).mean(),
-    }
-
-
-def ppo_update(
-    policy: PolicyWithValueHead,
-    optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    permutations: torch.Tensor,
-    ppo: PpoArgs,
-    pad_id: int,
-    temperature: float,
-    accelerator: Accelerator | None = None,
-) -> dict[str, torch.Tensor]:
-    """Steps 6 and 7: all epochs of PPO on one rollout.
-
-    permutations: (epochs, groups, group_batch), each row an order of that group's episodes; group g owns the slice
-    [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
-    Returns the metrics of section `ppo/`: 0-d means over all minibatches of this process.
-    """
-    groups, group_batch = permutations.shape[1:]
-    context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
-    group_starts = torch.arange(groups).unsqueeze(1) * group_batch  # (groups, 1)
-    inds = (permutations + group_starts).to(rollout.rewards.device, non_blocking=True)
-    inds_of_minibatches = [
-        mb_inds  # (groups, group_minibatch)
-        for epoch_inds in inds
-        for mb_inds in epoch_inds.split(group_batch // ppo.nminibatches, dim=1)
-    ]
-    stats: list[dict[str, torch.Tensor]] = []
-    gradient_norms: list[torch.Tensor] = []
-    for mb_inds in inds_of_minibatches:
-        # 6. Advantages and returns.
-        mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
-        mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
-
-        minibatch_stats = group_statistics(mb_values, mb_returns)
-
-        # 7. One optimiser step.
-        # [D67] [D88] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
-        minibatch = (
-            rollout.query_responses[mb_inds],
-            rollout.logprobs[mb_inds],
-            mb_values,
-            mb_advantages,
-            mb_returns,
-        )
-        size = ppo.local_micro_batch_size or mb_inds.numel()
-        optimizer.zero_grad()
-        for micro_batch in zip(*(tensor.flatten(0, 1).split(size) for tensor in minibatch), strict=True):
-            # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
-            query_responses, logprobs, values, advantages, returns = micro_batch
-            new_logprobs, entropies, new_values = policy(query_responses, pad_id, context_length, temperature)
-            pg_loss, pg_clipfrac, approxkl = policy_loss(new_logprobs, logprobs, advantages, ppo.cliprange)
-            vf_loss, vf_clipfrac = value_loss(new_values, values, returns, ppo.cliprange_value)
-            # [D61] No entropy bonus; every token has the same weight.
-            #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L357 @cbfd210
-            loss = pg_loss + ppo.vf_coef * vf_loss
-            (loss * len(values) / mb_inds.numel()).backward()
-            stats.append(
-                {
-                    "ppo/loss/policy": pg_loss.detach(),
-                    "ppo/loss/value": vf_loss.detach(),
-                    "ppo/loss/total": loss.detach(),
-                    "ppo/policy/approxkl": approxkl,
-                    "ppo/policy/clipfrac": pg_clipfrac,
-                    "ppo/val/clipfrac": vf_clipfrac,
-                    **token_statistics(new_logprobs, entropies, new_values, logprobs, advantages, returns),
-                    **minibatch_stats,
-                }
-            )
-        if accelerator is not None and not isinstance(policy, FSDPModule):  # which does it in the backward pass
-            average_gradients(policy, accelerator)
-        gradient_norms.append(whole(gradient_norm(policy)))
-        optimizer.step()
-    means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
-    means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
-    before_any_step = stats[: len(stats) // len(inds_of_minibatches)]
-    squares = torch.stack([row["ppo/val/ratio_var"] for row in before_any_step])
-    means["ppo/val/first_ratio_gap"] = squares.mean().sqrt()  # 0 but for rounding
-    return means
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Models to load
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def load_policy_and_reference(
     args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
-    # [D45] openai/lm-human-preferences lm_human_preferences/train_policy.py#L441-L452 @cbfd210
-    # [D74] [X14] Every process reads the same files.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L482-L495 @cbfd210
+    # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
+    # [D74] [X14] Every process reads the same files.   train_policy.py#L482-L495
     lm_backbone, reference = (
-        load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
+        models.load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
     )
-    ids = task_ids(args.task, tokenizer)
+    ids = texts.task_ids(args.task, tokenizer)
     longest = ids.context_length + args.task.response_length
-    check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
+    models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
     if args.compile:
         lm_backbone.base_model.compile(dynamic=False)
         reference.base_model.compile(dynamic=False)
-    return PolicyWithValueHead(lm_backbone, ids.pad).to(device, dtype), reference.requires_grad_(False)
-
-
-def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
-    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
-    # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
-    head_file = folder / "reward_head.safetensors"
-    if not folder.is_dir():
-        raise InputError(f"reward model {folder}: no such folder")
-    if not head_file.is_file():
-        raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
-    reward_model = RewardModel(load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)).to(dtype)
-    try:
-        head = load_file(head_file)
-        missing = {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head)
-        unexpected = reward_model.load_state_dict(head, strict=False).unexpected_keys
-    except (SafetensorError, RuntimeError) as error:
-        raise InputError(f"{head_file} does not fit the model beside it: {error}") from error
-    if missing or unexpected:
-        raise InputError(f"{head_file} does not fit the model beside it: {', '.join([*missing, *unexpected])}")
-    if not all(tensor.isfinite().all() for tensor in head.values()):
-        raise InputError(f"{head_file} holds numbers that are not finite")
-    return reward_model.requires_grad_(False)
+    policy = PolicyWithValueHead(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
+    return policy.to(device, dtype), reference.requires_grad_(False)
 
 
 def load_scorer(
     args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
-) -> tuple[Scorer, dict]:
-    """What scores (queries, truncated responses), and what the reward model's ppo_rlhf.json says of it."""
-    pad_id = vocabulary_size(tokenizer)
-    if bool(args.rewards.function) == bool(args.rewards.trained_model):
-        raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
-    if args.rewards.function:
-        return text_scorer(args.rewards.function, "rewards.function", tokenizer, pad_id, on_all_processes=True), {}
-    folder = Path(args.rewards.trained_model)
-    reward_model = load_reward_model(folder, dtype, args.trust_remote_code).to(device)
-    info = read_info(folder)
-    what, length = f"{flag('rewards.trained_model')} {folder}", args.task.query_length + args.task.response_length
-    check_vocabulary(info, what, args.base_model, pad_id)
-    check_size(reward_model.lm_backbone, what, length, pad_id)
+) -> rewards.Scorer:
+    """What scores (queries, truncated responses): the reward model or the function that the arguments name."""
+    pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
+    if bool(function) == bool(args.rewards.trained_model):
+        raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
+    if function:
+        return rewards.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
+    reward_model = models.load_scalar_model(args, "trained_model", pad_id, RewardModel).to(device)
     if args.compile:
         reward_model.lm_backbone.base_model.compile(dynamic=False)
 
     @torch.no_grad()
-    def score(queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        # [D28] [D49] The reward model sees the query without prefix and suffix, and the truncated response.
-        #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L396-L402 @cbfd210
+    def score(queries: Tensor, responses: Tensor) -> Tensor:
+        # [D28] [D49] The query alone and the truncated response.   train_policy.py#L396-L402
         return reward_model(torch.cat([queries, responses], dim=1), pad_id)
 
-    return score, info
+    return score
 
 
-TAKEN = (  # names under which a run without a monitor logs an objective
-    *("kl", "kl_coef", "entropy", "score", "scores", "score_total", "raw_score", "non_score_reward"),
-    *("stopped", "response_length", "sampler_gap"),
-)
-
-
-def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, Scorer]:
+def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, rewards.Scorer]:
     """The function that is only logged, under its metric's name; an empty dictionary if there is none."""
-    if not args.rewards.monitor:
+    function = args.rewards.monitor
+    if not function:
         return {}
-    name = re.split("[:.]", args.rewards.monitor)[-1]
-    if name in TAKEN:
-        raise InputError(
-            f"{flag('rewards.monitor')} {args.rewards.monitor}: the name {name} is taken; rename the function"
-        )
-    pad_id = vocabulary_size(tokenizer)
-    scorer = text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, pad_id, on_all_processes=True)
+    name = re.split("[:.]", function)[-1]
+    if f"objective/{name}" in metric_names():
+        raise InputError(f"{cli.flag('rewards.monitor')} {function}: the name {name} is taken; rename the function")
+    pad_id = models.vocabulary_size(tokenizer)
+    scorer = rewards.text_scorer(function, "rewards.monitor", tokenizer, pad_id, on_all_processes=True)
     return {f"objective/{name}": scorer}
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Logging, checkpoints, the saved policy
-# ----------------------------------------------------------------------------------------------------------------
+def metric_names() -> set[str]:
+    """Under which names a run logs, found by making the metrics of one episode of one token."""
+    number, token = torch.zeros(1), torch.zeros(1, 1)
+    local = objectives(*[number] * 4, *[token] * 4, monitored={})
+    return {*local, *finish_metrics(defaultdict(float), 0, Args(), 0.0, 1.0, 1.0)}
+
+
+def resume(
+    this_run: run.Run,
+    policy: PolicyWithValueHead,
+    optimizer: AdamTensorFlowStyle,
+    controller: AdaptiveKLController,
+    stream: texts.QueryStream,
+    sizes: PpoSizes,
+) -> int:
+    """Put everything where the run's newest checkpoint left it. Returns the next update; 0 without a checkpoint."""
+    checkpoint = this_run.load_checkpoint()
+    if not checkpoint:
+        return 0
+    tensors, state = checkpoint
+    cli.check_updates(state["step"], sizes.updates, sizes.batch)
+    run.restore_training_state(policy, optimizer, tensors)
+    controller.value, stream.position = state["kl_coef"], state["query_position"]
+    return state["step"]
+
 
 PANELS = {
     "score": ["objective/scores", "objective/gold_scores"],
@@ -1003,228 +1036,5 @@ PANELS = {
 }
 
 
-FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
-
-
-def check_update(means: dict[str, float], update: int, dtype: str) -> None:
-    """Raise a NumericalError if the means of an update, over all processes, cannot be right."""
-    check_finite(means, update, anew_with_lower("ppo.lr"))
-    # [D25] Before the first step, the policy that trains is the one that sampled.
-    if means["ppo/val/first_ratio_gap"] > FIRST_RATIO_TOLERANCE[dtype]:
-        raise NumericalError(
-            f"the ratio is off 1 by {means['ppo/val/first_ratio_gap']:.2g} on the first pass of update {update}: the "
-            f"sampler and the training pass disagree about the policy; the run stops and saves nothing more"
-        )
-
-
-def finish_metrics(
-    means: dict[str, float], update: int, args: Args, kl_coef: float, update_seconds: float, run_seconds: float
-) -> dict[str, float]:
-    """All metrics of an update: the means over all processes, and what follows from them.
-
-    Names that the original has mean what they mean there. Those that lm-human-preference-details added
-    (`objective/scores`, `_avg`) hold the same numbers, for its plotting commands.
-    """
-    ppo, metrics = args.ppo, dict(means)
-    metrics["objective/kl_coef"] = kl_coef
-    metrics["objective/score_total"] = means["objective/score"] + means["objective/non_score_reward"]
-    metrics["objective/scores"] = means["objective/score"]
-    metrics["ppo/val/ratio_var"] -= (means["ppo/val/ratio"] - 1) ** 2
-    metrics["ppo/val/var_explained"] = 1 - means["ppo/val/error"] / max(means["ppo/returns/var"], 1e-12)
-    for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/clipfrac", "val/clipfrac"):
-        metrics[f"ppo/{name}_avg"] = means[f"ppo/{name}"]
-    serial_steps = (update + 1) * args.task.response_length
-    metrics["ppo/lr"] = learning_rate(ppo, update)
-    metrics["ppo/episode"] = metrics["elapsed/episodes"] = (update + 1) * ppo.batch_size
-    metrics["elapsed/updates"] = update + 1
-    metrics["elapsed/steps/serial"] = serial_steps
-    metrics["elapsed/steps/total"] = serial_steps * ppo.batch_size
-    metrics["elapsed/fps"] = int(ppo.batch_size * args.task.response_length / update_seconds)
-    metrics["elapsed/time"] = run_seconds
-    return metrics
-
-
-def save_policy(
-    folder: Path,
-    policy: PolicyWithValueHead,
-    weights: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    args: Args,
-) -> None:
-    """An ordinary Hugging Face folder, with the value head and ppo_rlhf.json beside the weights."""
-
-    def of(part: str) -> dict[str, torch.Tensor]:
-        return {name.removeprefix(part): weight for name, weight in weights.items() if name.startswith(part)}
-
-    policy.lm_backbone.save_pretrained(folder, state_dict=of("lm_backbone."))
-    tokenizer.save_pretrained(folder)
-    save_file(of("value_head."), folder / "value_head.safetensors")
-    info = {
-        "kind": "policy",
-        "base_model": args.base_model,
-        "reward_model": args.rewards.trained_model,
-        "function": args.rewards.function,
-        "monitor": args.rewards.monitor,
-        "vocab_size": vocabulary_size(tokenizer),
-        "task": dataclasses.asdict(args.task),
-    }
-    write_json(folder / "ppo_rlhf.json", info)
-
-
-def go_on(
-    run: Run,
-    policy: PolicyWithValueHead,
-    optimizer: AdamTensorFlowStyle,
-    controller: AdaptiveKLController,
-    stream: QueryStream,
-    sizes: PpoSizes,
-) -> int:
-    """Put everything where the run's newest checkpoint left it. Returns the next update; 0 without a checkpoint."""
-    checkpoint = run.load_checkpoint()
-    if not checkpoint:
-        return 0
-    tensors, state = checkpoint
-    if state["step"] > sizes.updates:
-        raise InputError(
-            f"{flag('ppo.total_episodes')} makes {sizes.updates} updates, but this run has made {state['step']}; "
-            f"{flag('ppo.total_episodes')} {state['step'] * sizes.batch} is the least"
-        )
-    restore_training_state(policy, optimizer, tensors)
-    controller.value, stream.position = state["kl_coef"], state["query_position"]
-    return state["step"]
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Train
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy and return the folder models/<run>/policy, on every process.
-
-    joint: arguments, time stamp and runs/ folder of train_both.py, if it runs this. Raises InputError, a
-    ValueError: bad arguments before anything is written, a disk or a function that fails whenever it fails.
-    """
-    accelerator = make_accelerator()
-    check_arguments(args)
-    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
-    device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
-    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    task, ppo, sizes = args.task, args.ppo, ppo_sizes(args.ppo, accelerator.num_processes)
-    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = task_ids(task, tokenizer)
-    # [D11] Every stage begins with the first text.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L454-L457 @cbfd210
-    stream = QueryStream(task, tokenizer)
-    policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
-    policy.forward = autocast()(policy.forward)
-    shard(policy, policy.lm_backbone._no_split_modules or (), accelerator)
-    if args.compile and isinstance(policy, FSDPModule):
-        raise InputError(f"{flag('compile')} does not go with FSDP")
-    score, score_info = load_scorer(args, tokenizer, dtype, device)
-    monitor = load_monitor(args, tokenizer)
-    # [D66] All parameters learn, embeddings and value head too.
-    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
-    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
-    adaptive_kl = args.rewards.adaptive_kl
-    controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-
-    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
-    first_update = go_on(run, policy, optimizer, controller, stream, sizes)
-    # lm-human-preference-details' plotting command selects runs by the label file of their reward model.
-    rewards_config = dataclasses.asdict(given.rewards) | {"label_dataset": score_info.get("label_dataset")}
-    run.start_logging(first_update, {"rewards": rewards_config})
-    # [X04] A process takes a contiguous slice of the batch, and the groups in it.
-    rank = accelerator.process_index
-    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
-    groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
-    respond_to = partial(respond, policy, ids, task.temperature)
-    reference_of = partial(reference_logprobs, reference, ids, task.temperature)
-
-    with run.progress("PPO", sizes.updates, first_update) as advance:
-        for update in range(first_update, sizes.updates):
-            started = time.monotonic()
-            optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            with torch.no_grad(), autocast(), gathered(policy):
-                # 1. Sample queries. Every process draws the whole batch and takes its rows.
-                queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
-                noise = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
-
-                # 2. Generate responses. The sampler knows their log-probs and values.
-                contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-                query_responses, logprobs, values, sampler_gap = in_chunks(
-                    respond_to, sizes.local_rollout_batch, contexts, noise
-                )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
-
-                # 3. Log-probs of the reference.
-                ref_logprobs = in_chunks(reference_of, sizes.local_rollout_batch, query_responses)
-
-                # 4. Truncate and score.
-                responses = query_responses[:, ids.context_length :]  # (local_batch, response_length)
-                truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-                raw_scores = in_chunks(
-                    score, sizes.local_rollout_batch, queries, truncated_responses
-                )  # (local_batch,)
-                # [D50] A response without a stop token gets the penalty instead of its score.
-                #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L384-L390 @cbfd210
-                stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
-                scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
-
-                # 5. Per-token rewards.
-                # [D53] With the coefficient that the last update left.
-                #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L293-L297 @cbfd210
-                rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
-
-            # 6. Advantages and returns, and 7. PPO epochs.
-            rollout = Rollout(query_responses, logprobs, values, rewards)
-            permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
-            stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
-
-            # 8. Adapt the KL coefficient and log.
-            objectives = {
-                "objective/kl": kl.sum(1),
-                "objective/entropy": -logprobs.sum(1),
-                "objective/score": scores,
-                "objective/non_score_reward": non_score_rewards.sum(1),
-                "objective/raw_score": raw_scores,
-                "objective/stopped": stopped,
-                "objective/response_length": (truncated_responses != ids.pad).sum(1),
-                "objective/sampler_gap": sampler_gap,
-                **{name: function(queries, truncated_responses) for name, function in monitor.items()},
-            }
-            stats = {name: values.double().mean() for name, values in objectives.items()} | stats
-            # a sum over processes, and means are taken next
-            stats["ppo/val/num_eos_tokens"] = (responses == ids.eos).double().sum() * accelerator.num_processes
-            means = mean_over_processes(stats, accelerator)
-            check_update(means, update, args.dtype)
-            check_equal("objective/kl_coef", controller.value, accelerator)
-            metrics = finish_metrics(means, update, args, controller.value, seconds_since(started), run.seconds())
-            run.log(update, metrics)
-            if args.log_interval and update % args.log_interval == 0:
-                total = scores + non_score_rewards.sum(1)  # [X06]
-                numbers = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
-                run.log_samples(update, sample_rows(tokenizer, ids, queries, truncated_responses, **numbers))
-            # [D70] [D71] The controller sees the mean over all processes, once the update is logged.
-            #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L299-L305 @cbfd210
-            controller.update(metrics["objective/kl"], sizes.batch)
-            speed = f"{sizes.batch / seconds_since(started):.0f} episodes/s"
-            advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
-            # [D81] openai/lm-human-preferences lm_human_preferences/train_policy.py#L474-L508 @cbfd210
-            if run.is_time_to_save(update + 1, sizes.updates):
-                state = {"kl_coef": controller.value, "query_position": stream.position}
-                run.save_checkpoint(update + 1, training_state(policy, optimizer), state)
-
-    folder = run.model_folder / "policy"
-    weights = whole_state(policy)
-    if accelerator.is_main_process:
-        save_policy(folder, policy, weights, tokenizer, given)
-    last = {f"last_{name}": run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
-    run.finish(PANELS, **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
-    if args.upload_model and accelerator.is_main_process:
-        upload_model(folder, args.hf_entity, run.model_folder.name)
-    accelerator.wait_for_everyone()
-    return folder
-
-
 if __name__ == "__main__":
-    run_script(lambda: train(parse_args(PRESETS, description=__doc__)))
+    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))

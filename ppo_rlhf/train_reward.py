@@ -8,7 +8,7 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see DETAILS.md.
+file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/train_reward.py --preset tales                                   # no network, a minute or two
     python ppo_rlhf/train_reward.py                                                  # sentiment, GPT-2, one GPU
@@ -16,6 +16,9 @@ file and line stand beside the mark. [X01] and the like are places where we diff
     python ppo_rlhf/train_reward.py --resume runs/<run>                              # go on after an interruption
 """
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -26,10 +29,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from accelerate import Accelerator
-from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -38,46 +40,9 @@ from transformers import (
     StaticCache,
 )
 
-from ppo_rlhf.data import (
-    TASKS,
-    LabelKind,
-    Labels,
-    QueryStream,
-    TaskArgs,
-    TaskIds,
-    add_affixes,
-    check_model,
-    find_paths,
-    load_pretrained,
-    load_tokenizer,
-    model_errors,
-    read_labels,
-    task_ids,
-    vocabulary_size,
-    weight_files,
-)
-from ppo_rlhf.run import (
-    InputError,
-    NumericalError,
-    Run,
-    above_zero,
-    anew_with_lower,
-    at_least,
-    check_finite,
-    check_values,
-    flag,
-    make_accelerator,
-    mean_over_processes,
-    parse_args,
-    restore_training_state,
-    rows_at_a_time,
-    run_script,
-    split_evenly,
-    training_state,
-    typed,
-    upload_model,
-    write_json,
-)
+from ppo_rlhf import worlds
+from ppo_rlhf.lib import cli, models, processes, run, texts
+from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -132,7 +97,7 @@ class Args:
     """labels per forward and backward pass on one process; a memory knob; 0: the whole local batch"""
     local_rollout_batch_size: int = 0
     """samples or labels per pass without gradients on one process; a memory knob; 0: the local rollout batch"""
-    task: TaskArgs = field(default_factory=TaskArgs)
+    task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses"""
 
 
@@ -146,11 +111,474 @@ PRESETS = {
     "tales": Args(**TALES_REWARD),
     "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES_REWARD),
 }
-PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
+PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass)
+# Train
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def train(args: Args, joint: dict | None = None) -> Path:
+    """Train a reward model and return the folder models/<run>/reward, on every process. joint: of train_both.py.
+
+    Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
+    """
+    accelerator = processes.make_accelerator(sharding=False)
+    sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
+    given, args = args, worlds.find_paths(args, joint)  # given: what meta.json and the saved models name
+    device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = texts.task_ids(args.task, tokenizer)
+    labels = load_labels(args, tokenizer)
+    scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
+    # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
+    stream = texts.QueryStream(args.task, tokenizer)
+    language_model = load_language_model(args, ids, dtype, device)
+    # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
+    torch.manual_seed(args.seed)
+    # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
+    lm_backbone = models.load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)
+    reward_model = RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16").to(device, dtype)
+    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
+
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+    first_step = 0
+    if checkpoint := this_run.load_checkpoint():
+        tensors, state = checkpoint
+        first_step, stream.position = state["step"], state["query_position"]
+        run.restore_training_state(reward_model, optimizer, tensors)
+    this_run.start_logging(first_step)
+
+    def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
+        # [D39] Without samples, never.   train_reward.py#L208-L209
+        if args.normalize_samples:
+            with mixed_precision(device, enabled=reward_model.low_precision):
+                samples = sample_to_normalize(language_model, stream, ids, args, sizes, stage, rank)
+            normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator, target_mean, target_std)
+
+    # 1. Normalise.
+    if args.normalize_before and first_step == 0:
+        normalize_now("before", *scale_before)
+
+    # 2. One pass over the labels.
+    # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
+    #       train_reward.py#L236-L250
+    # [X02] Their order depends on the seed alone.
+    permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
+    with this_run.progress("reward model", sizes.steps, first_step) as advance:
+        for step in range(first_step, sizes.steps):
+            optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
+            inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
+            stats = reward_update(
+                reward_model, optimizer, labels, inds, ids.pad, sizes.local_micro_batch, accelerator
+            )
+            stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
+            means = processes.mean_over_processes(stats, accelerator)
+            processes.check_finite(means, step, processes.anew_with_lower("lr"))
+            loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
+            this_run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
+            accuracy = f", accuracy {means['train/accuracy']:.2f}" if "train/accuracy" in means else ""
+            advance(f"loss {means['train/loss']:.3f}{accuracy}")
+            if this_run.is_time_to_save(step + 1, sizes.steps):
+                state = {"query_position": stream.position}
+                this_run.save_checkpoint(step + 1, run.training_state(reward_model, optimizer), state)
+
+    # 3. Normalise again.
+    # [D38] On the next queries of the stream.   train_reward.py#L252-L254
+    if args.normalize_after:
+        normalize_now("after", 0.0, 1.0)
+
+    # [X07] The labels beyond the first num_train show how good the model is.
+    held_out = torch.arange(args.num_train, len(labels.targets))
+    measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
+    processes.check_finite(measured, sizes.steps, processes.anew_with_lower("lr"))
+
+    folder = this_run.model_folder / "reward"
+    if accelerator.is_main_process:
+        info = {"kind": "reward model", "base_model": given.base_model, "label_dataset": given.label_dataset}
+        info |= {"vocab_size": ids.vocab_size, "task": dataclasses.asdict(given.task)}
+        models.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
+    queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
+    known = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1]}
+    this_run.finish(PANELS, **known, skipped_queries=stream.position - queries, **measured)
+    this_run.upload("reward")
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 1. and 3. Normalisation
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def target_scale(kind: texts.LabelKind, targets: Tensor) -> tuple[float, float]:
+    """Mean and biased deviation that the scores shall have before training on these labels (labels,)."""
+    # [D34] Choices want scores of mean 0 and deviation 1; ratings and differences their own scale.
+    #       train_reward.py#L149-L160
+    if kind == "best":
+        return 0.0, 1.0
+    scales = targets.double() if kind == "score" else targets.double() / 2
+    if not scales.std(unbiased=False) > 0:
+        raise InputError(f"all labels have the {kind} {targets[0].item()}; there is nothing to learn")
+    return scales.mean().item(), scales.std(unbiased=False).item()
+
+
+def sample_to_normalize(
+    language_model: PreTrainedModel,
+    stream: texts.QueryStream,
+    ids: texts.TaskIds,
+    args: Args,
+    sizes: RewardSizes,
+    stage: str,
+    rank: int,
+) -> Tensor:
+    """Queries and responses of the pretrained model: (local_normalize_samples, query_length + response_length)."""
+    # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
+    #       train_reward.py#L191-L199
+    task = args.task
+    rows = slice(rank * sizes.local_normalize_samples, (rank + 1) * sizes.local_normalize_samples)
+    queries = stream.next_batch(sizes.normalize_samples, ids.pad)[rows]  # (local_normalize_samples, query_length)
+    # [X01] The noise belongs to the sample.
+    generator = keyed_generator(args.seed, "normalize", stage)
+    uniforms = torch.rand(sizes.normalize_samples, task.response_length, generator=generator, dtype=torch.float64)
+    uniforms = uniforms[rows].to(language_model.device)  # (local_normalize_samples, response_length)
+
+    def respond(contexts: Tensor, uniforms: Tensor) -> Tensor:
+        return generate(language_model, contexts, uniforms, ids.pad, ids.vocab_size, task.temperature)[0]
+
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix).to(language_model.device)
+    responses = processes.in_chunks(respond, sizes.local_rollout_batch, contexts, uniforms)
+    # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
+    return torch.cat([queries.to(responses.device), responses], dim=1)
+
+
+@torch.no_grad()
+def normalize(
+    reward_model: RewardModel,
+    query_responses: Tensor,
+    pad_id: int,
+    chunk: int,
+    accelerator: Accelerator | None = None,
+    target_mean: float = 0.0,
+    target_std: float = 1.0,
+) -> None:
+    """Set gain and bias so that these samples, on all processes together, have the wanted mean and deviation.
+
+    query_responses: (samples of this process, sequence_length).
+    """
+    # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
+    reward_model.gain.fill_(1.0)
+    reward_model.bias.fill_(0.0)
+    scores = processes.in_chunks(partial(reward_model, pad_id=pad_id), chunk, query_responses)
+    gain, bias = gain_and_bias(accelerator.gather(scores) if accelerator else scores, target_mean, target_std)
+    reward_model.gain.fill_(gain)
+    reward_model.bias.fill_(bias)
+
+
+def gain_and_bias(scores: Tensor, target_mean: float, target_std: float) -> tuple[float, float]:
+    """Gain and bias that give scores (n,) of gain 1 and bias 0 the wanted mean and biased standard deviation.
+
+    Raises NumericalError, a ValueError, if the deviation is 0 or a score is not finite.
+    """
+    # [D34] gain = S / s and bias = M - gain * m.   rewards.py#L73-L89
+    # [D35] The deviation is biased, and numbers that are not finite stop the run.   train_reward.py#L162-L169
+    mean, std = scores.double().mean().item(), scores.double().std(unbiased=False).item()
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise NumericalError(f"scores with mean {mean} and deviation {std} cannot be normalised")
+    gain = target_std / std
+    return gain, target_mean - gain * mean
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 2. The update
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def learning_rate_at(args: Args, step: int) -> float:
+    """The learning rate of a step (0-based): linear from args.lr, and never 0."""
+    # [D42] The first step has all of lr.   train_reward.py#L249
+    return args.lr * (1 - step * args.batch_size / args.num_train)
+
+
+def reward_update(
+    reward_model: RewardModel,
+    optimizer: torch.optim.Optimizer,
+    labels: texts.Labels,
+    inds: Tensor,
+    pad_id: int,
+    micro_batch: int,
+    accelerator: Accelerator | None = None,
+) -> dict[str, Tensor]:
+    """One optimiser step on the labels with these indices (local_batch,).
+
+    Returns loss, gradient norm and what else label_statistics has to say of the whole batch, all 0-d.
+    """
+    device = reward_model.gain.device
+    scores = []
+    # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
+    optimizer.zero_grad()
+    for micro_inds in inds.split(micro_batch):
+        queries, samples, targets = (
+            t[micro_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+        )
+        scores.append(score_samples(reward_model, queries, samples, pad_id))  # (micro_batch, n)
+        (label_loss(labels.kind, scores[-1], targets) * len(micro_inds) / len(inds)).backward()
+    if accelerator is not None:
+        processes.average_gradients(reward_model, accelerator)
+    gradient = processes.gradient_norm(reward_model)
+    optimizer.step()
+    # [X15] Statistics of the whole batch, over all processes.
+    batch = torch.cat(scores).detach(), labels.targets[inds].to(device)  # (local_batch, n), (local_batch,)
+    if accelerator is not None:
+        batch = accelerator.gather(batch)
+    statistics = label_statistics(labels.kind, *batch)
+    return {**{f"train/{name}": value for name, value in statistics.items()}, "train/gradient_norm": gradient}
+
+
+def score_samples(reward_model: RewardModel, queries: Tensor, samples: Tensor, pad_id: int) -> Tensor:
+    """Scores (batch, n) of samples (batch, n, response_length) to queries (batch, query_length)."""
+    n = samples.shape[1]
+    query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
+    return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
+
+
+def label_loss(kind: texts.LabelKind, scores: Tensor, targets: Tensor) -> Tensor:
+    """The loss of scores (batch, n) for labels (batch,) of one kind; 0-d, mean over the batch.
+
+    Ratings and differences are regressed: mean((score - r)^2), mean((difference - (r1 - r0))^2).
+    """
+    if kind == "best":
+        return best_of_n_loss(scores, targets)[0]
+    # [D21] Labels may also be ratings or differences.   label_types.py#L58-L120
+    predictions = scores[:, 0] if kind == "score" else scores[:, 1] - scores[:, 0]  # (batch,)
+    return ((targets.to(scores.dtype) - predictions) ** 2).mean()
+
+
+def best_of_n_loss(scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax cross-entropy of the choice, mean over the batch, and how often the best has the highest score.
+
+    scores: (batch, n); best: (batch,), in [0, n). The accuracy is a 0-d tensor without gradient.
+    """
+    # [D40] The scores are the logits of the choice.   label_types.py#L44-L49
+    accuracy = (scores.argmax(1) == best).to(scores.dtype).mean()
+    return F.cross_entropy(scores, best.long()), accuracy
+
+
+@torch.no_grad()
+def label_statistics(kind: texts.LabelKind, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """The loss and what else there is to say of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
+    loss = label_loss(kind, scores, targets)
+    if kind == "best":
+        return {"loss": loss, "accuracy": best_of_n_loss(scores, targets)[1]}
+    targets = targets.to(scores.dtype)
+    if kind == "difference":
+        same_sign = (scores[:, 1] - scores[:, 0]).sign() == targets.sign()  # (batch,)
+        return {"loss": loss, "accuracy": same_sign.to(scores.dtype).mean()}
+    covariance = ((targets - targets.mean()) * (scores[:, 0] - scores[:, 0].mean())).mean()
+    deviations = targets.std(unbiased=False) * scores[:, 0].std(unbiased=False)
+    corr = covariance / deviations.clamp(min=torch.finfo(scores.dtype).tiny)  # 0 where one of them is constant
+    return {"loss": loss, "label_mean": targets.mean(), "label_var": targets.var(unbiased=False), "corr": corr}
+
+
+@torch.no_grad()
+def evaluate(
+    reward_model: RewardModel, labels: texts.Labels, inds: Tensor, pad_id: int, chunk: int, accelerator: Accelerator
+) -> dict[str, float]:
+    """Loss and accuracy over all labels with these indices, shared among the processes; empty without labels.
+
+    Ratings have no accuracy.
+    """
+    if not len(inds):
+        return {}
+    device = reward_model.gain.device
+    names = ["loss"] if labels.kind == "score" else ["loss", "accuracy"]
+    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for local_inds in inds[accelerator.process_index :: accelerator.num_processes].split(chunk):
+        if len(local_inds) == 0:  # fewer labels than processes
+            break
+        queries, samples, targets = (
+            t[local_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+        )
+        statistics = label_statistics(labels.kind, score_samples(reward_model, queries, samples, pad_id), targets)
+        sums += torch.stack([statistics[name] for name in names]).double() * len(local_inds)
+    means = accelerator.reduce(sums, "sum") / len(inds)
+    return {f"test_{name}": mean for name, mean in zip(names, means.tolist(), strict=True)} | {
+        "test_labels": len(inds)
+    }
+
+
+class AdamTensorFlowStyle(torch.optim.Adam):
+    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
+
+        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
+
+    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam takes the same step if its eps is
+    eps / sqrt(1 - beta2^t), in the first step eps / sqrt(0.001) = 32 eps. With small gradients that matters.
+    """
+
+    # [D64] [D65] No clipping, weight decay or warm-up; `steps` counts over the run.   utils/core.py#L621-L629
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        for group in self.param_groups:
+            group.update(steps=0, eps_tensorflow=eps)
+
+    def step(self, closure: Callable | None = None):
+        """One step of all parameters that have a gradient."""
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["eps"] = group["eps_tensorflow"] / math.sqrt(1 - group["betas"][1] ** group["steps"])
+        return super().step(closure)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# How a model writes and reads tokens
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+@torch.no_grad()
+def generate(
+    lm_backbone: PreTrainedModel, contexts: Tensor, uniforms: Tensor, pad_id: int, vocab_size: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample responses with a key-value cache.
+
+    contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
+    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
+    state before each token (batch, response_length, width).
+    """
+    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
+    tokens = left_pad(contexts, pad_id)
+    mask = tokens != pad_id  # (batch, context_length)
+    position_ids = mask.cumsum(1) - mask.long()
+    tokens = tokens.masked_fill(~mask, 0)
+    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
+    length = contexts.shape[1] + uniforms.shape[1]
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
+    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
+    responses, logprobs, hidden_states = [], [], []
+    # [D22] [D24] Always response_length tokens; no top-k, no top-p.   language/sample.py#L24-L84
+    for column in range(uniforms.shape[1]):
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=masks[column],
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (batch, width)
+        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
+        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
+        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
+        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        # [D25] Log-probs are recorded as the tokens are sampled.   policy.py#L108-L112
+        responses.append(tokens)
+        logprobs.append(all_logprobs.gather(1, tokens))
+        hidden_states.append(hidden)
+        position_ids = position_ids[:, -1:] + 1
+    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+class KeyValueCache(StaticCache):
+    """Keys and values, both in the precision of the values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens; return those of all tokens."""
+        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
+def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
+    """Move the padding of each row to its left; the order of the other tokens stays.
+
+    tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
+    """
+    # [D08] A stable sort by "is a real token".
+    return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
+
+
+def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
+    """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
+
+    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
+    """
+    # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
+    mask = tokens != pad_id  # (batch, sequence_length)
+    input_ids = tokens.masked_fill(~mask, 0)
+    # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
+    position_ids = mask.cumsum(1) - mask.long()
+    attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
+    hidden_states = lm_backbone.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state  # (batch, sequence_length, width)
+    # [D16] Padding shows what the real token to its left shows: columns [0, 0, 0, 3].   language/model.py#L333-L341
+    real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
+    last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)
+    return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
+
+
+def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+
+    mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
+    """
+    # [D15] A position sees itself and the real tokens before it, padding too.   language/model.py#L101-L159
+    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
+    return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_size: int, temperature: float) -> Tensor:
+    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
+    # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
+    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
+    # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
+    """The head's number for each hidden state: (..., width) gives (...). In full precision even in bfloat16 runs."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
+
+
+def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
+    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
+
+
+class RewardModel(nn.Module):
+    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
+
+    def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
+        """low_precision: whether matrix products are in bfloat16."""
+        super().__init__()
+        self.lm_backbone, self.low_precision = lm_backbone, low_precision
+        width = lm_backbone.config.hidden_size
+        # [D29] A small random head: about 1 / sqrt(width) in every weight.   language/model.py#L248-L258
+        self.reward_head = nn.Linear(width, 1)
+        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
+        nn.init.zeros_(self.reward_head.bias)
+        # [D31] [D32] Gain and bias are trainable parameters.   rewards.py#L48-L71
+        self.gain = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+        # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
+        with mixed_precision(query_responses.device, enabled=self.low_precision):
+            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+            return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Plumbing: batch sizes, loading, curves
 # ----------------------------------------------------------------------------------------------------------------
 
 
@@ -169,457 +597,61 @@ class RewardSizes:
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    check_values(args)
-    above_zero("", args, "lr")
-    at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
-    at_least(0, "", args, "normalize_samples", "local_micro_batch_size", "local_rollout_batch_size", "save_interval")
-    # [D43] openai/lm-human-preferences lm_human_preferences/train_reward.py#L56-L58 @cbfd210
-    local_batch = split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    local_rollout_batch = split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
+    cli.check_values(args)
+    cli.above_zero("", args, "lr")
+    cli.at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
+    cli.at_least(
+        0, "", args, "normalize_samples", "local_micro_batch_size", "local_rollout_batch_size", "save_interval"
+    )
+    # [D43] A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
+    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    local_rollout_batch = processes.split_evenly(
+        "rollout_batch_size", args.rollout_batch_size, num_processes, "processes"
+    )
     if args.num_train % args.batch_size:
         fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
         raise InputError(
-            f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
-            f"{flag('num_train')} {fitting} is"
+            f"{cli.typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
+            f"{cli.flag('num_train')} {fitting} is"
         )
     # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L197-L199 @cbfd210
+    #       train_reward.py#L197-L199
     normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
     return RewardSizes(
         steps=args.num_train // args.batch_size,
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=rows_at_a_time("local_micro_batch_size", args.local_micro_batch_size, local_batch),
+        local_micro_batch=processes.rows_at_a_time(
+            "local_micro_batch_size", args.local_micro_batch_size, local_batch
+        ),
         normalize_samples=normalize_samples,
         local_normalize_samples=normalize_samples // num_processes,
         local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Models
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def causal_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
-
-    mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
-    """
-    # [D15] A position sees the real tokens before it and itself, so that padding also sees something.
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L101-L159 @cbfd210
-    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
-    visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
-    return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
-
-
-def read_tokens(lm_backbone: PreTrainedModel, tokens: torch.Tensor, pad_id: int, columns: slice) -> torch.Tensor:
-    """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
-
-    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
-    """
-    # [D13] Padding is never embedded: token 0 is looked up in its place, and no real token attends to it.
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L294-L300 @cbfd210
-    mask = tokens != pad_id  # (batch, sequence_length)
-    input_ids = tokens.masked_fill(~mask, 0)
-    # [D14] The position of a token is the number of real tokens before it: [x, pad, pad, a, b] gives [0, 1, 1, 1, 2].
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L265-L269 @cbfd210
-    position_ids = mask.cumsum(1) - mask.long()
-    attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
-    hidden_states = lm_backbone.base_model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-    ).last_hidden_state  # (batch, sequence_length, width)
-    # [D16] A padding position shows what the nearest real token to its left shows: [0, 0, 0, 3, 4] in the example.
-    #       openai/lm-human-preferences lm_human_preferences/language/model.py#L333-L341 @cbfd210
-    real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
-    last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)
-    return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
-
-
-def scaled_logits(
-    lm_backbone: PreTrainedModel, hidden_states: torch.Tensor, vocab_size: int, temperature: float
-) -> torch.Tensor:
-    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
-    # [D12] Ids above the tokenizer's largest, padding among them, can neither be sampled nor scored.
-    #       openai/lm-human-preferences lm_human_preferences/policy.py#L58-L59 @cbfd210
-    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
-    # [D23] The temperature is part of the policy: log-probs and entropies are those of the scaled logits.
-    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L30 @cbfd210
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-
-
-def read_scalar(head: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The head's number for each hidden state: (..., width) gives (...). In full precision even in bfloat16 runs."""
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
-
-
-class RewardModel(nn.Module):
-    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
-
-    def __init__(self, lm_backbone: PreTrainedModel):
-        super().__init__()
-        self.lm_backbone = lm_backbone
-        width = lm_backbone.config.hidden_size
-        # [D29] A small random head: about 1 / sqrt(width) in every weight.
-        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L248-L258 @cbfd210
-        self.reward_head = nn.Linear(width, 1)
-        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
-        nn.init.zeros_(self.reward_head.bias)
-        # [D31] [D32] Gain and bias are trainable parameters. Chapter 2 fixes them.
-        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L48-L71 @cbfd210
-        self.gain = nn.Parameter(torch.ones(()))
-        self.bias = nn.Parameter(torch.zeros(()))
-
-    def forward(self, query_responses: torch.Tensor, pad_id: int) -> torch.Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
-        # [D30] The score is read at the last column, which shows the last real token.
-        #       openai/lm-human-preferences lm_human_preferences/rewards.py#L47 @cbfd210
-        hidden_states = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
-        return self.gain * read_scalar(self.reward_head, hidden_states[:, 0]) + self.bias
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Optimiser
-# ----------------------------------------------------------------------------------------------------------------
-
-
-class AdamTensorFlowStyle(torch.optim.Adam):
-    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
-
-        lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
-
-    PyTorch divides sqrt(v) by sqrt(1 - beta2^t) before it adds eps. So its Adam takes the same step if its eps is
-    eps / sqrt(1 - beta2^t), in the first step eps / sqrt(0.001) = 32 eps. With small gradients that matters.
-    """
-
-    # [D64] [D65] No gradient clipping, no weight decay, no warm-up. `steps` counts over the whole run.
-    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L621-L629 @cbfd210
-    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-5):
-        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
-        for group in self.param_groups:
-            group.update(steps=0, eps_tensorflow=eps)
-
-    def step(self, closure: Callable | None = None):
-        """One step of all parameters that have a gradient."""
-        for group in self.param_groups:
-            group["steps"] += 1
-            group["eps"] = group["eps_tensorflow"] / math.sqrt(1 - group["betas"][1] ** group["steps"])
-        return super().step(closure)
-
-
-def learning_rate_at(args: Args, step: int) -> float:
-    """The learning rate of a step (0-based): linear from args.lr, and never 0."""
-    # [D42] openai/lm-human-preferences lm_human_preferences/train_reward.py#L249 @cbfd210
-    return args.lr * (1 - step * args.batch_size / args.num_train)
-
-
-def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
-    # [D73] openai/lm-human-preferences lm_human_preferences/utils/core.py#L468-L488 @cbfd210
-    if accelerator.num_processes > 1:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
-        nn.utils.vector_to_parameters(mean, gradients)
-
-
-def gradient_norm(model: nn.Module) -> torch.Tensor:
-    """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
-    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Tokens: pad, generate
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def left_pad(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Move the padding of each row to its left; the order of the other tokens stays.
-
-    tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
-    """
-    # [D08] A stable sort by "is a real token".
-    return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
-
-
-def keyed_generator(*key: int | str) -> torch.Generator:
-    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-
-
-class KeyValueCache(StaticCache):
-    """Keys and values, both in the precision of the values."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add those of new tokens; return those of all tokens."""
-        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
-
-
-@torch.no_grad()
-def generate(
-    lm_backbone: PreTrainedModel,
-    contexts: torch.Tensor,
-    uniforms: torch.Tensor,
-    pad_id: int,
-    vocab_size: int,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sample responses with a key-value cache.
-
-    contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
-    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
-    state before each token (batch, response_length, width).
-    """
-    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
-    tokens = left_pad(contexts, pad_id)
-    mask = tokens != pad_id  # (batch, context_length)
-    position_ids = mask.cumsum(1) - mask.long()
-    tokens = tokens.masked_fill(~mask, 0)
-    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
-    length = contexts.shape[1] + uniforms.shape[1]
-    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
-    attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
-    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
-    responses, logprobs, hidden_states = [], [], []
-    # [D22] Always response_length tokens; nothing stops a response early.
-    # [D24] No top-k, no top-p.
-    #       openai/lm-human-preferences lm_human_preferences/language/sample.py#L24-L84 @cbfd210
-    for column in range(uniforms.shape[1]):
-        hidden = lm_backbone.base_model(
-            input_ids=tokens,
-            attention_mask=masks[column],
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]  # (batch, width)
-        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
-        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
-        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
-        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
-        thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
-        # [D25] Log-probs are recorded as the tokens are sampled.
-        #       openai/lm-human-preferences lm_human_preferences/policy.py#L108-L112 @cbfd210
-        responses.append(tokens)
-        logprobs.append(all_logprobs.gather(1, tokens))
-        hidden_states.append(hidden)
-        position_ids = position_ids[:, -1:] + 1
-    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
-
-
-def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
-    chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
-    if isinstance(chunks[0], torch.Tensor):
-        return torch.cat(chunks)
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Mathematics: loss, normalisation
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def best_of_n_loss(scores: torch.Tensor, best: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax cross-entropy of the choice, mean over the batch, and how often the best has the highest score.
-
-    scores: (batch, n); best: (batch,), in [0, n). The accuracy is a 0-d tensor without gradient.
-    """
-    # [D40] openai/lm-human-preferences lm_human_preferences/label_types.py#L44-L49 @cbfd210
-    accuracy = (scores.argmax(1) == best).to(scores.dtype).mean()
-    return F.cross_entropy(scores, best.long()), accuracy
-
-
-def label_loss(kind: LabelKind, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of scores (batch, n) for labels (batch,) of one kind; 0-d, mean over the batch.
-
-    Ratings and differences are regressed: mean((score - r)^2), mean((difference - (r1 - r0))^2).
-    """
-    if kind == "best":
-        return best_of_n_loss(scores, targets)[0]
-    # [D21] openai/lm-human-preferences lm_human_preferences/label_types.py#L58-L120 @cbfd210
-    predictions = scores[:, 0] if kind == "score" else scores[:, 1] - scores[:, 0]  # (batch,)
-    return ((targets.to(scores.dtype) - predictions) ** 2).mean()
-
-
-@torch.no_grad()
-def label_statistics(kind: LabelKind, scores: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The loss and what else there is to say of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
-    loss = label_loss(kind, scores, targets)
-    if kind == "best":
-        return {"loss": loss, "accuracy": best_of_n_loss(scores, targets)[1]}
-    targets = targets.to(scores.dtype)
-    if kind == "difference":
-        same_sign = (scores[:, 1] - scores[:, 0]).sign() == targets.sign()  # (batch,)
-        return {"loss": loss, "accuracy": same_sign.to(scores.dtype).mean()}
-    covariance = ((targets - targets.mean()) * (scores[:, 0] - scores[:, 0].mean())).mean()
-    deviations = targets.std(unbiased=False) * scores[:, 0].std(unbiased=False)
-    corr = covariance / deviations.clamp(min=torch.finfo(scores.dtype).tiny)  # 0 where one of them is constant
-    return {"loss": loss, "label_mean": targets.mean(), "label_var": targets.var(unbiased=False), "corr": corr}
-
-
-def target_scale(kind: LabelKind, targets: torch.Tensor) -> tuple[float, float]:
-    """Mean and biased deviation that the scores shall have before training on these labels (labels,)."""
-    # [D34] openai/lm-human-preferences lm_human_preferences/train_reward.py#L149-L160 @cbfd210
-    if kind == "best":
-        return 0.0, 1.0
-    scales = targets.double() if kind == "score" else targets.double() / 2
-    if not scales.std(unbiased=False) > 0:
-        raise InputError(f"all labels have the {kind} {targets[0].item()}; there is nothing to learn")
-    return scales.mean().item(), scales.std(unbiased=False).item()
-
-
-def gain_and_bias(scores: torch.Tensor, target_mean: float, target_std: float) -> tuple[float, float]:
-    """Gain and bias that give scores (n,) of gain 1 and bias 0 the wanted mean and biased standard deviation.
-
-    Raises NumericalError, a ValueError, if the deviation is 0 or a score is not finite.
-    """
-    # [D34] openai/lm-human-preferences lm_human_preferences/rewards.py#L73-L89 @cbfd210
-    # [D35] openai/lm-human-preferences lm_human_preferences/train_reward.py#L162-L169 @cbfd210
-    mean, std = scores.double().mean().item(), scores.double().std(unbiased=False).item()
-    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise NumericalError(f"scores with mean {mean} and deviation {std} cannot be normalised")
-    gain = target_std / std
-    return gain, target_mean - gain * mean
-
-
-@torch.no_grad()
-def normalize(
-    reward_model: RewardModel,
-    query_responses: torch.Tensor,
-    pad_id: int,
-    chunk: int,
-    accelerator: Accelerator | None = None,
-    target_mean: float = 0.0,
-    target_std: float = 1.0,
-) -> None:
-    """Set gain and bias so that these samples, on all processes together, have the wanted mean and deviation.
-
-    query_responses: (samples of this process, sequence_length).
-    """
-    # [D32] [D34] Whatever gain and bias had learned is discarded first.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L207-L215 @cbfd210
-    reward_model.gain.fill_(1.0)
-    reward_model.bias.fill_(0.0)
-    scores = in_chunks(partial(reward_model, pad_id=pad_id), chunk, query_responses)
-    gain, bias = gain_and_bias(accelerator.gather(scores) if accelerator else scores, target_mean, target_std)
-    reward_model.gain.fill_(gain)
-    reward_model.bias.fill_(bias)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Samples to normalise on
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def sample_to_normalize(
-    language_model: PreTrainedModel,
-    stream: QueryStream,
-    ids: TaskIds,
-    args: Args,
-    sizes: RewardSizes,
-    stage: str,
-    rank: int,
-) -> torch.Tensor:
-    """Queries and responses of the pretrained model: (local_normalize_samples, query_length + response_length)."""
-    # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L191-L199 @cbfd210
-    task = args.task
-    rows = slice(rank * sizes.local_normalize_samples, (rank + 1) * sizes.local_normalize_samples)
-    queries = stream.next_batch(sizes.normalize_samples, ids.pad)[rows]  # (local_normalize_samples, query_length)
-    # [X01] The noise belongs to the sample.
-    generator = keyed_generator(args.seed, "normalize", stage)
-    noise = torch.rand(sizes.normalize_samples, task.response_length, generator=generator, dtype=torch.float64)
-    noise = noise[rows]  # (local_normalize_samples, response_length)
-
-    def respond(contexts: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        return generate(language_model, contexts, uniforms, ids.pad, ids.pad, task.temperature)[0]
-
-    contexts = add_affixes(queries, ids.prefix, ids.suffix).to(language_model.device)
-    responses = in_chunks(respond, sizes.local_rollout_batch, contexts, noise.to(language_model.device))
-    # [D28] The reward model sees the query without prefix and suffix.
-    #       openai/lm-human-preferences lm_human_preferences/rewards.py#L105-L107 @cbfd210
-    return torch.cat([queries.to(responses.device), responses], dim=1)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Update
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def score_samples(
-    reward_model: RewardModel, queries: torch.Tensor, samples: torch.Tensor, pad_id: int
-) -> torch.Tensor:
-    """Scores (batch, n) of samples (batch, n, response_length) to queries (batch, query_length)."""
-    n = samples.shape[1]
-    query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
-    return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
-
-
-def reward_update(
-    reward_model: RewardModel,
-    optimizer: torch.optim.Optimizer,
-    labels: Labels,
-    inds: torch.Tensor,
-    pad_id: int,
-    micro_batch: int,
-    accelerator: Accelerator | None = None,
-) -> dict[str, torch.Tensor]:
-    """One optimiser step on the labels with these indices (local_batch,).
-
-    Returns loss, gradient norm and what else label_statistics has to say of the whole batch, all 0-d.
-    """
-    device = reward_model.gain.device
-    scores = []
-    # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
-    optimizer.zero_grad()
-    for micro_inds in inds.split(micro_batch):
-        queries, samples, targets = (
-            t[micro_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+def load_labels(args: Args, tokenizer: PreTrainedTokenizerBase) -> texts.Labels:
+    """All labels of the file; an InputError if there are fewer than are to be trained on."""
+    labels = texts.read_labels(args.label_dataset, args.task, tokenizer)
+    # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
+    if len(labels.targets) < args.num_train:
+        raise InputError(
+            f"{cli.flag('num_train')} {args.num_train}: {cli.flag('label_dataset')} {args.label_dataset} has "
+            f"{len(labels.targets)} labels"
         )
-        scores.append(score_samples(reward_model, queries, samples, pad_id))  # (micro_batch, n)
-        (label_loss(labels.kind, scores[-1], targets) * len(micro_inds) / len(inds)).backward()
-    if accelerator is not None:
-        average_gradients(reward_model, accelerator)
-    gradient = gradient_norm(reward_model)
-    optimizer.step()
-    # [X15] Statistics of the whole batch, over all processes.
-    batch = torch.cat(scores).detach(), labels.targets[inds].to(device)  # (local_batch, n), (local_batch,)
-    if accelerator is not None:
-        batch = accelerator.gather(batch)
-    statistics = label_statistics(labels.kind, *batch)
-    return {**{f"train/{name}": value for name, value in statistics.items()}, "train/gradient_norm": gradient}
+    return labels
 
 
-@torch.no_grad()
-def evaluate(
-    reward_model: RewardModel, labels: Labels, inds: torch.Tensor, pad_id: int, chunk: int, accelerator: Accelerator
-) -> dict[str, float]:
-    """Loss and accuracy over all labels with these indices, shared among the processes; ratings have no accuracy."""
-    device = reward_model.gain.device
-    names = ["loss"] if labels.kind == "score" else ["loss", "accuracy"]
-    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-    for local_inds in inds[accelerator.process_index :: accelerator.num_processes].split(chunk):
-        if len(local_inds) == 0:  # fewer labels than processes
-            break
-        queries, samples, targets = (
-            t[local_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+def load_language_model(args: Args, ids: texts.TaskIds, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The pretrained model, which never changes; an InputError if it cannot be read, or saved as a reward model."""
+    language_model = models.load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
+    longest = ids.context_length + args.task.response_length
+    models.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
+    with models.model_errors(args.base_model), torch.device("meta"):
+        AutoModelForSequenceClassification.from_config(
+            language_model.config, trust_remote_code=args.trust_remote_code
         )
-        statistics = label_statistics(labels.kind, score_samples(reward_model, queries, samples, pad_id), targets)
-        sums += torch.stack([statistics[name] for name in names]).double() * len(local_inds)
-    means = accelerator.reduce(sums, "sum") / len(inds)
-    return {f"test_{name}": mean for name, mean in zip(names, means.tolist(), strict=True)} | {
-        "test_labels": len(inds)
-    }
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Logging, the saved reward model
-# ----------------------------------------------------------------------------------------------------------------
+    return language_model.requires_grad_(False)
 
 
 PANELS = {
@@ -630,169 +662,5 @@ PANELS = {
 }
 
 
-FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
-
-
-def save_reward_model(
-    folder: Path,
-    reward_model: RewardModel,
-    tokenizer: PreTrainedTokenizerBase,
-    info: dict,
-    trust_remote_code: bool = False,
-) -> None:
-    """Save as an ordinary sequence-classification model that gives the same scores, gain and bias included.
-
-    The score of such a model is linear in the final hidden state and has no constant. So the gain goes into the
-    weight w of the score, and the constant c into the bias of the final layer norm, along w: w (h + c w / |w|^2)
-    = w h + c. Where that norm has no bias, c stands in the configuration as `score_constant` and must be added.
-    `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
-    """
-    # [D44] openai/lm-human-preferences lm_human_preferences/train_reward.py#L292-L329 @cbfd210
-    backbone, pad_id = reward_model.lm_backbone.base_model, vocabulary_size(tokenizer)
-    kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
-    weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
-    constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
-    # Some models refuse a padding id beyond their embedding, so it is set once the embedding has a row for it.
-    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"pad_token_id": None})
-    config.num_labels = 1
-    norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
-    config.score_constant = 0.0 if norm_bias else constant
-    classifier = AutoModelForSequenceClassification.from_config(
-        config, dtype=weight.dtype, trust_remote_code=trust_remote_code
-    ).to(weight.device)
-    classifier.base_model.load_state_dict(backbone.state_dict())
-    with torch.no_grad():
-        classifier.score.weight.copy_(weight)
-        if norm_bias:
-            kept[f"lm_backbone.{norm_bias}"] = backbone.state_dict()[norm_bias].clone()
-            classifier.base_model.state_dict()[norm_bias].add_(constant * weight[0] / (weight**2).sum())
-        rows = classifier.get_input_embeddings().num_embeddings
-        if rows <= pad_id:
-            classifier.resize_token_embeddings(pad_id + 1, mean_resizing=False)
-            classifier.get_input_embeddings().weight[rows:] = 0.0
-    classifier.config.pad_token_id = pad_id
-    classifier.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_file(kept, folder / "reward_head.safetensors")
-    write_json(folder / "ppo_rlhf.json", info)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Train
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a reward model and return the folder models/<run>/reward, on every process.
-
-    joint: arguments, time stamp and runs/ folder of train_both.py, if it runs this. Raises InputError, a
-    ValueError: bad arguments before anything is written, a disk that fails whenever it fails.
-    """
-    accelerator = make_accelerator()
-    given, args = args, find_paths(args, joint)  # given: what meta.json and the saved models name
-    device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
-    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
-    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = task_ids(args.task, tokenizer)
-    labels = read_labels(args.label_dataset, args.task, tokenizer)
-    # [D20] openai/lm-human-preferences lm_human_preferences/train_reward.py#L94-L96 @cbfd210
-    if len(labels.targets) < args.num_train:
-        raise InputError(
-            f"{flag('num_train')} {args.num_train}: {flag('label_dataset')} {args.label_dataset} has "
-            f"{len(labels.targets)} labels"
-        )
-    scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
-    # [D11] Every stage begins with the first text.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L191-L200 @cbfd210
-    stream = QueryStream(args.task, tokenizer)
-    language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device).requires_grad_(False)
-    longest = ids.context_length + args.task.response_length
-    check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
-    with model_errors(args.base_model), torch.device("meta"):  # what it is saved as exists for this kind of model
-        AutoModelForSequenceClassification.from_config(
-            language_model.config, trust_remote_code=args.trust_remote_code
-        )
-    # [D76] For the head, the same on every process; all other noise is keyed.
-    #       openai/lm-human-preferences lm_human_preferences/utils/core.py#L108-L113 @cbfd210
-    torch.manual_seed(args.seed)
-    # [D27] The reward model is a copy of the pretrained model, trained as a whole.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L275 @cbfd210
-    reward_model = RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)).to(
-        device, dtype
-    )
-    reward_model.forward = autocast()(reward_model.forward)
-    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
-
-    run = Run(given, accelerator, dataclasses.asdict(sizes), joint, weight_files(args))
-    first_step = 0
-    if checkpoint := run.load_checkpoint():
-        tensors, state = checkpoint
-        first_step, stream.position = state["step"], state["query_position"]
-        restore_training_state(reward_model, optimizer, tensors)
-    run.start_logging(first_step)
-
-    def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
-        # [D39] openai/lm-human-preferences lm_human_preferences/train_reward.py#L208-L209 @cbfd210
-        if args.normalize_samples:
-            with autocast():
-                samples = sample_to_normalize(language_model, stream, ids, args, sizes, stage, rank)
-            normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator, target_mean, target_std)
-
-    # 1. Normalise.
-    if args.normalize_before and first_step == 0:
-        normalize_now("before", *scale_before)
-
-    # 2. One pass over the labels.
-    # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L236-L250 @cbfd210
-    # [X02] Their order depends on the seed alone.
-    permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
-    with run.progress("reward model", sizes.steps, first_step) as advance:
-        for step in range(first_step, sizes.steps):
-            optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
-            inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
-            stats = reward_update(
-                reward_model, optimizer, labels, inds, ids.pad, sizes.local_micro_batch, accelerator
-            )
-            stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
-            means = mean_over_processes(stats, accelerator)
-            check_finite(means, step, anew_with_lower("lr"))
-            loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
-            run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
-            accuracy = f", accuracy {means['train/accuracy']:.2f}" if "train/accuracy" in means else ""
-            advance(f"loss {means['train/loss']:.3f}{accuracy}")
-            if run.is_time_to_save(step + 1, sizes.steps):
-                state = {"query_position": stream.position}
-                run.save_checkpoint(step + 1, training_state(reward_model, optimizer), state)
-
-    # 3. Normalise again.
-    # [D38] On the next queries of the stream.
-    #       openai/lm-human-preferences lm_human_preferences/train_reward.py#L252-L254 @cbfd210
-    if args.normalize_after:
-        normalize_now("after", 0.0, 1.0)
-
-    # [X07] The labels beyond the first num_train show how good the model is.
-    queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
-    results = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1]}
-    results["skipped_queries"] = stream.position - queries
-    held_out = torch.arange(args.num_train, len(labels.targets))
-    if len(held_out):
-        measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
-        check_finite(measured, sizes.steps, anew_with_lower("lr"))
-        results |= measured
-
-    folder = run.model_folder / "reward"
-    if accelerator.is_main_process:
-        info = {"kind": "reward model", "base_model": given.base_model, "label_dataset": given.label_dataset}
-        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(given.task)}
-        save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
-    run.finish(PANELS, **results)
-    if args.upload_model and accelerator.is_main_process:
-        upload_model(folder, args.hf_entity, run.model_folder.name)
-    accelerator.wait_for_everyone()
-    return folder
-
-
 if __name__ == "__main__":
-    run_script(lambda: train(parse_args(PRESETS, description=__doc__)))
+    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from ppo_rlhf import run, train_policy, train_reward
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.lib import files, run
 
 countdown = 0
 
@@ -63,7 +64,7 @@ PLACES = {
     "sample": lambda: doom(run.Run, "log_samples", half_a_sample),
     "tensors of a checkpoint": lambda: doom(run, "save_file", half_the_tensors),
     "checksum of a checkpoint": lambda: doom(run, "sealed"),
-    "JSON or log file": lambda: doom(run, "replace_file", half_the_text),
+    "JSON or log file": lambda: doom(files, "replace_file", half_the_text),
     "name of a checkpoint": lambda: doom(run, "checkpoint_steps"),
     "removal of a folder": lambda: doom(shutil, "rmtree"),
 }

@@ -10,18 +10,19 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from golden_models import load_arrays, load_json, recorded, under
 from runs import metrics_of, only
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as tokenizer_models
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
-from ppo_rlhf import run, tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.tldr_data import Comparisons, Posts, TldrIds, TldrTaskArgs
+from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
+from ppo_rlhf.lib import lm, models, posts, processes, run
+from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
 EOS, PAD = 0, 40
@@ -48,7 +49,7 @@ def names_of(kind: str) -> list[str]:
 def golden_tokenizer() -> PreTrainedTokenizerFast:
     """The 40 words of the golden models: w1 to w39, and the end of text, 0."""
     words = {"<eos>": EOS} | {f"w{i}": i for i in range(1, PAD)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w39"))
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(words, unk_token="w39"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
@@ -58,7 +59,7 @@ def gpt2_tokenizer() -> PreTrainedTokenizerFast:
     part = load_json("tldr/gpt2_part")
     names = {f"<{i}>": i for i in set(range(50_257)) - set(part["vocab"].values())}
     merges = [tuple(merge.split(" ")) for merge in part["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab=names | part["vocab"], merges=merges))
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab=names | part["vocab"], merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
@@ -106,9 +107,9 @@ def language_model(case: dict, weights: Arrays) -> PreTrainedModel:
     return model
 
 
-def scalar_model(case: dict, weights: Arrays, constant: float = 0.0, script: ModuleType = tldr_policy):
+def scalar_model(case: dict, weights: Arrays, constant: float = 0.0, kind: type = lm.RewardModel):
     """A reward model or critic; constant: what is added to the numbers of its head."""
-    model = script.RewardModel(new_language_model(case).base_model).double()
+    model = kind(new_language_model(case).base_model).double()
     weights = our_names(weights, scalar_model=True)
     weights.setdefault("reward_head.bias", torch.zeros(1))  # TRL's head has none
     load_weights(model, weights, without={"gain", "bias"})
@@ -122,9 +123,9 @@ def save_language_model(folder: Path, model: PreTrainedModel) -> None:
     golden_tokenizer().save_pretrained(folder)
 
 
-def save_scalar_model(folder: Path, model: tldr_policy.RewardModel) -> None:
+def save_scalar_model(folder: Path, model: lm.RewardModel) -> None:
     info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
-    tldr_policy.save_reward_model(folder, model, golden_tokenizer(), info)
+    models.save_reward_model(folder, model, golden_tokenizer(), info)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -153,14 +154,14 @@ def saved_language_model(folder: Path, kind: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(only(folder, f"models/*/{kind}"), dtype=torch.float64)
 
 
-def saved_scalar_model(folder: Path, kind: str) -> tldr_policy.RewardModel:
-    return tldr_policy.load_reward_model(only(folder, f"models/*/{kind}"), torch.float64)
+def saved_scalar_model(folder: Path, kind: str) -> lm.RewardModel:
+    return models.load_reward_model(only(folder, f"models/*/{kind}"), torch.float64)
 
 
 def in_drawn_order(stored: torch.Tensor, *key: int | str) -> torch.Tensor:
     """Rows placed so that a script's permutation, whose generator has this key, gives them as they are stored."""
     placed = torch.empty_like(stored)
-    placed[torch.randperm(len(stored), generator=tldr_policy.keyed_generator(*key))] = stored
+    placed[torch.randperm(len(stored), generator=lm.keyed_generator(*key))] = stored
     return placed
 
 
@@ -168,20 +169,20 @@ def posts_of(queries: torch.Tensor, references: torch.Tensor) -> Posts:
     return Posts(queries.long(), references.long(), 0)
 
 
-def instead_of_reading(script: ModuleType, posts: dict[str, Posts]) -> Replaced:
-    return script, "read_posts", lambda task, tokenizer, split, limit=0: posts[split]
+def instead_of_reading(splits: dict[str, Posts]) -> Replaced:
+    return posts, "read_posts", lambda task, tokenizer, split, limit=0: splits[split]
 
 
-def first_gradient_into(found: Arrays, script: ModuleType) -> Replaced:
+def first_gradient_into(found: Arrays) -> Replaced:
     """At the first optimiser step the gradients are put into a dictionary, by the parameters' names."""
-    right = script.gradient_norm
+    right = processes.gradient_norm
 
     def gradient_norm(model):
         if not found:
             found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         return right(model)
 
-    return script, "gradient_norm", gradient_norm
+    return processes, "gradient_norm", gradient_norm
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -220,11 +221,11 @@ def sft_run(case: dict, arrays: Arrays) -> SftRun:
     counts = (arrays["micro_tokens"] != PAD).sum(2).double() - 1  # tokens that are predicted, (micro-batches, rows)
     gradient: Arrays = {}
     replaced = (
-        instead_of_reading(tldr_sft, {split: posts_of(*tokens) for split, tokens in splits.items()}),
-        first_gradient_into(gradient, tldr_sft),
+        instead_of_reading({split: posts_of(*tokens) for split, tokens in splits.items()}),
+        first_gradient_into(gradient),
         means_of_micro_batches(counts.sum(1).view(len(rates), -1)),
-        (tldr_sft, "scheduled_lr", lambda lr, schedule, step, steps: rates[step]),
-        (TldrIds, "vocab_size", case["output_rows"]),
+        (run, "scheduled_lr", lambda lr, schedule, step, steps: rates[step]),
+        (TaskIds, "vocab_size", case["output_rows"]),
     )
     with in_new_folder(*replaced) as folder:
         save_language_model(folder / "base", language_model(case, under(arrays, "initial/")))
@@ -235,7 +236,7 @@ def sft_run(case: dict, arrays: Arrays) -> SftRun:
                 batch_size=batch,
                 lr=case["lr"],
                 local_micro_batch_size=case["micro"],
-                task=TldrTaskArgs(
+                task=TaskArgs(
                     query_length=QUERY, response_length=REFERENCE, eval_temperature=case["eval_temperature"]
                 ),
             )
@@ -278,22 +279,22 @@ def reward_run(case: dict, arrays: Arrays) -> RewardRun:
         ("validation", False): comparisons_of(tokens("validation"), case["groups"]["validation"]),
         ("validation", True): comparisons_of(tokens("validation_cnndm"), case["groups"]["validation_cnndm"]),
     }
-    posts = posts_of(arrays["posts/query_token"], arrays["posts/reference_response_token"])
+    train_posts = posts_of(arrays["posts/query_token"], arrays["posts/reference_response_token"])
     initial = our_names(under(arrays, "initial/"), scalar_model=True)
 
     class StoredHead(tldr_reward.RewardModel):
         """Begins with the stored head in place of a random one."""
 
-        def __init__(self, lm_backbone: PreTrainedModel):
-            super().__init__(lm_backbone)
+        def __init__(self, lm_backbone: PreTrainedModel, **options: bool):
+            super().__init__(lm_backbone, **options)
             self.reward_head.load_state_dict(under(initial, "reward_head."))
 
     gradient: Arrays = {}
     replaced = (
-        instead_of_reading(tldr_reward, {"train": posts}),
-        (tldr_reward, "read_comparisons", lambda _, __, split, limit=0, articles=False: comparisons[split, articles]),
+        instead_of_reading({"train": train_posts}),
+        (posts, "read_comparisons", lambda _, __, split, limit=0, articles=False: comparisons[split, articles]),
         (tldr_reward, "RewardModel", StoredHead),
-        first_gradient_into(gradient, tldr_reward),
+        first_gradient_into(gradient),
     )
     with in_new_folder(*replaced) as folder, recorded(tldr_reward, "score_pairs") as calls:
         base = new_language_model(case)
@@ -306,12 +307,12 @@ def reward_run(case: dict, arrays: Arrays) -> RewardRun:
                 batch_size=case["micro"] * case["accumulation"],
                 lr=case["lr"],
                 local_micro_batch_size=case["micro"],
-                task=TldrTaskArgs(query_length=QUERY, response_length=REFERENCE),
+                task=TaskArgs(query_length=QUERY, response_length=REFERENCE),
             )
         )
         model = saved_scalar_model(folder, "reward")
         scores = [torch.stack(scores).detach() for _, scores in calls[: len(arrays["micro/loss"])]]
-        references = model(torch.cat([posts.queries, posts.references], dim=1), PAD).detach()
+        references = model(torch.cat([train_posts.queries, train_posts.references], dim=1), PAD).detach()
         return RewardRun(
             *metrics_and_results(folder),
             *torch.stack(scores, dim=1),  # chosen and rejected: (micro-batches, rows)
@@ -326,8 +327,8 @@ def reward_run(case: dict, arrays: Arrays) -> RewardRun:
 # ----------------------------------------------------------------------------------------------------------------
 
 RECORDED = (
-    *("summarise", "punish_missing_eos", "masked_rewards", "masked_advantages", "masked_policy_loss"),
-    *("masked_value_loss", "masked_statistics", "evaluate_policy"),
+    *("respond", "punish_missing_eos", "compute_rewards", "compute_advantages", "policy_loss"),
+    *("value_loss", "token_statistics", "evaluate_policy"),
 )
 
 
@@ -338,70 +339,69 @@ class PolicyRun:
     results: dict[str, Any]
     first_gradient: Arrays
     policy: PreTrainedModel
-    critic: tldr_policy.RewardModel
+    critic: lm.RewardModel
 
 
 def steered(case: dict, temperature: float, responses: list[torch.Tensor]) -> Replaced:
     """At this temperature the sampler gets the uniform numbers with which it samples the stored responses."""
-    generate, read, stored = tldr_policy.generate, tldr_policy.read_tokens, iter(responses)
+    generate, read, stored = lm.generate, lm.read_tokens, iter(responses)
 
     def wrapper(lm_backbone, contexts, uniforms, pad_id, vocab_size, sampled_at):
         if sampled_at == temperature:
             tokens = next(stored).long()
             query_responses = torch.cat([contexts, tokens], dim=1)
             hidden = read(lm_backbone, query_responses, pad_id, slice(contexts.shape[1] - 1, -1))
-            probs = tldr_policy.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
+            probs = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
             uniforms = (probs.cumsum(2) - probs / 2).gather(2, tokens.unsqueeze(2)).squeeze(2)
         return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], sampled_at)
 
-    return tldr_policy, "generate", wrapper
+    return lm, "generate", wrapper
 
 
 def all_output_rows(case: dict) -> Replaced:
     """Logits of all rows of the output layer, not only of the tokenizer's ids [T14]."""
-    right = tldr_policy.scaled_logits
+    right = lm.scaled_logits
 
     def scaled_logits(lm_backbone, hidden_states, vocab_size, temperature):
         return right(lm_backbone, hidden_states, case["output_rows"], temperature)
 
-    return tldr_policy, "scaled_logits", scaled_logits
+    return lm, "scaled_logits", scaled_logits
 
 
 def means_of_micro_batches_in_ppo(accumulation: int) -> list[Replaced]:
     """A minibatch's losses are the means of its micro-batches' means [X21]."""
-    policy_loss, value_loss = tldr_policy.masked_policy_loss, tldr_policy.masked_value_loss
-    statistics = tldr_policy.masked_statistics
+    right = {name: getattr(tldr_policy, name) for name in ("policy_loss", "value_loss", "token_statistics")}
 
-    def masked_policy_loss(new, old, advantages, mask, cliprange, count):
-        return policy_loss(new, old, advantages, mask, cliprange, accumulation * mask.sum())
+    def policy_loss(new, old, advantages, mask, cliprange, count):
+        return right["policy_loss"](new, old, advantages, mask, cliprange, accumulation * mask.sum())
 
-    def masked_value_loss(new, old, returns, mask, cliprange, count):
-        return value_loss(new, old, returns, mask, cliprange, accumulation * mask.sum())
+    def value_loss(new, old, returns, mask, cliprange, count):
+        return right["value_loss"](new, old, returns, mask, cliprange, accumulation * mask.sum())
 
-    def masked_statistics(*arguments):
+    def token_statistics(*arguments):
         *tensors, mask, value_mask, _, _ = arguments
         counts = (accumulation * mask.sum(), accumulation * value_mask.sum())
-        return statistics(*tensors, mask, value_mask, *counts)
+        return right["token_statistics"](*tensors, mask, value_mask, *counts)
 
-    functions = (masked_policy_loss, masked_value_loss, masked_statistics)
+    functions = (policy_loss, value_loss, token_statistics)
     return [(tldr_policy, function.__name__, function) for function in functions]
 
 
 def whitened_once() -> list[Replaced]:
     """Advantages are whitened over the whole rollout, before minibatches are drawn [X25]."""
-    right, make, rollouts = tldr_policy.masked_advantages, tldr_policy.TldrRollout, []
+    right, make, rollouts = tldr_policy.compute_advantages, tldr_policy.Rollout, []
 
     def rollout(*tensors):
         rollouts.append(make(*tensors))
         return rollouts[-1]
 
-    def masked_advantages(rewards, values, mask, value_mask, ppo, reduce):
+    def compute_advantages(rewards, values, mask, value_mask, ppo, reduce):
         whole = rollouts[-1]
         found = right(whole.rewards, whole.values, whole.mask, whole.value_mask, ppo, reduce)
         rows = (values.unsqueeze(1) == whole.values).all(2).int().argmax(1)  # of the minibatch in the rollout
         return tuple(tensor[rows] for tensor in found)
 
-    return [(tldr_policy, "TldrRollout", rollout), (tldr_policy, "masked_advantages", masked_advantages)]
+    return [(tldr_policy, "Rollout", rollout), (tldr_policy, "compute_advantages", compute_advantages)]
 
 
 def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
@@ -409,8 +409,8 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
 
     So the sampler's log-probs, which the original keeps [X26], are not those of the training pass: they are given.
     """
-    read, forward, summarise, stored = (
-        *(tldr_policy.read_tokens, GPT2Model.forward, tldr_policy.summarise),
+    read, forward, respond, stored = (
+        *(lm.read_tokens, GPT2Model.forward, tldr_policy.respond),
         iter(logprobs),
     )
 
@@ -422,15 +422,15 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
             return read(*arguments)
 
     def with_stored_logprobs(*arguments):
-        responses, _, values, gap = summarise(*arguments)
+        responses, _, values, gap = respond(*arguments)
         return responses, next(stored), values, gap
 
     return [
-        (tldr_policy, "read_tokens", read_tokens),
-        (tldr_policy, "trim_padding", lambda *tokens, pad_id: torch.cat(tokens, dim=1)),
-        (tldr_policy, "summarise", with_stored_logprobs),
+        (lm, "read_tokens", read_tokens),
+        (posts, "trim_padding", lambda *tokens, pad_id: torch.cat(tokens, dim=1)),
+        (tldr_policy, "respond", with_stored_logprobs),
         (tldr_policy, "check_first_ratio", lambda gap, update, dtype: None),
-        (tldr_policy, "check_model", lambda *arguments: None),  # it refuses a model that padding matters to
+        (models, "check_model", lambda *arguments: None),  # it refuses a model that padding matters to
     ]
 
 
@@ -440,18 +440,18 @@ def policy_run(
     held_out: Posts,
     minibatches: torch.Tensor,
     language_models: dict[str, PreTrainedModel],
-    scalar_models: dict[str, tldr_policy.RewardModel],
+    scalar_models: dict[str, lm.RewardModel],
     *replaced: Replaced,
 ) -> PolicyRun:
     """queries: of each update; minibatches: rows in each, (passes, minibatches, rows); models: by their folders."""
     stored, references = torch.cat(queries), torch.full((sum(map(len, queries)), 1), EOS)
-    posts = {"train": posts_of(in_drawn_order(stored, SEED, "posts", 0), references)}
-    posts |= dict.fromkeys(("validation", "test"), held_out)
-    passes, gradient = iter(minibatches), {}
+    splits = {"train": posts_of(in_drawn_order(stored, SEED, "posts", 0), references)}
+    splits |= dict.fromkeys(("validation", "test"), held_out)
+    updates, gradient = iter(minibatches.split(args.ppo.noptepochs)), {}
     replaced = (
-        instead_of_reading(tldr_policy, posts),
-        (tldr_policy, "draw_minibatches", lambda *_: next(passes)),
-        first_gradient_into(gradient, tldr_policy),
+        instead_of_reading(splits),
+        (tldr_policy, "draw_minibatches", lambda *_: next(updates)),
+        first_gradient_into(gradient),
         *replaced,
     )
     with in_new_folder(*replaced) as folder, contextlib.ExitStack() as stack:
@@ -474,14 +474,14 @@ def original_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         base_model="base",
         dtype="float64",
         eval_interval=1,
-        task=TldrTaskArgs(query_length=QUERY, response_length=RESPONSE, temperature=case["temperature"]),
-        rewards=tldr_policy.TldrRewardsArgs(
+        task=TaskArgs(query_length=QUERY, response_length=RESPONSE, temperature=case["temperature"]),
+        rewards=tldr_policy.RewardsArgs(
             trained_model="reward",
             kl_coef=case["ppo"]["kl_coef"],
             missing_eos="replace" if case["non_eos_penalty"] else "none",
             missing_eos_penalty=-case["penalty"],
         ),
-        ppo=tldr_policy.TldrPpoArgs(
+        ppo=tldr_policy.PpoArgs(
             **ppo | {"nminibatches": case["nminibatches"]},
             total_episodes=16 * len(updates),
             batch_size=16,
@@ -520,8 +520,8 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         base_model="base",
         dtype="float64",
         eval_interval=0,
-        task=TldrTaskArgs(query_length=QUERY, response_length=RESPONSE, temperature=settings["temperature"]),
-        rewards=tldr_policy.TldrRewardsArgs(
+        task=TaskArgs(query_length=QUERY, response_length=RESPONSE, temperature=settings["temperature"]),
+        rewards=tldr_policy.RewardsArgs(
             trained_model="reward",
             value_model="value",
             kl_coef=settings["kl_coef"],
@@ -529,7 +529,7 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
             missing_eos="subtract",
             missing_eos_penalty=settings["missing_eos_penalty"],
         ),
-        ppo=tldr_policy.TldrPpoArgs(
+        ppo=tldr_policy.PpoArgs(
             **{name: settings[name] for name in names},
             total_episodes=16 * len(updates),
             batch_size=16,
@@ -538,7 +538,7 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
             weight_decay=case["optimizer"]["weight_decay"],
         ),
     )
-    whiten, load_critic = tldr_policy.masked_whiten, tldr_policy.load_critic
+    whiten, load_critic = tldr_policy.whiten, tldr_policy.load_critic
     reference, make_reference = language_model(case, under(arrays, "reference/")), tldr_policy.Reference.__init__
 
     def unbiased_whiten(values, mask, *, keep_mean, reduce):
@@ -563,7 +563,7 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         },
         steered(case, settings["temperature"], [update["responses"] for update in updates]),
         all_output_rows(case),
-        (tldr_policy, "masked_whiten", unbiased_whiten),
+        (tldr_policy, "whiten", unbiased_whiten),
         (tldr_policy, "load_critic", load_critic_without_bias),
         (tldr_policy.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),
     )

@@ -15,47 +15,48 @@ from typing import Any
 
 import torch
 
-from ppo_rlhf import data, tldr_all, tldr_data, train_both
-from ppo_rlhf.run import upload_model
+from ppo_rlhf import tldr_all, train_both
+from ppo_rlhf.lib import errors, models, posts, texts
+from ppo_rlhf.lib.run import upload_model
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 
 
 def labels(name: str) -> Any:
     preset = train_both.PRESETS[name]
-    read = data.read_labels(preset.reward.label_dataset, preset.task, data.load_tokenizer(preset.base_model))
+    read = texts.read_labels(preset.reward.label_dataset, preset.task, models.load_tokenizer(preset.base_model))
     return [list(read.queries.shape), list(read.samples.shape), read.targets.tolist(), read.queries[0, :3].tolist()]
 
 
 def queries(name: str) -> Any:
     preset = train_both.PRESETS[name]
-    tokenizer = data.load_tokenizer(preset.base_model)
-    tokens = data.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
-    return sorted(data.to_texts(tokenizer, tokens, len(tokenizer)))
+    tokenizer = models.load_tokenizer(preset.base_model)
+    tokens = texts.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
+    return sorted(texts.to_texts(tokenizer, tokens, len(tokenizer)))
 
 
-def posts(split: str) -> Any:
+def posts_of(split: str) -> Any:
     preset = tldr_all.PRESETS["tldr"]
-    tokenizer = data.load_tokenizer(preset.base_model)
-    read = tldr_data.read_posts(preset.task, tokenizer, split)
+    tokenizer = models.load_tokenizer(preset.base_model)
+    read = posts.read_posts(preset.task, tokenizer, split)
     return [
-        data.to_texts(tokenizer, read.queries, len(tokenizer)),
-        data.to_texts(tokenizer, read.references, len(tokenizer)),
+        texts.to_texts(tokenizer, read.queries, len(tokenizer)),
+        texts.to_texts(tokenizer, read.references, len(tokenizer)),
     ]
 
 
 def comparisons(split: str, articles: bool = False) -> Any:
     preset = tldr_all.PRESETS["tldr"]
-    tokenizer = data.load_tokenizer(preset.base_model)
-    read = tldr_data.read_comparisons(preset.task, tokenizer, split, articles=articles)
-    texts = (
-        data.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (read.queries, read.chosen, read.rejected)
+    tokenizer = models.load_tokenizer(preset.base_model)
+    read = posts.read_comparisons(preset.task, tokenizer, split, articles=articles)
+    columns = (
+        texts.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (read.queries, read.chosen, read.rejected)
     )
-    return [*texts, read.groups]
+    return [*columns, read.groups]
 
 
 def logits(name: str) -> Any:
-    model = data.load_pretrained(name, torch.float32).eval()
+    model = models.load_pretrained(name, torch.float32).eval()
     with torch.no_grad():
         return model(torch.arange(5).unsqueeze(0)).logits[0, -1, :4].tolist()
 
@@ -69,17 +70,17 @@ LOADS: dict[str, Callable[[], Any]] = {
     **{f"labels of {name}": lambda name=name: labels(name) for name in CHAPTER_1},
     **{f"queries of {name}": lambda name=name: queries(name) for name in CHAPTER_1},
     **{
-        f"{name}, {split}": lambda name=name, split=split: list(data.load_texts(name, split))
-        for name in data.HUB_TEXTS
+        f"{name}, {split}": lambda name=name, split=split: list(texts.load_texts(name, split))
+        for name in texts.HUB_TEXTS
         for split in ("train", "test")
     },
-    **{f"posts, {split}": lambda split=split: posts(split) for split in ("train", "validation", "test")},
+    **{f"posts, {split}": lambda split=split: posts_of(split) for split in ("train", "validation", "test")},
     **{f"comparisons, {split}": lambda split=split: comparisons(split) for split in ("train", "validation")},
     "comparisons, articles": lambda: comparisons("validation", articles=True),
     **{name: lambda name=name: logits(name) for name in ("gpt2", "EleutherAI/pythia-1b-deduped")},
     "pickle": lambda: logits("somebody/pickle"),
     "pickle's safe revision": lambda: (
-        [len(data.load_tokenizer("somebody/pickle@refs/pr/2")), *logits("somebody/pickle@refs/pr/2")]
+        [len(models.load_tokenizer("somebody/pickle@refs/pr/2")), *logits("somebody/pickle@refs/pr/2")]
     ),
     "no such revision": lambda: logits("gpt2@v7"),
     "uploaded": lambda: logits("somebody/train_policy__tales__1__1700000000"),
@@ -95,7 +96,7 @@ def main(folder: str) -> None:
         for name, load in steps.items():
             try:
                 answers[name] = load()
-            except data.InputError as error:
+            except errors.InputError as error:
                 answers[name] = f"error: {error}"
             except Exception:  # kept as this load's answer, which its test then shows; the others still run
                 answers[name] = traceback.format_exc()

@@ -1,9 +1,8 @@
 """train_policy.py, keeping what each process sampled and the KL coefficient that it used.
 
-`recorded/<rank>.safetensors` holds the query_responses of every update, (local_batch, sequence_length) each, and
-`recorded/<rank>.json` the coefficients before and after every update. `recorded/<rank>.sharding.json` holds how many
-parts of the policy FSDP wraps and which share of the policy's numbers this process keeps. With
-NOISE_BELONGS_TO_THE_PROCESS set, the sampling noise does: a mistake.
+`recorded/<rank>.safetensors` holds the context_responses of every update, (local_batch, sequence_length) each, and
+`recorded/<rank>.json` the coefficients before and after every update. With NOISE_BELONGS_TO_THE_PROCESS set, the
+sampling noise does: a mistake.
 """
 
 import json
@@ -12,17 +11,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from ppo_rlhf import run, train_policy
+from ppo_rlhf import train_policy
+from ppo_rlhf.lib import cli, errors
 
 rank = int(os.environ.get("RANK", 0))
 sampled: list[list[torch.Tensor]] = []  # of each update, of each rollout batch
 coefficients: list[list[float]] = []
-sharding: dict[str, float] = {}
 respond, episode_noise = train_policy.respond, train_policy.episode_noise
-ppo_update = train_policy.ppo_update
 right_update = train_policy.AdaptiveKLController.update
 
 
@@ -44,20 +40,10 @@ def recorded_update(self, kl: float, episodes: int) -> None:
     coefficients.append([before, self.value])
 
 
-def recorded_ppo_update(policy, *arguments):
-    result = ppo_update(policy, *arguments)
-    kept = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in policy.parameters())
-    sharding["parts"] = sum(isinstance(module, FSDPModule) for module in policy.modules())
-    sharding["share"] = kept / sum(p.numel() for p in policy.parameters())
-    return result
-
-
-train_policy.ppo_update = recorded_ppo_update
 train_policy.respond, train_policy.episode_noise = recorded_respond, recorded_noise
 train_policy.AdaptiveKLController.update = recorded_update
-run.run_script(lambda: train_policy.train(run.parse_args(train_policy.PRESETS)))
+errors.run_script(lambda: train_policy.train(cli.parse_args(train_policy.PRESETS)))
 folder = Path("recorded")
 folder.mkdir(exist_ok=True)
 save_file({f"{i:03}": torch.cat(chunks) for i, chunks in enumerate(sampled)}, folder / f"{rank}.safetensors")
 (folder / f"{rank}.json").write_text(json.dumps(coefficients))
-(folder / f"{rank}.sharding.json").write_text(json.dumps(sharding))

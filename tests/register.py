@@ -1,14 +1,29 @@
-"""The register DETAILS.md: for every detail, where it stands in our code and which tests prove it.
+"""The register docs/details: for every detail, where it stands in our code and which tests prove it.
 
     python tests/register.py
 
-mends the line numbers in DETAILS.md: those of our code from the marks in ppo_rlhf/*.py, those of the tests from the
-test files. It prints what it changed and what only a person can mend, and exits with 1 if there is any of the latter.
+mends the line numbers in docs/details/*.md: those of our code from the marks in ppo_rlhf/**/*.py, those of the tests
+from the test files. In README.md it mends how many lines a script has, to the nearest fifty. It prints what it
+changed and what only a person can mend, and exits with 1 if there is any of the latter.
 
 A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field; what a module's docstring says
-is about marks and none itself. `openai/lm-human-preferences <file>#L1-L2 @cbfd210` in the same comment belongs to the
-marks on its line and on the lines above, back to the previous such reference; so does one to
-`vwxyzjn/summarize_from_feedback_details <file>#L1-L2 @ee77a9a`.
+is about marks and none itself. The lines of the original stand beside a mark in one of two forms:
+
+    # [D52] The score counts once, on the last token.   lm_human_preferences/train_policy.py#L149-L154
+
+    # [D51] Every token pays.
+    # [D52] The score counts once, on the last token.
+    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L149-L154 @cbfd210
+
+The one-line form has the lines at its end, behind two spaces or more, or behind the mark. They belong to the marks
+of their line or, on a line without any, to those of the nearest line above. Several are separated by commas.
+Repository and commit stand in the module's docstring, as `openai/lm-human-preferences at commit cbfd210`. Where it
+names several, all but one have a short name there, as in `TRL is huggingface/trl at commit f2cd577` or
+`TRL: huggingface/trl @f2cd577`, and their references begin with it: `TRL trl/experimental/ppo/ppo_trainer.py#L758`. A
+path may lack its first folders.
+
+The two-line form says repository and commit itself. It belongs to the marks on its line and on the lines above, back
+to the previous such reference.
 """
 
 import ast
@@ -24,47 +39,72 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-REGISTER = "DETAILS.md"
+README = "README.md"
+PAGES = "docs/details/"
+TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
-SUMMARIZE = (
-    "https://github.com/vwxyzjn/summarize_from_feedback_details/blob/ee77a9abc31f5338365ee087945c5bcafac7f1ca/"
-)
-ORIGINALS = (  # of chapter 1; of chapter 2, where code names the files of the package without its folder
-    "https://github.com/openai/lm-human-preferences/blob/cbfd210bb8b08f6bc5c26878c10984b90f516c66/",
-    f"{SUMMARIZE}summarize_from_feedback_details/",
-    SUMMARIZE,
-)
+FIELDS = {
+    "detail": ["original", "here", "proven by", "without it"],
+    "deviation": ["original", "why", "here", "proven by"],
+}
+ORIGINALS = {
+    "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
+    "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
+    "huggingface/trl": "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+}
 
 MARK = re.compile(r"\[([DTX]\d\d)\]")
-REFERENCE = re.compile(
-    r"(?:openai/lm-human-preferences|vwxyzjn/summarize_from_feedback_details) "
-    r"((?:\S+#L\d+(?:-L\d+)?(?:, )?)+) @(?:cbfd210|ee77a9a)"
+LINES = r"[\w./-]+#L\d+(?:-L\d+)?"
+REFERENCE = re.compile(rf"({'|'.join(ORIGINALS)}) ({LINES}(?:, {LINES})*) @([0-9a-f]{{7}})\b")
+SHORT_NAME = r"[A-Z]{2,}"
+SHORT = rf"(?:(?:{SHORT_NAME}|{'|'.join(ORIGINALS)}) )?{LINES}"
+SHORT_REFERENCE = re.compile(rf"(?:\s\s|\] |^\W*)({SHORT}(?:, {SHORT})*)\W*$")
+BASE = re.compile(
+    rf"(?:\b({SHORT_NAME})(?:\s+is|:)\s+)?({'|'.join(ORIGINALS)})\s+(?:at\s+commit\s+|@)([0-9a-f]{{7,40}})\b"
 )
-ROW = re.compile(r'\| <a id="(\w+)"></a>\1 \|')
+HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* ')
+FIELD = re.compile(r"- \*([\w ]+)\*: (.*)")
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
-TEST_LINK = re.compile(r"\[(test_\w+)\]\((tests/test_\w+\.py)(?:#L(\d+))?\)")
+TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
 GOLDEN_ROW = re.compile(r"^\| (`[\w*/]+\.(?:npz|json)`.*?) \|", re.MULTILINE)
+LENGTH = re.compile(r"(\]\((ppo_rlhf/[\w/]+\.py)\), )([\d,]+)( lines)")
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path
 Places = list[tuple[str, int]]  # path and line
 Comment = list[tuple[str, int, str]]  # path, line and text of each line of a comment or a docstring
+Reference = tuple[str, str]  # repository; `<file>#L1-L2`
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row about one detail or deviation."""
+    """What a page says about one detail or deviation."""
 
     id: str
-    line: int  # 0-based
-    cells: dict[str, str]  # under the names of its table's columns
-    complete: bool  # whether it has as many cells as its table has columns
+    page: str
+    line: int  # 0-based; of the claim
+    fields: dict[str, str]
+    lines: dict[str, int]  # of the fields
+    complete: bool  # whether it has the fields of its kind, in their order
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The code
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def read_files() -> Files:
-    found = [ROOT / REGISTER, *ROOT.glob("ppo_rlhf/*.py"), *ROOT.glob("tests/test_*.py")]
+    found = [ROOT / README, *ROOT.glob(f"{PAGES}*.md"), *ROOT.glob("ppo_rlhf/**/*.py"), *ROOT.glob("tests/test_*.py")]
     golden = [path for path in ROOT.glob("tests/golden/**/*") if path.is_file() and path.name != "README.md"]
     files = {path: path.read_text() for path in sorted(found)} | dict.fromkeys(sorted(golden), "")
     return {path.relative_to(ROOT).as_posix(): text for path, text in files.items()}
+
+
+def ours(files: Files) -> list[str]:
+    return [path for path in files if path.startswith("ppo_rlhf/")]
+
+
+def pages(files: Files) -> list[str]:
+    return [path for path in files if path.startswith(PAGES)]
 
 
 @cache
@@ -88,7 +128,7 @@ def comments(path: str, source: str) -> list[Comment]:
 
 
 def our_comments(files: Files) -> list[Comment]:
-    return [comment for path in files if path.startswith("ppo_rlhf/") for comment in comments(path, files[path])]
+    return [comment for path in ours(files) for comment in comments(path, files[path])]
 
 
 def marks(files: Files) -> dict[str, Places]:
@@ -100,20 +140,66 @@ def marks(files: Files) -> dict[str, Places]:
     return {name: sorted(places) for name, places in found.items()}
 
 
-def originals(files: Files) -> dict[str, set[str]]:
-    """The references beside the marks of each id: `<file>#L1-L2`."""
-    found: dict[str, set[str]] = {}
+@cache
+def bases(source: str) -> dict[str, tuple[str, str]]:
+    """Repository and commit of each name in the module's docstring; of "", where only one can be meant."""
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    named = [(short, (repository, commit)) for short, repository, commit in BASE.findall(docstring)]
+    found = {name: base for short, base in named for name in (short, base[0]) if name}
+    nameless = {base for short, base in named if not short} or {base for _, base in named}
+    return found | ({"": nameless.pop()} if len(nameless) == 1 else {})
+
+
+def short_references(text: str, known: dict[str, tuple[str, str]]) -> list[Reference]:
+    """The references of the one-line form at the end of a line; without a repository where none is known."""
+    found = []
+    if match := SHORT_REFERENCE.search(text):
+        for reference in match[1].split(", "):
+            name, _, lines = reference.rpartition(" ")
+            found.append((known.get(name, ("", ""))[0], lines))
+    return found
+
+
+def originals(files: Files) -> dict[str, set[Reference]]:
+    """The references beside the marks of each id."""
+    found: dict[str, set[Reference]] = {}
     for comment in our_comments(files):
-        names: list[str] = []
+        known = bases(files[comment[0][0]])
+        nearest: list[str] = []
+        above: list[str] = []
         answered = False
         for _, _, text in comment:
             if new := MARK.findall(text):
-                names, answered = (new if answered else names + new), False
+                nearest = new
+                above, answered = (new if answered else above + new), False
             if reference := REFERENCE.search(text):
+                names, references = above, {(reference[1], lines) for lines in reference[2].split(", ")}
                 answered = True
-                for name in names:
-                    found.setdefault(name, set()).update(reference[1].split(", "))
+            else:
+                names, references = nearest, set(short_references(text, known))
+                answered |= bool(references)
+            for name in names:
+                if references:
+                    found.setdefault(name, set()).update(references)
     return found
+
+
+def reference_problems(files: Files) -> Iterator[str]:
+    """References that cannot be read, or of another commit than the register's."""
+    for path in ours(files):
+        known = bases(files[path])
+        for repository, commit in sorted(set(known.values())):
+            if not ORIGINALS[repository].startswith(commit):
+                right = ORIGINALS[repository][: len(commit)]
+                yield f"{path} is about {repository} at commit {commit}, the register about {right}"
+        for _, line, text in itertools.chain(*comments(path, files[path])):
+            short, long = short_references(text, known), REFERENCE.search(text)
+            if not short and not long and re.search(LINES, text):
+                yield f"{path} has a reference in line {line} that cannot be read"
+            if short and any(not repository for repository, _ in short):
+                yield f"{path} does not say of which repository the lines are that line {line} refers to"
+            if long and not ORIGINALS[long[1]].startswith(long[3]):
+                yield f"{path} refers to {long[1]} at commit {long[3]} in line {line}"
 
 
 @cache
@@ -128,72 +214,106 @@ def tests(files: Files) -> dict[tuple[str, str], int]:
     return dict(itertools.chain(*(tests_of(path, files[path]).items() for path in paths)))
 
 
-def rows(text: str) -> list[Row]:
-    found, columns = [], []
-    for number, line in enumerate(text.split("\n")):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| id |"):
-            columns = cells
-        elif match := ROW.match(line):
-            found.append(Row(match[1], number, dict(zip(columns, cells, strict=False)), len(cells) == len(columns)))
+# ----------------------------------------------------------------------------------------------------------------
+# The pages
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def rows(files: Files) -> list[Row]:
+    found = []
+    for page in pages(files):
+        lines = files[page].split("\n")
+        heads = [number for number, line in enumerate(lines) if HEAD.match(line)]
+        for head, end in itertools.pairwise([*heads, len(lines)]):
+            name, shown = HEAD.match(lines[head]).groups()
+            fields, places, names = {}, {}, []
+            for number in range(head + 1, end):
+                if lines[number].startswith("#"):
+                    break
+                if match := FIELD.match(lines[number]):
+                    names.append(match[1])
+                    fields[match[1]], places[match[1]] = match[2], number
+            kind = "deviation" if name.startswith("X") else "detail"
+            found.append(Row(name, page, head, fields, places, names == FIELDS[kind] and shown == name))
     return found
 
 
 def links(places: Places) -> str:
-    return ", ".join(f"[{Path(path).name}#L{line}]({path}#L{line})" for path, line in places)
+    return ", ".join(f"[{path.removeprefix('ppo_rlhf/')}#L{line}]({TO_ROOT}{path}#L{line})" for path, line in places)
 
 
-def mended(files: Files) -> str:
-    """The register with the right lines of our code and of the tests, wherever there are any."""
-    lines, places, test_lines = files[REGISTER].split("\n"), marks(files), tests(files)
-    for row in rows(files[REGISTER]):
-        if row.complete and row.id in places:
-            lines[row.line] = f"| {' | '.join((row.cells | {'here': links(places[row.id])}).values())} |"
+def nearest_fifty(text: str) -> str:
+    return f"{max(50, round(len(text.splitlines()) / 50) * 50):,}"
+
+
+def mended(files: Files) -> Files:
+    """README and pages with the right lines of our code and of the tests, wherever there are any."""
+    places, test_lines = marks(files), tests(files)
+    lines = {page: files[page].split("\n") for page in pages(files)}
+    for row in rows(files):
+        if "here" in row.fields and row.id in places:
+            lines[row.page][row.lines["here"]] = f"- *here*: {links(places[row.id])}"
 
     def test_link(old: re.Match[str]) -> str:
         line = test_lines.get((old[2], old[1]))
-        return f"[{old[1]}]({old[2]}#L{line})" if line else old[0]
+        return f"[{old[1]}]({TO_ROOT}{old[2]}#L{line})" if line else old[0]
 
-    return TEST_LINK.sub(test_link, "\n".join(lines))
+    def length(old: re.Match[str]) -> str:
+        return f"{old[1]}{nearest_fifty(files[old[2]])}{old[4]}" if old[2] in files else old[0]
+
+    right = {page: TEST_LINK.sub(test_link, "\n".join(text)) for page, text in lines.items()}
+    return files | right | {README: LENGTH.sub(length, files[README])}
 
 
-def without_repository(link: str) -> str:
-    """A link to lines of an original at its fixed commit as `<file>#L1-L2`; another link as it is."""
-    return next((link.removeprefix(original) for original in ORIGINALS if link.startswith(original)), link)
+def repository_of(link: str) -> Reference | None:
+    """Of a link to lines of an original at its fixed commit: repository and `<file>#L1-L2`."""
+    for repository, commit in ORIGINALS.items():
+        base = f"https://github.com/{repository}/blob/{commit}/"
+        if link.startswith(base):
+            return repository, link.removeprefix(base)
+    return None
 
 
-def row_problems(row: Row, places: Places, references: set[str]) -> Iterator[str]:
+def same_lines(reference: Reference, linked: Reference) -> bool:
+    """Whether they name the same lines; the reference may lack the first folders."""
+    return reference[0] == linked[0] and f"/{linked[1]}".endswith(f"/{reference[1]}")
+
+
+def row_problems(row: Row, places: Places, references: set[Reference]) -> Iterator[str]:
     """What is wrong with a row. places: of its marks; references: beside them."""
     if not row.complete:
-        yield "does not have the columns of its table"
+        yield f"does not have its fields in {row.page}"
         return
     if not places:
-        yield "has no mark in ppo_rlhf/*.py"
-    elif row.cells["here"] != links(places):
-        yield f"stands at {links(places)}, not at {row.cells['here']}"
-    linked = {without_repository(target): label for label, target in LINK.findall(row.cells["original"])}
-    for target, label in linked.items():
-        if label != target.split("/")[-1] or "://" in target:
+        yield "has no mark in ppo_rlhf/**/*.py"
+    elif row.fields["here"] != links(places):
+        yield f"stands at {links(places)}, not at {row.fields['here']}"
+    shown = [(label, target) for label, target in LINK.findall(row.fields["original"]) if "://" in target]
+    for label, target in shown:
+        if label != target.split("/")[-1] or not repository_of(target):
             yield f"links [{label}]({target}) as the original"
-    for reference in sorted(references - set(linked)):
-        yield f"has {reference} beside its mark, but not in its row"
+    linked = {reference for _, target in shown if (reference := repository_of(target))}
+    for repository, lines in sorted(references):
+        if not any(same_lines((repository, lines), other) for other in linked):
+            yield f"has {lines} of {repository} beside its mark, but not in its row"
     if row.id in DETAILS and linked and not references:
         yield "has lines of the original in its row, but none beside its mark"
-    if row.id in DETAILS and not linked and row.cells["original"] != "none":
+    if row.id in DETAILS and not linked and row.fields["original"] != "none":
         yield "has neither lines of the original nor `none`"
-    proof = row.cells["proven by"]
+    proof = row.fields["proven by"]
     if "MISSING" in proof or not TEST_LINK.search(proof):
         yield "is not proven: " + LINK.sub(r"\1", proof)
 
 
 def problems(files: Files) -> list[str]:
     """Where the register and code, tests and golden files differ."""
-    text, places, references, test_lines = files[REGISTER], marks(files), originals(files), tests(files)
-    found: list[str] = []
-    for row in rows(text):
+    text = "\n".join(files[page] for page in pages(files))
+    places, references, test_lines = marks(files), originals(files), tests(files)
+    found = list(reference_problems(files))
+    for row in rows(files):
         wrong = row_problems(row, places.get(row.id, []), references.get(row.id, set()))
         found += [f"{row.id} {problem}" for problem in wrong]
-    names = [row.id for row in rows(text)]
+    names = [row.id for row in rows(files)]
     without_row = re.findall(r"^([DT]\d\d) has no row", text, re.MULTILINE)
     found += [f"{name} is marked at {links(places[name])}, but has no row" for name in places if name not in names]
     found += [f"{name} has no row" for name in DETAILS if name not in [*names, *without_row, *places]]
@@ -203,6 +323,11 @@ def problems(files: Files) -> list[str]:
             found.append(f"{path} has no {name}")
         elif line != str(test_lines[path, name]):
             found.append(f"{name} stands in line {test_lines[path, name]} of {path}, not in {line}")
+    for _, path, lines, _ in LENGTH.findall(files[README]):
+        if path not in files:
+            found.append(f"{README} names {path}, which does not exist")
+        elif lines != nearest_fifty(files[path]):
+            found.append(f"{path} has about {nearest_fifty(files[path])} lines, not {lines}")
     golden = [path.removeprefix("tests/golden/") for path in files if path.startswith("tests/golden/")]
     patterns = {pattern.strip("`") for cell in GOLDEN_ROW.findall(text) for pattern in cell.split(", ")}
     found += [f"tests/golden/{name} has no row" for name in golden if not any(fnmatch(name, p) for p in patterns)]
@@ -211,15 +336,20 @@ def problems(files: Files) -> list[str]:
 
 
 def main() -> int:
-    files = read_files()
-    old, new = files[REGISTER], mended(files)
-    for before, after in zip(old.split("\n"), new.split("\n"), strict=True):
-        for (label, was), (_, now) in zip(LINK.findall(before), LINK.findall(after), strict=False):
-            if was != now:
-                print(f"mended: {label} {was} -> {now}")
-    (ROOT / REGISTER).write_text(new)
-    left = problems(files | {REGISTER: new})
-    print("\n".join(left) or f"{REGISTER} is right")
+    old = read_files()
+    new = mended(old)
+    for path in (README, *pages(old)):
+        for before, after in zip(old[path].split("\n"), new[path].split("\n"), strict=True):
+            if before != after:
+                for (label, was), (_, now) in zip(LINK.findall(before), LINK.findall(after), strict=False):
+                    if was != now:
+                        print(f"mended: {label} {was} -> {now}")
+                for was, now in zip(LENGTH.findall(before), LENGTH.findall(after), strict=True):
+                    if was != now:
+                        print(f"mended: {was[1]}, {was[2]} -> {now[2]} lines")
+        (ROOT / path).write_text(new[path])
+    left = problems(new)
+    print("\n".join(left) or f"{PAGES} is right")
     return 1 if left else 0
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from ppo_rlhf import tales, tldr_tales
+from ppo_rlhf.worlds import posts, tales
 
 TINY_WORLD = tales.TalesArgs(
     stories=300,
@@ -19,7 +19,7 @@ TINY_WORLD = tales.TalesArgs(
     test_comparisons=32,
 )
 
-TINY_POSTS = tldr_tales.PostsArgs(
+TINY_POSTS = posts.PostsArgs(
     train_posts=48,
     validation_posts=16,
     test_posts=16,
@@ -47,7 +47,7 @@ def build_tiny_world(cache: Path) -> Path:
 def build_tiny_posts(cache: Path) -> Path:
     """The folder of a very small world of posts: model/, posts_<split>.jsonl, comparisons_<split>.jsonl."""
     with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
-        return tldr_tales.find_world(TINY_POSTS)
+        return posts.find_world(TINY_POSTS)
 
 
 def world_arguments(world: Path) -> list[str]:

@@ -15,7 +15,7 @@ from processes import launch
 from runs import both_arguments, metrics_of, only, policy_arguments, reward_arguments, world_arguments
 
 ABLATIONS = Path(ablations.__file__)
-DETAILS = (ABLATIONS.parent.parent / "DETAILS.md").read_text()
+DETAILS = (ABLATIONS.parent.parent / "docs/details/chapter1.md").read_text()
 POLICY = [
     name for name, ablation in ablations.ABLATIONS.items() if not (ablation.reward or ablation.own_reward_model)
 ]

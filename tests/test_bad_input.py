@@ -18,7 +18,7 @@ import torch
 from processes import Result, launch
 from safetensors.torch import load_file, save_file
 
-from ppo_rlhf import tales
+from ppo_rlhf.worlds import tales
 
 REWARD_RUN, POLICY_RUN = "runs/train_reward__tales__1__7", "runs/train_policy__tales__1__7"
 REWARD_META, POLICY_META = f"{REWARD_RUN}/meta.json", f"{POLICY_RUN}/meta.json"
@@ -66,7 +66,7 @@ both = command(
     f"--reward.label_dataset labels.json",
 )
 sample = command("sample.py", "--policy policy --n 2")
-world = command("tales.py", f"{TINY_TALES} --train_comparisons 8 --test_comparisons 4")
+world = command("worlds/tales.py", f"{TINY_TALES} --train_comparisons 8 --test_comparisons 4")
 resumed_policy = command("train_policy.py", f"--resume {POLICY_RUN}")
 resumed_reward = command("train_reward.py", f"--resume {REWARD_RUN}")
 resumed_both = command("train_both.py", f"--resume {POLICY_RUN}")
@@ -732,7 +732,7 @@ SAMPLES = {
     ),
 }
 
-built_world = command("tales.py", "")  # with the default settings: the one that is in the folder
+built_world = command("worlds/tales.py", "")  # with the default settings: the one that is in the folder
 
 
 def in_the_cache(name: str, damage: Callable[[str], Damage]) -> Damage:
@@ -887,7 +887,7 @@ def test_the_same_files_undamaged_run_to_the_end(row: Row, folder: Path) -> None
 
 def test_the_tables_are_large_and_name_every_script() -> None:
     assert len(BAD_INPUT) == sum(map(len, KINDS.values())) >= 60
-    scripts = {"train_policy.py", "train_reward.py", "train_both.py", "sample.py", "tales.py"}
+    scripts = {"train_policy.py", "train_reward.py", "train_both.py", "sample.py", "worlds/tales.py"}
     assert {row.script for row in BAD_INPUT.values()} == {row.script for row in GOOD.values()} == scripts
     no_words = [name for name, row in BAD_INPUT.items() if not row.words]
     assert not no_words

@@ -1,22 +1,29 @@
-"""The training scripts share functions and constants by copy: the same name has the same text, comments included."""
+"""What stands twice has the same text; what is written anew in chapter 2 agrees with chapter 1 where they overlap."""
 
 import ast
+from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
+from test_tldr_math import on_processes, rollout_of
+from torch.testing import assert_close
 
 import ppo_rlhf
+from ppo_rlhf import tldr_policy, train_policy
+
+# ----------------------------------------------------------------------------------------------------------------
+# The same text
+# ----------------------------------------------------------------------------------------------------------------
 
 FOLDER = Path(ppo_rlhf.__file__).parent
-SCRIPTS = sorted(
-    [*FOLDER.glob("train_*.py"), *(FOLDER / f"tldr_{stage}.py" for stage in ("sft", "reward", "policy", "all"))]
-)
+SCRIPTS = {path.name: path.read_text() for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py")])}
+LM = (FOLDER / "lib" / "lm.py").read_text()
+CHAPTER_1 = ("train_policy.py", "train_reward.py")
 DIFFERENT = {
-    *("Args", "train", "parse", "report"),  # what makes a script
-    "PRESETS",  # values of the script's own Args
-    "PANELS",  # curves of the script's own metrics
-    "TAKEN",  # names of the script's own metrics
-    "SHARED",  # arguments that the script's own stages have in common
+    *("Args", "PRESETS", "PANELS", "train"),  # what makes a script
+    "check_arguments",  # checks the script's own Args
 }
 
 
@@ -39,41 +46,272 @@ def definitions(source: str) -> dict[str, str]:
     return found
 
 
-def copies(sources: list[str]) -> dict[str, set[str]]:
-    """The different texts of each name that more than one source defines."""
-    found = [definitions(source) for source in sources]
-    names = [name for texts in found for name in texts]
-    shared = {name for name in names if names.count(name) > 1} - DIFFERENT
-    return {name: {texts[name] for texts in found if name in texts} for name in shared}
+def differences(one: str, other: str) -> set[str]:
+    """Names that both sources define, with different texts."""
+    first, second = definitions(one), definitions(other)
+    return {name for name in first.keys() & second.keys() if first[name] != second[name]}
 
 
-COPIES = copies([path.read_text() for path in SCRIPTS])
+def statements(source: str) -> dict[str, str]:
+    """What each function or class at the top level does: its code without name, comments and docstrings."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name, node.name = node.name, ""
+            for part in ast.walk(node):
+                if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                    part.body = [
+                        line
+                        for line in part.body
+                        if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+                    ]
+            found[name] = ast.dump(node)
+    return found
 
 
-def test_the_scripts_share_functions_and_constants():
-    assert {"FINAL_NORM_BIASES", "FIRST_RATIO_TOLERANCE"} <= set(COPIES)
-    assert {"read_tokens", "scaled_logits", "RewardModel", "AdamTensorFlowStyle", "left_pad", "generate"} <= set(
-        COPIES
-    )
-    assert {"scheduled_lr", "save_reward_model", "load_reward_model", "compute_gae", "truncate_at"} <= set(COPIES)
+def repeated(one: str, other: str) -> set[tuple[str, str]]:
+    """Definitions of two sources that do the same, under whatever names; or constants of the same text."""
+    pairs = {(n, m) for n, a in statements(one).items() for m, b in statements(other).items() if a == b}
+    first, second = definitions(one), definitions(other)
+    return pairs | {(name, name) for name in first.keys() & second.keys() if first[name] == second[name]}
 
 
-@pytest.mark.parametrize("name", sorted(COPIES))
-def test_same_name_same_text(name):
-    assert len(COPIES[name]) == 1
+@pytest.mark.parametrize("script", CHAPTER_1)
+def test_chapter_1_and_lm_have_the_same_text(script):
+    assert differences(SCRIPTS[script], LM) == set()
+    shared = {"causal_mask", "read_tokens", "scaled_logits", "read_scalar", "RewardModel", "left_pad", "generate"}
+    assert shared <= definitions(SCRIPTS[script]).keys() & definitions(LM).keys()
 
 
-@pytest.mark.parametrize(
-    "other", ["def f(x):\n    return x + 1", "def f(x):\n    # why\n    return x", "@g\ndef f(x):\n    return x"]
-)
-def test_a_difference_is_found(other):
-    assert len(copies(["def f(x):\n    return x", other])["f"]) == 2
+def test_the_scripts_of_chapter_1_have_the_same_text():
+    assert differences(*(SCRIPTS[script] for script in CHAPTER_1)) <= DIFFERENT
+
+
+@pytest.mark.parametrize("pair", list(combinations(SCRIPTS, 2)), ids="-".join)
+def test_nothing_else_is_defined_twice(pair):
+    allowed = {name for script in CHAPTER_1 for name in definitions(SCRIPTS[script])} if pair == CHAPTER_1 else set()
+    assert {names for names in repeated(*(SCRIPTS[script] for script in pair)) if set(names) - allowed} == set()
+    for script in pair:
+        if script not in CHAPTER_1:
+            assert repeated(SCRIPTS[script], LM) == set()
 
 
 @pytest.mark.parametrize(
     "other",
-    ["F = 2", "F = 1  # why", "F: int = 1", "F = G = 1", "(F, G) = 1, 2", "F = (\n    1\n)", "def F():\n    pass"],
+    [
+        *("def f(x):\n    return x + 1", "def f(x):\n    # why\n    return x", "@g\ndef f(x):\n    return x"),
+        *("f = 2", "f = 1  # why", "f: int = 1", "f = g = 1", "(f, g) = 1, 2", "f = (\n    1\n)"),
+    ],
 )
-def test_a_difference_of_constants_is_found(other):
-    assert len(copies(["F = 1", other])["F"]) == 2
-    assert copies([other, other])["F"] == {other}
+def test_a_difference_is_found(other):
+    assert differences("def f(x):\n    return x", other) == differences("f = 1", other) == {"f"}
+    assert differences(other, other) == set()
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ('def f(x):\n    """What."""\n    # why\n    return x', {("f", "f")}),
+        ("def g(x):\n    return x", {("f", "g")}),
+        ("def f(x):\n    return x + 1", set()),
+        ("C = 1", {("C", "C")}),
+        ("C = 2", set()),
+    ],
+)
+def test_a_repetition_is_found(other, names):
+    assert repeated("C = 1\ndef f(x):\n    return x", other) == names
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The same numbers and gradients: an all-true mask, one group, k1, the score on the last token
+# ----------------------------------------------------------------------------------------------------------------
+
+ROWS, LENGTH, CONTEXT = 8, 5, 2
+ALL = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape or (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def check_agreement(first: Callable, second: Callable, *tensors: torch.Tensor) -> None:
+    """Two functions give the same tensors, and the same gradients of a weighted sum of all that have one."""
+    found = []
+    for function in (first, second):
+        given = [tensor.clone().requires_grad_(True) for tensor in tensors]
+        results = function(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        total = sum((x * numbers(90 + i, *x.shape)).sum() for i, x in enumerate(results) if x.requires_grad)
+        found.append([*results, *torch.autograd.grad(total, given, allow_unused=True)])
+    for one, two in zip(*found, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            assert_close(two, one, atol=1e-12, rtol=1e-12)
+
+
+def check_whiten() -> None:
+    for keep_mean in (False, True):
+        check_agreement(
+            lambda x, keep_mean=keep_mean: train_policy.whiten(x, keep_mean=keep_mean),
+            lambda x, keep_mean=keep_mean: tldr_policy.whiten(x, ALL, keep_mean=keep_mean),
+            3 + 2 * numbers(1),
+        )
+
+
+def check_rewards() -> None:
+    check_agreement(
+        lambda *tensors: train_policy.compute_rewards(*tensors, 0.15),
+        lambda *tensors: tldr_policy.compute_rewards(*tensors, ALL, 0.15, "k1"),
+        *(numbers(1, ROWS), numbers(2), numbers(3)),
+    )
+
+
+def check_gae() -> None:
+    check_agreement(
+        lambda *tensors: train_policy.compute_gae(*tensors, 0.9, 0.8),
+        lambda *tensors: tldr_policy.compute_gae(*tensors, ALL, 0.9, 0.8),
+        *(numbers(1), numbers(2)),
+    )
+
+
+def check_policy_loss() -> None:
+    logprobs = numbers(1)
+    check_agreement(
+        lambda *tensors: train_policy.policy_loss(*tensors, 0.2),
+        lambda *tensors: tldr_policy.policy_loss(*tensors, ALL, 0.2),
+        *(logprobs + 0.3 * numbers(2), logprobs, numbers(3)),
+    )
+
+
+def check_value_loss() -> None:
+    values = numbers(1)
+    check_agreement(
+        lambda *tensors: train_policy.value_loss(*tensors, 0.2),
+        lambda *tensors: tldr_policy.value_loss(*tensors, ALL, 0.2),
+        *(values + 0.3 * numbers(2), values, numbers(3)),
+    )
+
+
+class Tables(torch.nn.Module):
+    """In place of networks: numbers for each episode, which the first token of its row names."""
+
+    def __init__(self):
+        super().__init__()
+        self.logprobs, self.values = (torch.nn.Parameter(numbers(seed)) for seed in (1, 2))
+
+    def forward(
+        self, query_responses: torch.Tensor, pad_id: int, context_length: int, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = query_responses[:, 0]
+        return self.logprobs[rows], self.logprobs[rows].detach().abs(), self.values[rows]
+
+
+def check_update() -> None:
+    """Weights and last gradients after two epochs of two minibatches of two micro-batches."""
+    tokens = torch.arange(ROWS).unsqueeze(1).expand(ROWS, CONTEXT + LENGTH)
+    stored = (tokens, numbers(1) + 0.2 * numbers(3), numbers(2) + 0.2 * numbers(4), numbers(5))
+    settings = {"batch_size": ROWS, "nminibatches": 2, "noptepochs": 2, "local_micro_batch_size": 2}
+    settings |= {"whiten_rewards": True, "gamma": 0.9, "lam": 0.8, "vf_coef": 0.3}
+    orders = torch.stack([torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
+    rollout = train_policy.Rollout(*stored)
+    first, second = Tables(), Tables()
+    train_policy.ppo_update(
+        *(first, torch.optim.SGD(first.parameters(), lr=0.5), rollout, orders.unsqueeze(1)),
+        *(train_policy.PpoArgs(**settings, whiten_groups=1), -1, 1.0),
+    )
+    on_processes(
+        1,
+        lambda process: tldr_policy.ppo_update(
+            *(second, torch.optim.SGD(second.parameters(), lr=0.5), rollout_of(*stored, ALL, ALL)),
+            *(orders.view(2, 2, ROWS // 2), tldr_policy.PpoArgs(**settings), -1, 1.0, process),
+        ),
+    )
+    start = Tables()
+    for name, parameter in first.named_parameters():
+        assert (parameter - start.get_parameter(name)).abs().max() > 0.01  # it has learnt something
+        assert_close(second.get_parameter(name), parameter, atol=1e-12, rtol=1e-12)
+        assert_close(second.get_parameter(name).grad, parameter.grad, atol=1e-12, rtol=1e-12)
+
+
+def check_controller() -> None:
+    for target in (None, 6.0):
+        controllers = [script.AdaptiveKLController(0.15, target, 10_000) for script in (train_policy, tldr_policy)]
+        for kl in (0.0, 5.5, 6.0, 7.0, 60.0):
+            for controller in controllers:
+                controller.update(kl, 512)
+            assert controllers[0].value == controllers[1].value
+
+
+CHECKS = [
+    *(check_whiten, check_rewards, check_gae, check_policy_loss, check_value_loss, check_update, check_controller)
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_chapter_2_agrees_with_chapter_1(check):
+    check()
+
+
+RIGHT = {name: getattr(tldr_policy, name) for name in vars(tldr_policy)}
+
+
+def first_column_only(name: str, place: int) -> Callable:
+    """The function with a mask that is not all true."""
+    mask = ALL.clone()
+    mask[0, -1] = False
+
+    def function(*arguments, **options):
+        changed = [mask[: len(a)] if i == place else a for i, a in enumerate(arguments)]
+        return RIGHT[name](*changed, **options)
+
+    return function
+
+
+class OtherController(tldr_policy.AdaptiveKLController):
+    def update(self, kl, episodes):
+        super().update(kl, episodes + 1)
+
+
+# what goes wrong in chapter 2: (name, what stands there instead, the checks that must fail)
+MISTAKES: dict[str, tuple[str, Callable, list[Callable]]] = {
+    "a token less in whitening": ("whiten", first_column_only("whiten", 1), [check_whiten, check_update]),
+    "a detached mean": (
+        "whiten",
+        lambda x, mask, *, keep_mean, reduce=torch.clone: (
+            (x - x.mean().detach()) * torch.rsqrt(x.var(unbiased=False) + 1e-8) + keep_mean * x.mean()
+        ),
+        [check_whiten],
+    ),
+    "a token less in rewards": ("compute_rewards", first_column_only("compute_rewards", 3), [check_rewards]),
+    "k3": (
+        "compute_rewards",
+        lambda *arguments: RIGHT["compute_rewards"](*arguments[:-1], "k3"),
+        [check_rewards],
+    ),
+    "a value less in GAE": ("compute_gae", first_column_only("compute_gae", 2), [check_gae, check_update]),
+    "a token less in the policy loss": (
+        "policy_loss",
+        first_column_only("policy_loss", 3),
+        [check_policy_loss, check_update],
+    ),
+    "a value less in the value loss": (
+        "value_loss",
+        first_column_only("value_loss", 3),
+        [check_value_loss, check_update],
+    ),
+    "losses of micro-batches are means": (
+        "value_loss",
+        lambda *arguments: RIGHT["value_loss"](*arguments[:5]),
+        [check_update],
+    ),
+    "another controller": ("AdaptiveKLController", OtherController, [check_controller]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_disagreement_is_found(mistake, monkeypatch):
+    name, wrong, checks = MISTAKES[mistake]
+    monkeypatch.setattr(tldr_policy, name, wrong)
+    for check in checks:
+        with pytest.raises(AssertionError):
+            check()

@@ -1,4 +1,4 @@
-"""data.py: cleaning, text files, queries, label files, and what bad input gets."""
+"""texts.py and models.py: cleaning, text files, queries, label files, and what bad input gets."""
 
 import copy
 import dataclasses
@@ -19,11 +19,12 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from ppo_rlhf import data, tldr_policy, train_policy, train_reward
-from ppo_rlhf.data import QueryStream, TaskArgs
-from ppo_rlhf.run import InputError
+from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
+from ppo_rlhf.lib import hub, models, rewards, texts
+from ppo_rlhf.lib import posts as posts_of_chapter_2
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.texts import QueryStream, TaskArgs
 from ppo_rlhf.sample import Comparison, Continuations
-from ppo_rlhf.tldr_data import TldrTaskArgs, tldr_ids
 
 PAD = 95
 
@@ -99,12 +100,12 @@ def write(path: Path, content: str | bytes) -> Path:
     ],
 )
 def test_clean_cnndm(text, expected):
-    assert data.clean_cnndm(text) == expected
+    assert texts.clean_cnndm(text) == expected
 
 
 def test_clean_cnndm_applies_the_rules_in_order():
     text = "By Ann\n\nUPDATED: 10:00 EST, 1 May 2012\n\n\u2018Rain\u2019 fell.\n\n\n\nWind.\n\n@highlight\n\nWet."
-    assert data.clean_cnndm(text) == "'Rain' fell.\n\nWind."
+    assert texts.clean_cnndm(text) == "'Rain' fell.\n\nWind."
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_clean_cnndm_applies_the_rules_in_order():
     ],
 )
 def test_clean_tldr(text, expected):
-    assert data.clean_tldr(text) == expected
+    assert texts.clean_tldr(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_clean_tldr(text, expected):
     ],
 )  # fmt: skip
 def test_join_book_rows(rows, expected):
-    assert data.join_book_rows(rows) == expected
+    assert texts.join_book_rows(rows) == expected
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -153,8 +154,8 @@ def test_join_book_rows(rows, expected):
 )
 def test_read_text_file(tmp_path, name, content, expected):
     path = write(tmp_path / name, content)
-    assert data.read_text_file(path) == expected
-    assert list(data.load_texts(str(path))) == expected
+    assert texts.read_text_file(path) == expected
+    assert list(texts.load_texts(str(path))) == expected
 
 
 @pytest.mark.parametrize(
@@ -172,34 +173,33 @@ def test_read_text_file(tmp_path, name, content, expected):
 )
 def test_a_bad_text_file_is_named(tmp_path, name, content, reason):
     path = write(tmp_path / name, content)
-    message = error_line(data.load_texts, str(path))
+    message = error_line(texts.load_texts, str(path))
     assert "--task.query_dataset" in message
     assert str(path) in message
     assert reason in message.replace(str(path), "")
 
 
 def test_a_missing_text_file_is_named(tmp_path):
-    assert str(tmp_path / "none.txt") in error_line(data.load_texts, str(tmp_path / "none.txt"))
+    assert str(tmp_path / "none.txt") in error_line(texts.load_texts, str(tmp_path / "none.txt"))
 
 
 def test_an_unknown_dataset_says_what_there_is():
-    message = error_line(data.load_texts, "novels")
+    message = error_line(texts.load_texts, "novels")
     assert "--task.query_dataset novels" in message
     for known in ("books", "cnndm", "tldr", "tales", "dummy", ".txt", ".jsonl", ".json"):
         assert known in message
 
 
 def test_dummy_texts_are_forty_letters_and_full_stops():
-    texts = data.load_texts("dummy")
-    assert all(len(text) == 40 and set(text) <= set("abcdefghijklmnopqrstuvwxyz.") for text in texts)
-    assert len(set(texts)) == len(texts)
+    found = texts.load_texts("dummy")
+    assert all(len(text) == 40 and set(text) <= set("abcdefghijklmnopqrstuvwxyz.") for text in found)
+    assert len(set(found)) == len(found)
 
 
-def test_every_fiftieth_story_is_held_out(tmp_path, monkeypatch):
+def test_every_fiftieth_story_is_held_out(tmp_path):
     stories = [f"story {number}" for number in range(120)]
     write(tmp_path / "stories.txt", "\n".join(stories) + "\n")
-    monkeypatch.setattr(data.tales, "find_world", lambda: tmp_path)
-    test, train = data.load_texts("tales", "test"), data.load_texts("tales")
+    test, train = texts.load_texts(str(tmp_path), "test"), texts.load_texts(str(tmp_path))
     assert list(test) == ["story 49", "story 99"]
     assert list(train) == [story for story in stories if story not in ("story 49", "story 99")]
 
@@ -212,8 +212,8 @@ def test_read_json_array(written):
     """Wherever the chunks part it."""
     text = f" {json.dumps(ITEMS, **written)} \n"
     for chunk in [*range(60, 90), 2**20]:
-        assert list(data.read_json_array(io.StringIO(text), chunk)) == ITEMS
-    assert list(data.read_json_array(io.StringIO("[\n]"))) == []
+        assert list(texts.read_json_array(io.StringIO(text), chunk)) == ITEMS
+    assert list(texts.read_json_array(io.StringIO("[\n]"))) == []
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_read_json_array(written):
 )
 def test_what_is_no_json_array_is_an_error(broken):
     with pytest.raises(ValueError, match="holds no JSON array"):
-        list(data.read_json_array(io.StringIO(broken + " " * 200), chunk=40))
+        list(texts.read_json_array(io.StringIO(broken + " " * 200), chunk=40))
 
 
 def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
@@ -233,7 +233,7 @@ def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
         written.write('{"content": "end"}]')
     tracemalloc.start()
     with file.open() as array:
-        count = sum(1 for _ in data.read_json_array(array, chunk=2**19))
+        count = sum(1 for _ in texts.read_json_array(array, chunk=2**19))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 12_001 and peak < 3e6
@@ -256,9 +256,9 @@ def test_what_came_from_the_hub_broken_is_an_error(monkeypatch, tmp_path, name, 
     downloads = {"tldr": "broken", "cnndm": "broken", "cnndm splits": "ids.parquet"}
     for key, file in downloads.items():
         given = SimpleNamespace(download=lambda split="", file=file: (str(tmp_path / file),))
-        monkeypatch.setitem(data.HUB_FILES, key, given)
+        monkeypatch.setitem(texts.HUB_FILES, key, given)
     for _ in range(2):
-        message = error_line(data.load_texts, name)
+        message = error_line(texts.load_texts, name)
         assert f"--task.query_dataset {name}" in message and reason in message
 
 
@@ -272,14 +272,14 @@ def connections(monkeypatch):
         raise socket.gaierror("tests have no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    data.hub_is_reachable.cache_clear()
+    hub.hub_is_reachable.cache_clear()
     return hosts
 
 
 @pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
 def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
-    monkeypatch.setitem(data.HUB_FILES, name, data.HubFiles("nobody/no-such-texts", ("none.txt",)))
-    message = error_line(data.load_texts, name)
+    monkeypatch.setitem(texts.HUB_FILES, name, hub.HubFiles("nobody/no-such-texts", ("none.txt",)))
+    message = error_line(texts.load_texts, name)
     assert f"--task.query_dataset {name}" in message
     for advice in ("without a network", ".txt, .jsonl or .json file", "--preset tales"):
         assert advice in message
@@ -290,11 +290,11 @@ def test_a_folder_may_have_an_at_sign_in_its_name(monkeypatch, tiny_world, tmp_p
     """It names no revision."""
     shutil.copytree(tiny_world / "model", tmp_path / "model@refs")
     monkeypatch.chdir(tmp_path)
-    assert len(data.load_tokenizer("model@refs")) == len(data.load_tokenizer(str(tiny_world / "model")))
-    assert data.load_pretrained("model@refs", torch.float32).config.n_layer == 1
+    assert len(models.load_tokenizer("model@refs")) == len(models.load_tokenizer(str(tiny_world / "model")))
+    assert models.load_pretrained("model@refs", torch.float32).config.n_layer == 1
 
 
-@pytest.mark.parametrize("load", [data.load_tokenizer, lambda name: data.load_pretrained(name, torch.float32)])
+@pytest.mark.parametrize("load", [models.load_tokenizer, lambda name: models.load_pretrained(name, torch.float32)])
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model"])
 def test_a_model_that_the_hub_does_not_give(connections, load, name):
     message = error_line(load, name)
@@ -306,7 +306,7 @@ def test_a_model_that_the_hub_does_not_give(connections, load, name):
 
 @pytest.mark.parametrize("path", ["models/a-run/sft", "./model", "../model", "/no/such/model", "~/model", "model/"])
 def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(connections, path):
-    message = error_line(data.load_tokenizer, path)
+    message = error_line(models.load_tokenizer, path)
     assert message.startswith(f"--base_model {path}: no such folder; give the folder") and "hub" not in message
     assert not connections
 
@@ -327,22 +327,29 @@ def test_paths_are_those_beside_the_run_and_names_are_no_paths(tmp_path, monkeyp
     task = TaskArgs(query_dataset="texts.txt")
     given = train_reward.Args(resume=resume, base_model="m", label_dataset="texts.txt", task=task)
     beside = str(there / "texts.txt")
-    assert data.find_paths(given) == dataclasses.replace(
+    assert worlds.find_paths(given) == dataclasses.replace(
         given, base_model=str(there / "m"), label_dataset=beside, task=dataclasses.replace(task, query_dataset=beside)
     )
-    names = {"base_model": "tales", "label_dataset": "sentiment/offline_5k.json", "task": TaskArgs("books")}
+    names = {"base_model": "gpt3", "label_dataset": "sentiment/offline_5k.json", "task": TaskArgs("books")}
     given = train_reward.Args(resume=resume, **names)
-    assert data.find_paths(given) == given
-    rewards = tldr_policy.TldrRewardsArgs(trained_model="r", value_model="v")
-    task = TldrTaskArgs(posts="m", comparisons="tldr")
+    assert worlds.find_paths(given) == given
+    monkeypatch.setattr(worlds.tales, "find_world", lambda: tmp_path / "world")
+    given = train_reward.Args(resume=resume, base_model="tales", task=TaskArgs("tales"))
+    found = worlds.find_paths(given)  # a world, though folders of that name lie there
+    assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/world/model", f"{tmp_path}/world")
+    monkeypatch.setattr(worlds.posts, "find_world", lambda: pytest.fail("nobody reads it"))
+    given = tldr_policy.Args(base_model="m", task=posts_of_chapter_2.TaskArgs(posts="m", comparisons="tales"))
+    assert worlds.find_paths(given, unused=["task.comparisons"]).task.comparisons == "tales"
+    rewards = tldr_policy.RewardsArgs(trained_model="r", value_model="v")
+    task = posts_of_chapter_2.TaskArgs(posts="m", comparisons="tldr")
     given = tldr_policy.Args(base_model="gpt2", rewards=rewards, task=task)
-    found = data.find_paths(given, joint)
+    found = worlds.find_paths(given, joint)
     assert [Path(path).resolve() for path in (found.base_model, found.task.posts)] == [there / "gpt2", there / "m"]
     found_rewards = found.rewards.trained_model, found.rewards.value_model
     assert [Path(path).resolve() for path in found_rewards] == [there / "r", there / "v"]
     assert found.task.comparisons == "tldr" and found.ppo == given.ppo
     monkeypatch.chdir(there)
-    assert data.find_paths(given) == given  # a new run, here
+    assert worlds.find_paths(given) == given  # a new run, here
 
 
 def test_weight_files_are_those_of_folders_and_of_what_was_downloaded(tmp_path, monkeypatch):
@@ -365,12 +372,12 @@ def test_weight_files_are_those_of_folders_and_of_what_was_downloaded(tmp_path, 
 
     def of(base_model: str) -> dict[str, list[Path]]:
         rewards = train_policy.RewardsArgs(trained_model="r")
-        return data.weight_files(train_policy.Args(base_model=base_model, rewards=rewards))
+        return models.weight_files(train_policy.Args(base_model=base_model, rewards=rewards))
 
     assert of("somebody/model") == {"base_model": files["main"], "rewards.trained_model": files["r"]}
     assert of("somebody/model@other")["base_model"] == files["other"]
     assert of("somebody/else")["base_model"] == []
-    assert data.weight_files(train_reward.Args(base_model="r")) == {"base_model": files["r"]}
+    assert models.weight_files(train_reward.Args(base_model="r")) == {"base_model": files["r"]}
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -406,7 +413,7 @@ LONG = [32, 13, 275, 269, 288, 304, 277, 308, 289, 1312, 474, 13]  # A. b c d e 
 )
 def test_trim_query(tokens, length, start_id, end_id, expected):
     given = list(tokens)
-    assert data.trim_query(tokens, length, start_id, end_id) == expected
+    assert texts.trim_query(tokens, length, start_id, end_id) == expected
     assert tokens == given
 
 
@@ -416,13 +423,13 @@ def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
     assert len(tokenizer) == 29 and tokenizer.encode("z") == [29]
     write(tmp_path / "texts.txt", "a z b.")
     task = TaskArgs(str(tmp_path / "texts.txt"), query_length=8, response_length=2, start_text=None, truncate_after=0)
-    ids = data.task_ids(task, tokenizer)
-    assert ids.pad == 30 and tldr_ids(TldrTaskArgs(), tokenizer).pad == 30
+    ids = texts.task_ids(task, tokenizer)
+    assert ids.pad == 30 and posts_of_chapter_2.task_ids(posts_of_chapter_2.TaskArgs(), tokenizer).pad == 30
     assert QueryStream(task, tokenizer).next_batch(1, ids.pad).tolist() == [[0, 27, 29, 27, 1, 26, 30, 30]]
     row = {"query": [29] + [50259] * 7, "sample0": [29, 1], "sample1": [1, 50259], "best": 0}
     write(tmp_path / "labels.json", json.dumps([row]))
     write(tmp_path / "labels.meta.json", '{"vocab_size": 30}')
-    labels = data.read_labels(str(tmp_path / "labels.json"), task, tokenizer)
+    labels = texts.read_labels(str(tmp_path / "labels.json"), task, tokenizer)
     assert (labels.queries.tolist(), labels.samples.tolist()) == ([[29] + [30] * 7], [[[29, 1], [1, 30]]])
 
 
@@ -432,7 +439,7 @@ def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp
     write(tmp_path / "texts.txt", "a<eos>b")
     task = TaskArgs(str(tmp_path / "texts.txt"), 7, query_prefix="<eos>", truncate_text="<eos>")
     task = dataclasses.replace(task, start_text=None, end_text=None)
-    ids = data.task_ids(task, tiny_tokenizer)
+    ids = texts.task_ids(task, tiny_tokenizer)
     assert (ids.stop, ids.prefix) == (28, [28])
     assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
     assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "", Path()).query("a<eos>b") == [0, *as_text, 1]
@@ -460,10 +467,10 @@ def test_the_query_of_a_long_text_is_that_of_all_its_tokens(tiny_world, with_sta
         tokens = tokenizer.encode(text)
         start = tokens.index(dot) + 1 if with_start and dot in tokens else 0
         expected = None if with_start and dot not in tokens else tokens[start : start + 64]
-        assert data.trim_query(data.encode_for_query(tokenizer, text, 64, start_id), 64, start_id, None) == expected
-    encode = data.encode_text
-    monkeypatch.setattr(data, "encode_text", lambda tokens, text: read.append(len(text)) or encode(tokens, text))
-    data.encode_for_query(tokenizer, long_texts()[0] * 50, 64, start_id)
+        assert texts.trim_query(texts.encode_for_query(tokenizer, text, 64, start_id), 64, start_id, None) == expected
+    encode = texts.encode_text
+    monkeypatch.setattr(texts, "encode_text", lambda tokens, text: read.append(len(text)) or encode(tokens, text))
+    texts.encode_for_query(tokenizer, long_texts()[0] * 50, 64, start_id)
     assert sum(read) < 3_000
 
 
@@ -474,7 +481,7 @@ def make_stream(path: Path, texts: list[str], position: int = 0, **task) -> Quer
 
 
 def batch_texts(stream: QueryStream, size: int) -> list[str]:
-    return data.to_texts(Letters(), stream.next_batch(size, PAD), PAD)
+    return texts.to_texts(Letters(), stream.next_batch(size, PAD), PAD)
 
 
 @pytest.fixture
@@ -547,7 +554,7 @@ def test_unusable_texts_are_skipped_and_counted(texts_file):
 
 
 def test_a_text_without_tokens_is_skipped(texts_file, monkeypatch):
-    monkeypatch.setattr(data, "load_texts", lambda *_: ["", "ab", ""])
+    monkeypatch.setattr(texts, "load_texts", lambda *_: ["", "ab", ""])
     stream = make_stream(texts_file, [])
     assert batch_texts(stream, 3) == ["ab"] * 3
     assert stream.position - 3 >= 4
@@ -566,19 +573,19 @@ def test_a_file_without_a_query_is_refused(texts_file, texts):
 def test_a_text_that_is_not_one_token_is_refused(texts_file, field, text):
     write(texts_file, '["a"]')
     task = TaskArgs(query_dataset=str(texts_file), **{"start_text": None, "end_text": None, field: text})
-    message = error_line(lambda: (QueryStream(task, Letters()), data.task_ids(task, Letters())))
+    message = error_line(lambda: (QueryStream(task, Letters()), texts.task_ids(task, Letters())))
     assert f"--task.{field} {text!r} is {len(text)} tokens" in message
     assert "exactly one" in message
 
 
 def test_one_token():
-    assert data.one_token(Letters(), ".", "start_text") == 14
-    assert data.one_token(Letters(), None, "start_text") is None
+    assert texts.one_token(Letters(), ".", "start_text") == 14
+    assert texts.one_token(Letters(), None, "start_text") is None
 
 
 def test_task_ids():
     task = TaskArgs(query_length=6, query_prefix="ab", query_suffix="c", truncate_text=".")
-    ids = data.task_ids(task, Letters())
+    ids = texts.task_ids(task, Letters())
     assert (ids.pad, ids.eos, ids.stop) == (95, -1, 14)
     assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
 
@@ -592,31 +599,32 @@ def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
     assert adds_one.encode("ab") == [28, 0, 1]
     write(tmp_path / "texts.txt", "a.bc.d")
     task = TaskArgs(str(tmp_path / "texts.txt"), query_length=3, query_prefix="x", query_suffix="yz")
-    ids = data.task_ids(task, adds_one)
+    ids = texts.task_ids(task, adds_one)
     assert (ids.prefix, ids.suffix, ids.stop, ids.context_length) == ([23], [24, 25], 26, 6)
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
     whole = dataclasses.replace(task, start_text=None, end_text=None)
     assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
-    texts = Continuations(dataclasses.asdict(task), adds_one, "", Path())
-    comparison = SimpleNamespace(task=task, texts=texts, pad_id=ids.pad)
+    comparison = SimpleNamespace(
+        task=task, texts=Continuations(dataclasses.asdict(task), adds_one, "", Path()), pad_id=ids.pad
+    )
     assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_affixes_stand_around_the_padded_query(dtype):
     queries = torch.tensor([[5, 6, PAD, PAD], [PAD, PAD, PAD, PAD], [1, 2, 3, 4]], dtype=dtype)
-    contexts = data.add_affixes(queries, [7, 8], [9])
+    contexts = texts.add_affixes(queries, [7, 8], [9])
     assert contexts.tolist() == [[7, 8, 5, 6, PAD, PAD, 9], [7, 8, PAD, PAD, PAD, PAD, 9], [7, 8, 1, 2, 3, 4, 9]]
     assert contexts.dtype == dtype
 
 
 def test_without_affixes_the_context_is_the_query():
     queries = torch.tensor([[5, PAD]])
-    assert data.add_affixes(queries, [], []).tolist() == [[5, PAD]]
+    assert texts.add_affixes(queries, [], []).tolist() == [[5, PAD]]
 
 
 def test_texts_are_decoded_without_padding():
-    assert data.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
+    assert texts.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
 
 
 def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
@@ -627,10 +635,10 @@ def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
         "    return [1.0]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    score = data.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
+    score = rewards.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
     scores = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
     assert scores.tolist() == [4.0, 8.0]
-    message = error_line(data.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
+    message = error_line(rewards.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
     assert "--rewards.function two_scores:too_few returned 1 scores for 2" in message
 
 
@@ -686,34 +694,34 @@ class Callables:
     ],
 )
 def test_a_third_parameter_by_position_asks_for_references(function, expected):
-    assert data.takes_references(function) is expected
+    assert rewards.takes_references(function) is expected
 
 
 def test_references_are_texts_or_none():
     queries = responses = torch.tensor([[65, PAD], [65, 66]])
     references = torch.tensor([[66, 67], [PAD, PAD]])
     for name in ("three", "three_with_a_default"):
-        score = data.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
+        score = rewards.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
         assert score(queries, responses, references).tolist() == [2.0, 0.0]
-    score = data.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
+    score = rewards.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
     assert score(queries, responses).tolist() == [0.0, 0.0]
-    score = data.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
+    score = rewards.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
     assert score(queries, responses, references).tolist() == [2.0, 2.0]
 
 
 def empties(queries, responses, references):
     scores = [1.0 for _ in responses]
-    for texts in (queries, responses, references):
-        texts.clear()
+    for given in (queries, responses, references):
+        given.clear()
     return scores
 
 
 def test_a_function_may_empty_its_lists():
     """They are its own, and how many there were is known."""
-    score = data.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
+    score = rewards.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
     assert score(torch.full((3, 2), 65), torch.full((3, 2), 66)).tolist() == [1.0, 1.0, 1.0]
     texts = [["q"], ["r"], ["a"]]
-    assert data.score_texts(empties, "f", *texts) == ([1.0], "")
+    assert rewards.score_texts(empties, "f", *texts) == ([1.0], "")
     assert texts == [["q"], ["r"], ["a"]]
 
 
@@ -722,7 +730,7 @@ def test_a_scoring_function_that_fails_is_named_before_training(tmp_path, monkey
     name = f"bad_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def scores(queries, responses):\n    {body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert name in error_line(data.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
+    assert name in error_line(rewards.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -739,11 +747,11 @@ def label_rows() -> list[dict]:
     ]
 
 
-def read(path: Path, rows, vocab_size: int = 10, meta=None) -> data.Labels:
+def read(path: Path, rows, vocab_size: int = 10, meta=None) -> texts.Labels:
     write(path, rows if isinstance(rows, str | bytes) else json.dumps(rows))
     if meta is not None:
         write(path.with_name("labels.meta.json"), meta if isinstance(meta, str) else json.dumps(meta))
-    return data.read_labels(str(path), LABEL_TASK, Vocabulary(vocab_size))
+    return texts.read_labels(str(path), LABEL_TASK, Vocabulary(vocab_size))
 
 
 @pytest.fixture
@@ -893,7 +901,7 @@ def test_samples_must_be_numbered_from_zero(label_file, samples):
 
 @pytest.mark.parametrize("name", ["sentiment/no_such_file.json", "no_such_file.json", "/no/such/file.json"])
 def test_a_missing_label_file_says_what_to_do(connections, name):
-    message = error_line(data.read_labels, name, LABEL_TASK, Vocabulary(10))
+    message = error_line(texts.read_labels, name, LABEL_TASK, Vocabulary(10))
     assert f"--label_dataset {name}" in message
     for advice in ("path", "--preset tales"):
         assert advice in message
@@ -902,19 +910,19 @@ def test_a_missing_label_file_says_what_to_do(connections, name):
     assert not connections
 
 
-def test_tales_says_which_labels_it_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.tales, "find_world", lambda: tmp_path)
-    message = error_line(data.find_label_file, "politeness/offline_5k.json", "tales")
+def test_a_world_says_which_labels_it_has(tmp_path):
+    there = [tmp_path / "labels" / name / "offline_5k.json" for name in ("sentiment", "descriptiveness")]
+    for path in there:
+        path.parent.mkdir(parents=True)
+        write(path, "[]")
+        write(path.with_suffix(".meta.json"), "{}")
+    message = error_line(texts.find_label_file, "politeness/offline_5k.json", str(tmp_path))
     assert "--label_dataset politeness/offline_5k.json" in message
-    assert "sentiment/offline_5k.json" in message
-    assert "descriptiveness/offline_5k.json" in message
-    there = tmp_path / "labels" / "sentiment" / "offline_5k.json"
-    there.parent.mkdir(parents=True)
-    write(there, "[]")
-    assert data.find_label_file("sentiment/offline_5k.json", "tales") == there
+    assert message.endswith("has descriptiveness/offline_5k.json, sentiment/offline_5k.json")
+    assert texts.find_label_file("sentiment/offline_5k.json", str(tmp_path)) == there[0]
 
 
 def test_half_a_character_is_refused(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text('"A whole text."\n"Half \\ud800 a character."\n')
-    assert "item 2 is not valid Unicode" in error_line(data.read_text_file, path)
+    assert "item 2 is not valid Unicode" in error_line(texts.read_text_file, path)

@@ -15,7 +15,7 @@ from runs import both_arguments, metrics_of, only, policy_arguments, samples_of,
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_rlhf.train_policy import load_reward_model
+from ppo_rlhf.lib.models import load_reward_model
 
 
 def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> str:
@@ -316,7 +316,7 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_pa
 
 def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path) -> None:
     sizes = "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.whiten_groups 2 --ppo.noptepochs 1 --save_interval 1"
-    function = "--rewards.function ppo_rlhf.tales:sentiment.gold_scores --ppo.lr 1000"
+    function = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 1000"
     arguments = [*world_arguments(tiny_world), *f"{sizes} {function}".split()]
     result = launch("train_policy.py", *arguments, folder=tmp_path)
     assert result.status == 2

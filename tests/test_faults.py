@@ -360,18 +360,16 @@ def test_a_joint_run_becomes_longer(tiny_world, tmp_path):
     assert len(metrics_of(run)) == 5 and len(metrics_of(only(tmp_path, "runs/train_reward__*"))) == 5
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_two_processes_go_on_as_one_and_one_as_two(sharded, cut_off, policy_run, tiny_world, tiny_reward, tmp_path):
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
+def test_two_processes_go_on_as_one_and_one_as_two(cut_off, policy_run, tiny_world, tiny_reward, tmp_path):
     arguments = [*world_arguments(tiny_world), "--rewards.trained_model", str(tiny_reward), *policy_arguments()]
     folder = tmp_path / "two"
     folder.mkdir()
-    results = launch_together(2, "train_policy.py", *arguments, folder=folder, **environment)
+    results = launch_together(2, "train_policy.py", *arguments, folder=folder)
     assert [result.status for result in results] == [0, 0], results
     run = only(folder, "runs/*")
     shutil.rmtree(run / "checkpoints" / "4")
     assert resume(run).status == 0
-    results = launch_together(2, "train_policy.py", "--resume", str(cut_off), folder=tmp_path, **environment)
+    results = launch_together(2, "train_policy.py", "--resume", str(cut_off), folder=tmp_path)
     assert [result.status for result in results] == [0, 0], results
     for resumed, processes in ((run, 1), (cut_off, 2)):
         assert json.loads((resumed / "meta.json").read_text())["num_processes"] == processes

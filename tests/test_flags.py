@@ -11,19 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppo_rlhf import run, sample, tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.data import load_texts, task_ids
-from ppo_rlhf.run import (
-    InputError,
-    NumericalError,
-    anew_with_lower,
-    check_finite,
-    flag,
-    flags_of,
-    flatten,
-    typed,
-    typed_as,
-)
+from ppo_rlhf import sample, tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
+from ppo_rlhf.lib import cli, models
+from ppo_rlhf.lib.cli import flags_of
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
+from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.lib.processes import anew_with_lower, check_finite
+from ppo_rlhf.lib.texts import load_texts, task_ids
 
 STAGES = {train_both: ("reward", "policy"), tldr_all: ("sft", "reward", "policy")}
 NAMES = {script: set(flatten(dataclasses.asdict(script.PRESETS["tales"]))) for script in STAGES}
@@ -40,9 +34,8 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
     def stop(*_):
         raise Trains
 
-    for script in STAGES:
-        monkeypatch.setattr(script, "Stages", stop)
-    monkeypatch.setattr(train_both, "load_tokenizer", lambda *_: tiny_tokenizer)
+    monkeypatch.setattr(cli.Stages, "train", stop)
+    monkeypatch.setattr(models, "load_tokenizer", lambda *_: tiny_tokenizer)
     monkeypatch.chdir(tmp_path)
 
 
@@ -183,8 +176,15 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
 # The source
 # ----------------------------------------------------------------------------------------------------------------
 
-FOLDER = Path(run.__file__).parent
-IN_STAGES = ["run", "data", "tldr_data", "train_reward", "train_policy", "tldr_sft", "tldr_reward", "tldr_policy"]
+FOLDER = Path(train_policy.__file__).parent
+IN_STAGES = [
+    *(f"lib/{name}" for name in ("cli", "files", "hub", "models", "posts", "processes", "rewards", "run", "texts")),
+    "train_reward",
+    "train_policy",
+    "tldr_sft",
+    "tldr_reward",
+    "tldr_policy",
+]
 ALL = set().union(
     *(
         flatten(dataclasses.asdict(next(iter(script.PRESETS.values()))))

@@ -28,8 +28,9 @@ from golden_models import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from ppo_rlhf import data, train_policy, train_reward
-from ppo_rlhf.run import InputError
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.lib import texts
+from ppo_rlhf.lib.errors import InputError
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32, so one unit in the last place of the stored number comes on top.
@@ -212,14 +213,14 @@ class CharacterTokenizer:
 QUERIES = load_json("case10_query_sampling")
 
 
-def stream_of(texts: list[str], tmp_path, **task) -> data.QueryStream:
+def stream_of(stories: list[str], tmp_path, **task) -> texts.QueryStream:
     """A stream that gives the texts in this order: they are written so that its shuffle puts them there."""
-    order = list(range(len(texts)))
+    order = list(range(len(stories)))
     random.Random(0).shuffle(order)
-    shuffled = dict(zip(order, texts, strict=True))
+    shuffled = dict(zip(order, stories, strict=True))
     path = tmp_path / "texts.json"
-    path.write_text(json.dumps([shuffled[i] for i in range(len(texts))]))
-    return data.QueryStream(data.TaskArgs(query_dataset=str(path), **task), CharacterTokenizer())
+    path.write_text(json.dumps([shuffled[i] for i in range(len(stories))]))
+    return texts.QueryStream(texts.TaskArgs(query_dataset=str(path), **task), CharacterTokenizer())
 
 
 def check_trim_query(name: str) -> None:
@@ -228,7 +229,7 @@ def check_trim_query(name: str) -> None:
     for text, expected in run["tokens"].items():
         tokens = encode(QUERIES["texts"][text])
         assert tokens == QUERIES["encoded"][text]
-        query = data.trim_query(tokens, run["query_length"], start_id, end_id)
+        query = texts.trim_query(tokens, run["query_length"], start_id, end_id)
         unpadded = None if expected is None else [token for token in expected if token != PAD]
         assert query == unpadded, text
 
@@ -263,7 +264,7 @@ def test_query_stream_repeats_across_batches(tmp_path):
 
 def check_add_affixes() -> None:
     case, encode = QUERIES["query_formatter"], CharacterTokenizer().encode
-    contexts = data.add_affixes(torch.tensor(case["queries"]), encode(case["prefix"]), encode(case["suffix"]))
+    contexts = texts.add_affixes(torch.tensor(case["queries"]), encode(case["prefix"]), encode(case["suffix"]))
     assert contexts.tolist() == case["formatted"]
 
 
@@ -277,7 +278,7 @@ def test_add_affixes():
 
 
 def contexts_of(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
-    return data.add_affixes(arrays["queries"], arrays["prefix_tokens"].tolist(), arrays["suffix_tokens"].tolist())
+    return texts.add_affixes(arrays["queries"], arrays["prefix_tokens"].tolist(), arrays["suffix_tokens"].tolist())
 
 
 def check_forward(name: str) -> None:
@@ -413,13 +414,13 @@ def check_ppo_steps(name: str) -> None:
     reference = golden_policy(meta["model"], under(arrays, "ref_policy/")).lm_backbone
     reward_model = golden_reward_model(meta["model"], under(arrays, "reward_model/"))
     ppo = train_policy.PpoArgs(**hparams, whiten_groups=1)
-    args = train_policy.Args(ppo=ppo, task=data.TaskArgs(response_length=task["response_length"]))
+    args = train_policy.Args(ppo=ppo, task=texts.TaskArgs(response_length=task["response_length"]))
     optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     prefix, suffix = encode(task["query_prefix"]), encode(task["query_suffix"])
-    ids = data.TaskIds(PAD, None, None, prefix, suffix, len(prefix) + task["query_length"] + len(suffix))
+    ids = texts.TaskIds(PAD, None, None, prefix, suffix, len(prefix) + task["query_length"] + len(suffix))
     for update, expected in enumerate(meta["steps"]):
         step = under(arrays, f"step{update}/")
-        contexts = data.add_affixes(step["queries"], prefix, suffix)
+        contexts = texts.add_affixes(step["queries"], prefix, suffix)
         query_responses = torch.cat([contexts, step["responses"]], dim=1)
         with torch.no_grad():
             logprobs, _, values = policy(query_responses, PAD, ids.context_length, temperature)
@@ -473,10 +474,10 @@ def test_ppo_steps(name):
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def labels_of(arrays: dict[str, torch.Tensor]) -> data.Labels:
+def labels_of(arrays: dict[str, torch.Tensor]) -> texts.Labels:
     samples = [array for key, array in sorted(arrays.items()) if key.startswith("labels/sample")]
     (kind,) = {"best", "score", "difference"} & {key.removeprefix("labels/") for key in arrays}
-    return data.Labels(arrays["labels/query"], torch.stack(samples, dim=1), arrays[f"labels/{kind}"], None, kind)
+    return texts.Labels(arrays["labels/query"], torch.stack(samples, dim=1), arrays[f"labels/{kind}"], None, kind)
 
 
 def check_reward_loss(name: str) -> None:
@@ -836,24 +837,24 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
         [check_logprobs_and_entropies, partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK],
     ),
     "query after the last start token": (
-        data,
+        texts,
         "trim_query",
         wrong_trim(first_start=False),
         [partial(check_trim_query, TRIMMED)],
     ),
     "query up to the first end token": (
-        data,
+        texts,
         "trim_query",
         wrong_trim(last_end=False),
         [partial(check_trim_query, TRIMMED)],
     ),
     "query cut after it was trimmed": (
-        data,
+        texts,
         "trim_query",
         wrong_trim(cut_first=False),
         [partial(check_trim_query, TRIMMED)],
     ),
-    "suffix before the padding": (data, "add_affixes", affixes_within_the_padding, [check_add_affixes]),
+    "suffix before the padding": (texts, "add_affixes", affixes_within_the_padding, [check_add_affixes]),
     "reward head of PyTorch": (
         torch.nn.init,
         "normal_",
@@ -887,7 +888,7 @@ def test_mistake_is_detected(mistake, monkeypatch):
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
     monkeypatch.setattr(train_policy, "whiten", wrong_whiten())
     monkeypatch.setattr(train_policy, "value_loss", wrong_value_loss())
-    monkeypatch.setattr(data, "trim_query", wrong_trim())
+    monkeypatch.setattr(texts, "trim_query", wrong_trim())
     monkeypatch.setattr(GPT2Model, "forward", gpt2_forward_with())
     check_whiten("normal_8x4")
     PPO_LOSS_CHECK()

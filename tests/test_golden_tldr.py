@@ -34,11 +34,13 @@ from golden_tldr import (
     sft_run,
     trl_policy_run,
 )
+from test_tldr_math import on_processes, rollout_of
 from transformers import GPT2Config, GPT2Model
 
-from ppo_rlhf import tldr_data, tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.run import InputError
-from ppo_rlhf.tldr_data import TldrTaskArgs
+from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
+from ppo_rlhf.lib import lm, posts, run
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.posts import TaskArgs
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32.
@@ -68,7 +70,7 @@ def check_truncation() -> None:
     arrays = load_arrays("tldr/helpers")
     for i in range(4):
         case = under(arrays, f"truncate{i}/")
-        truncated = tldr_policy.truncate_at(case["responses"], EOS, 0, PAD)
+        truncated = lm.truncate_at(case["responses"], EOS, 0, PAD)
         close(truncated, case["truncated"], atol=0)
         close(tldr_policy.response_masks(truncated, PAD)[0].sum(1), case["first_pad"], atol=0)
 
@@ -84,7 +86,7 @@ def check_masked_whiten() -> None:
         values, mask = case["values"], case["mask"]
         close(tldr_policy.masked_mean(values, mask), case["mean"], atol=VALUE)
         for key, keep_mean in (("shifted", False), ("kept", True)):
-            whitened = tldr_policy.masked_whiten(values, mask, keep_mean=keep_mean)
+            whitened = tldr_policy.whiten(values, mask, keep_mean=keep_mean)
             close(whitened[mask], case[key][mask], atol=VALUE)
 
 
@@ -98,18 +100,19 @@ def check_advantages(name: str) -> None:
     given, expected = under(arrays, "in/"), under(arrays, "out/")
     ppo = {key: value for key, value in case["ppo"].items() if key != "kl_coef"}
     penalty = ("none", 0.0) if case["penalty"] is None else ("replace", -case["penalty"])
-    responses = tldr_policy.truncate_at(given["responses"], EOS, 0, PAD)
-    finished = tldr_policy.has_stop(responses, EOS, 0)
+    responses = lm.truncate_at(given["responses"], EOS, 0, PAD)
+    finished = lm.has_stop(responses, EOS, 0)
     scores = tldr_policy.punish_missing_eos(given["scores"], finished, *penalty)
     mask, value_mask = tldr_policy.response_masks(responses, PAD)
-    rewards, non_score_rewards, kl = tldr_policy.masked_rewards(
+    rewards, non_score_rewards, kl = tldr_policy.compute_rewards(
         scores, given["logprobs"], given["ref_logprobs"], mask, case["ppo"]["kl_coef"]
     )
     with recorded(tldr_policy, "compute_gae") as gae:
-        advantages, returns = tldr_policy.masked_advantages(
-            rewards, given["values"], mask, value_mask, tldr_policy.TldrPpoArgs(**ppo)
+        advantages, returns = tldr_policy.compute_advantages(
+            rewards, given["values"], mask, value_mask, tldr_policy.PpoArgs(**ppo), torch.clone
         )
-    [((gae_rewards, gae_values, *_), _)] = gae
+    [((gae_rewards, gae_values, gae_mask, *_), _)] = gae
+    gae_rewards, gae_values = (tensor.masked_fill(~gae_mask, 0) for tensor in (gae_rewards, gae_values))
     close(responses, expected["postprocessed_responses"], atol=0)
     close(finished, expected["contain_eos_token"], atol=0)
     close(mask, ~expected["padding_mask"], atol=0)
@@ -149,33 +152,34 @@ def check_losses(name: str) -> None:
     case, arrays = case_and_arrays(name)
     given, expected, context = under(arrays, "in/"), under(arrays, "out/"), case["context"]
     mask, value_mask = ~given["padding_mask"], ~given["padding_mask_p1"]
-    critic = tldr_policy.RewardModel(Given(given["vpred"])).double()
+    critic = lm.RewardModel(Given(given["vpred"])).double()
     torch.nn.init.ones_(critic.reward_head.weight)
     actor_critic = tldr_policy.ActorCritic(Given(given["logits"]), critic, given["logits"].shape[2])
     tokens = torch.cat([torch.ones(len(mask), context, dtype=torch.long), given["responses"]], dim=1)
-    rollout = tldr_policy.TldrRollout(
+    rollout = rollout_of(
         tokens, given["logprobs"], given["values"], torch.zeros_like(given["values"]), mask, value_mask
     )
-    ppo = tldr_policy.TldrPpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
+    ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)  # the gradients stay where they are
-    with pytest.MonkeyPatch.context() as patched, recorded(tldr_policy, "response_logprobs") as forwards:
-        patched.setattr(tldr_policy, "masked_advantages", lambda *_: (given["advantages"], given["returns"]))
-        stats = tldr_policy.tldr_ppo_update(
-            actor_critic, optimizer, rollout, [torch.arange(len(mask))], ppo, -1, case["temperature"]
-        )
+    with pytest.MonkeyPatch.context() as patched, recorded(lm, "response_logprobs") as forwards:
+        patched.setattr(tldr_policy, "compute_advantages", lambda *_: (given["advantages"], given["returns"]))
+        minibatches = torch.arange(len(mask)).view(1, 1, -1)
+        update = partial(tldr_policy.ppo_update, actor_critic, optimizer, rollout, minibatches, ppo, -1)
+        (steps,) = on_processes(1, lambda process: update(case["temperature"], process))
+    stats = {name: numbers[0] for name, numbers in steps.items()}
     [(_, (new_logprobs, entropies, _))] = forwards
     close(new_logprobs[mask].detach(), expected["new_logprobs"][mask], atol=LOGPROB)
     close(entropies, expected["entropy"], atol=LOGPROB)
-    loss = stats["loss/policy_avg"] + ppo.vf_coef * stats["loss/value_avg"]
+    loss = stats["pg_loss"] + ppo.vf_coef * stats["vf_loss"]
     share = mask.double().mean()
     for ours, key in (  # [X24] the original's statistics of tokens are over all positions
         (loss, "loss"),
-        (stats["loss/policy_avg"], "pg_loss_stats"),
-        (stats["loss/value_avg"], "vf_loss_stats"),
-        (stats["val/clipfrac_avg"], "vf_clipfrac_stats"),
-        (stats["policy/approxkl_avg"] * share, "approxkl_stats"),
-        (stats["policy/clipfrac_avg"] * share, "pg_clipfrac_stats"),
-        (stats["val/ratio"] * share + 1 - share, "ratio_stats"),
+        (stats["pg_loss"], "pg_loss_stats"),
+        (stats["vf_loss"], "vf_loss_stats"),
+        (stats["vf_clipfrac"], "vf_clipfrac_stats"),
+        (stats["approxkl"] * share, "approxkl_stats"),
+        (stats["pg_clipfrac"] * share, "pg_clipfrac_stats"),
+        (stats["ratio"] * share + 1 - share, "ratio_stats"),
         (entropies.mean(), "entropy_stats"),
     ):
         close(ours, expected[key], atol=LOSS, name=key)
@@ -211,24 +215,24 @@ def check_defaults() -> None:
     rewards = ours["policy"].rewards
     assert (rewards.kl_coef, rewards.kl_estimator) == (ppo["ppo"]["kl_coef"], "k1")
     assert (rewards.missing_eos, -rewards.missing_eos_penalty) == ("replace", ppo["penalty_reward_value"])
-    task, posts, articles = ours["policy"].task, texts["tldr_params"], texts["cnndm_params"]
+    task, summaries, articles = ours["policy"].task, texts["tldr_params"], texts["cnndm_params"]
     assert (task.temperature, task.eval_temperature) == (ppo["temperature"], sft["temperature"])
-    assert (task.query_length, task.article_query_length) == (posts["length"], articles["length"])
+    assert (task.query_length, task.article_query_length) == (summaries["length"], articles["length"])
     assert task.response_length == ppo["response_length"] == sft["response_length"]
-    assert task.response_length == posts["max_sft_response_length"]
-    assert task.comparison_length == posts["max_rm_response_length"]
-    assert posts["format_str"].format(subreddit="a", title="b", post="c") == tldr_data.format_post("a", "b", "c")
-    assert articles["format_str"].format(article="a") == tldr_data.format_article("a")
+    assert task.response_length == summaries["max_sft_response_length"]
+    assert task.comparison_length == summaries["max_rm_response_length"]
+    assert summaries["format_str"].format(subreddit="a", title="b", post="c") == posts.format_post("a", "b", "c")
+    assert articles["format_str"].format(article="a") == posts.format_article("a")
     for name, rates in case["schedules"].items():
         schedule, steps = name.split("/")[0], int(name.split("/")[1])
-        found = [tldr_policy.scheduled_lr(3e-6, schedule, step, steps) for step in range(steps)]
+        found = [run.scheduled_lr(3e-6, schedule, step, steps) for step in range(steps)]
         expected = rates[:-1] if schedule == "cosine" else rates  # which goes on to 0 after the last step
         assert found[:3] == pytest.approx(expected[:3], rel=1e-9, abs=0)
         assert found[-3:] == pytest.approx(expected[-3:], rel=1e-7, abs=0)
     sizes = {"n_embd": case["head"]["width"], "n_layer": 1, "n_head": 1, "vocab_size": 2, "n_positions": 2}
     backbone = GPT2Model(GPT2Config(**sizes))
     torch.manual_seed(0)
-    weights = torch.cat([tldr_reward.RewardModel(backbone).reward_head.weight.detach() for _ in range(1_000)])
+    weights = torch.cat([lm.RewardModel(backbone).reward_head.weight.detach() for _ in range(1_000)])
     assert weights.std().item() == pytest.approx(case["head"]["std"], rel=0.03)
     assert abs(weights.mean().item() - case["head"]["mean"]) < 0.01
 
@@ -253,9 +257,9 @@ def without_padding(row: torch.Tensor) -> list[int]:
 
 def check_queries() -> None:
     """Queries of 18 posts and 2 articles, cut to several lengths."""
-    case, encoder = CASES["texts_queries"], tldr_data.Encoder(GPT2, GPT2.eos_token_id)
+    case, encoder = CASES["texts_queries"], posts.Encoder(GPT2, GPT2.eos_token_id)
     for row in case["rows"]:
-        limits = TldrTaskArgs(query_length=row["limit"], article_query_length=row["limit"])
+        limits = TaskArgs(query_length=row["limit"], article_query_length=row["limit"])
         query, expected = encoder.query(row["info"], limits), row["query_token"]
         if "article" in row["info"]:
             assert expected[-1:] == encoder.encode("\n")  # which the original strips before a summary follows
@@ -264,23 +268,23 @@ def check_queries() -> None:
         assert row["padding"] == row["limit"] - len(row["query_token"])
     for limit, _ in case["too_tight"]:
         with pytest.raises(InputError):
-            encoder.query(case["rows"][0]["info"], TldrTaskArgs(query_length=limit))
+            encoder.query(case["rows"][0]["info"], TaskArgs(query_length=limit))
 
 
 def test_queries():
     check_queries()
 
 
-def folder_with(kind: str, rows: dict[str, list[dict]], folder: str) -> TldrTaskArgs:
+def folder_with(kind: str, rows: dict[str, list[dict]], folder: str) -> TaskArgs:
     for split, of_split in rows.items():
         text = "".join(json.dumps(row) + "\n" for row in of_split)
         (Path(folder) / f"{kind}_{split}.jsonl").write_text(text)
-    return TldrTaskArgs(posts=folder, comparisons=folder)
+    return TaskArgs(posts=folder, comparisons=folder)
 
 
 def check_joint_text(query: list[int], summary: list[int], expected: dict, joint: list[int]) -> bool:
     """Whether query and summary are the original's joint tokens, which are those of its text, cleaned up [X30]."""
-    encoder = tldr_data.Encoder(GPT2, GPT2.eos_token_id)
+    encoder = posts.Encoder(GPT2, GPT2.eos_token_id)
     cleaned = encoder.encode(expected["query"].strip())
     assert joint == [*cleaned, *summary]
     return cleaned == query
@@ -291,9 +295,9 @@ def check_posts() -> None:
     with tempfile.TemporaryDirectory() as folder:
         task = folder_with("posts", case["rows"], folder)
         for split, expected in case["results"].items():
-            posts = tldr_data.read_posts(task, GPT2, split)
-            assert len(posts) == len(expected) and posts.too_long == 0
-            for query, reference, row in zip(posts.queries, posts.references, expected, strict=True):
+            found = posts.read_posts(task, GPT2, split)
+            assert len(found) == len(expected) and found.too_long == 0
+            for query, reference, row in zip(found.queries, found.references, expected, strict=True):
                 assert query.tolist() == [case["pad"]] * (512 - len(row["query_token"])) + row["query_token"]
                 summary = row["reference_response_token"]
                 assert reference.tolist() == summary + [case["pad"]] * (53 - len(summary))
@@ -312,7 +316,7 @@ def check_comparisons() -> None:
         task = folder_with("comparisons", case["rows"], folder)
         for split, expected in case["results"].items():
             articles = split.endswith("_cnndm")
-            found = tldr_data.read_comparisons(task, GPT2, split.removesuffix("_cnndm"), articles=articles)
+            found = posts.read_comparisons(task, GPT2, split.removesuffix("_cnndm"), articles=articles)
             assert len(found) == len(expected)
             for i, row in enumerate(expected):
                 query = without_padding(found.queries[i])
@@ -342,8 +346,10 @@ def check_forward(name: str) -> None:
     policy = language_model(case, under(arrays, "policy/"))
     weights = {f"lm_backbone.{key}": weight for key, weight in under(arrays, "backbone/").items()}
     weights |= {key: weight for key, weight in arrays.items() if key.startswith("scalar_head.")}
-    models = [scalar_model(case, weights, -case["config_bias"], script) for script in (tldr_policy, tldr_reward)]
-    truncated = tldr_policy.truncate_at(responses, EOS, 0, PAD)
+    models = [
+        scalar_model(case, weights, -case["config_bias"], kind) for kind in (lm.RewardModel, tldr_reward.RewardModel)
+    ]
+    truncated = lm.truncate_at(responses, EOS, 0, PAD)
     tokens, scored = (torch.cat([arrays["in/queries"], texts], dim=1) for texts in (responses, truncated))
     with torch.no_grad():
         actor_critic = tldr_policy.ActorCritic(policy, models[0], case["output_rows"])
@@ -394,7 +400,7 @@ def check_sft_run(name: str) -> None:
     texts = case["rouge"]
     assert run.responses == texts["responses"]
     means = {key: sum(scores) / len(scores) for key, scores in texts["scores"].items()}
-    assert tldr_data.rouge(run.responses, texts["references"]) == pytest.approx(means)
+    assert posts.rouge(run.responses, texts["references"]) == pytest.approx(means)
     assert {key: run.results[f"test/sft/rouge/{key}"] for key in means} == pytest.approx(means)
 
 
@@ -447,9 +453,9 @@ def check_rollouts(run: PolicyRun, updates: list[Arrays], minibatches: torch.Ten
     """Steps 2 to 6 of each update; minibatches: rows in each, (passes and minibatches, rows)."""
     for i, update in enumerate(updates):
         mask, value_mask = ~update["padding_mask"], ~update["padding_mask_p1"]
-        _, (responses, logprobs, values, _) = run.calls["summarise"][i]
+        _, (responses, logprobs, values, _) = run.calls["respond"][i]
         (raw_scores, *_), scores = run.calls["punish_missing_eos"][i]
-        (_, _, ref_logprobs, our_mask, *_), (rewards, non_score_rewards, kl) = run.calls["masked_rewards"][i]
+        (_, _, ref_logprobs, our_mask, *_), (rewards, non_score_rewards, kl) = run.calls["compute_rewards"][i]
         close(responses, update["postprocessed_responses"], atol=0)
         close(our_mask, mask, atol=0)
         close(logprobs[mask], update["logprobs"][mask], atol=LOGPROB)
@@ -463,7 +469,7 @@ def check_rollouts(run: PolicyRun, updates: list[Arrays], minibatches: torch.Ten
         steps = len(minibatches) // len(updates)
         for inds, ((mb_rewards, *_), (advantages, returns)) in zip(
             minibatches[i * steps : (i + 1) * steps],
-            run.calls["masked_advantages"][i * steps : (i + 1) * steps],
+            run.calls["compute_advantages"][i * steps : (i + 1) * steps],
             strict=True,
         ):
             close(mb_rewards, rewards[inds], atol=0)
@@ -486,10 +492,10 @@ def check_policy_run(name: str) -> None:
     check_rollouts(run, updates, rows.view(len(rows) // accumulation, -1))
 
     of = partial(of_micro_batches, run, accumulation=accumulation)
-    policy_losses, value_losses = of("masked_policy_loss", 0), of("masked_value_loss", 0)
+    policy_losses, value_losses = of("policy_loss", 0), of("value_loss", 0)
     clipfracs, approxkl, value_clipfracs = (
-        *(of("masked_policy_loss", 1), of("masked_policy_loss", 2)),
-        of("masked_value_loss", 1),
+        *(of("policy_loss", 1), of("policy_loss", 2)),
+        of("value_loss", 1),
     )
     close(policy_losses, arrays["micro/pg_loss"], atol=LOSS)
     close(value_losses, arrays["micro/vf_loss"], atol=LOSS)
@@ -499,7 +505,7 @@ def check_policy_run(name: str) -> None:
     update_of = torch.arange(len(rows)) * len(updates) // len(rows)
     masks = torch.stack([~updates[i]["padding_mask"][inds] for i, inds in zip(update_of, rows, strict=True)])
     share = masks.double().mean((1, 2))
-    ratios = of("masked_statistics", "val/ratio") * share + 1 - share
+    ratios = of("token_statistics", "ratio") * share + 1 - share
     statistics = {"approxkl": approxkl * share, "pg_clipfrac": clipfracs * share, "ratio": ratios}
     for key, numbers in (statistics | {"vf_clipfrac": value_clipfracs}).items():
         stored = torch.cat([update[f"{key}_stats"].flatten() for update in updates])
@@ -556,7 +562,7 @@ def check_trl_run(name: str) -> None:
     updates = [under(arrays, f"update{i}/") for i in range(case["updates"])]
     run = trl_policy_run(case, arrays)
     check_rollouts(run, updates, arrays["permutations"].long())
-    ratios = of_micro_batches(run, "masked_statistics", "val/ratio", 1)
+    ratios = of_micro_batches(run, "token_statistics", "ratio", 1)
     for i, (row, update, expected) in enumerate(zip(run.metrics, updates, case["metrics"], strict=True)):
         share = (~update["padding_mask"]).double().mean().item()
         steps = len(ratios) // len(updates)
@@ -599,7 +605,7 @@ def later_logprobs(lm_backbone, query_responses, pad_id, context_length, tempera
     """Log-probs of the tokens under what the model says after having read them."""
     shifted = torch.cat([query_responses[:, 1:], query_responses[:, -1:]], dim=1)
     _, _, hidden = RIGHT.response_logprobs(lm_backbone, shifted, pad_id, context_length, temperature, vocab_size)
-    table = tldr_policy.scaled_logits(lm_backbone, hidden, vocab_size, temperature).log_softmax(2)
+    table = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).log_softmax(2)
     tokens = query_responses[:, context_length:]
     logprobs = table.gather(2, tokens.masked_fill(tokens == pad_id, 0).long().unsqueeze(2)).squeeze(2)
     return logprobs, -(table.exp() * table).sum(2).detach(), hidden
@@ -621,45 +627,45 @@ def truncation_with_the_stop_token(responses, stop_id, after, pad_id):
     return truncated.masked_fill(truncated == stop_id, pad_id)
 
 
-def wrong_masked_whiten(*, unbiased=False, epsilon=1e-8, never_keep_mean=False):
-    def masked_whiten(values, mask, *, keep_mean, reduce=lambda total: total):
+def wrong_whiten(*, unbiased=False, epsilon=1e-8, never_keep_mean=False):
+    def whiten(values, mask, *, keep_mean, reduce=torch.clone):
         counted = values[mask]
         whitened = (values - counted.mean()) * torch.rsqrt(counted.var(unbiased=unbiased) + epsilon)
         whitened = whitened + counted.mean() if keep_mean and not never_keep_mean else whitened
         return whitened.masked_fill(~mask, 0)
 
-    return masked_whiten
+    return whiten
 
 
 def score_on_the_last_token(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator="k1"):
-    _, non_score_rewards, kl = RIGHT.masked_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator)
+    _, non_score_rewards, kl = RIGHT.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator)
     last = mask.sum(1, keepdim=True) - 1
     return non_score_rewards.scatter_add(1, last, scores.unsqueeze(1)), non_score_rewards, kl
 
 
 def k1_always(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator="k1"):
-    return RIGHT.masked_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")
+    return RIGHT.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")
 
 
 def penalty_subtracted(scores, finished, form, penalty):
     return RIGHT.punish_missing_eos(scores, finished, "none" if form == "none" else "subtract", penalty)
 
 
-def gae_over_everything(rewards, values, mask, value_mask, ppo, reduce=lambda total: total):
+def gae_over_everything(rewards, values, mask, value_mask, ppo, reduce):
     """What the critic says beyond the end leaks into the advantages."""
-    return RIGHT.masked_advantages(rewards, values, mask, torch.ones_like(value_mask), ppo, reduce)
+    return RIGHT.compute_advantages(rewards, values, mask, torch.ones_like(value_mask), ppo, reduce)
 
 
-def gae_without_lambda(rewards, values, gamma, lam):
-    return RIGHT.compute_gae(rewards, values, gamma, 1.0)
+def gae_without_lambda(rewards, values, mask, gamma, lam):
+    return RIGHT.compute_gae(rewards, values, mask, gamma, 1.0)
 
 
 def values_not_clipped(new_values, values, returns, mask, cliprange_value, count=None):
-    return RIGHT.masked_value_loss(new_values, values, returns, mask, 1e9, count)
+    return RIGHT.value_loss(new_values, values, returns, mask, 1e9, count)
 
 
 def value_loss_without_half(new_values, values, returns, mask, cliprange_value, count=None):
-    loss, clipfrac = RIGHT.masked_value_loss(new_values, values, returns, mask, cliprange_value, count)
+    loss, clipfrac = RIGHT.value_loss(new_values, values, returns, mask, cliprange_value, count)
     return 2 * loss, clipfrac
 
 
@@ -702,7 +708,7 @@ def unshifted(reward_model, posts, pad_id, chunk, accelerator):
 
 def query_with_its_newline(post, format_query, encode, query_length):
     tokens = RIGHT_FIT(post, format_query, encode, query_length)
-    return [*tokens, *encode("\n")] if format_query is tldr_data.format_article else tokens
+    return [*tokens, *encode("\n")] if format_query is posts.format_article else tokens
 
 
 def post_cut_after_its_newline(post, format_query, encode, query_length):
@@ -719,16 +725,16 @@ def padded_on_the_other_side(rows, length, pad_id, *, left=False):
     return RIGHT_PAD(rows, length, pad_id, left=not left)
 
 
-RIGHT = SimpleNamespace(**vars(tldr_policy))
+RIGHT = SimpleNamespace(**vars(run) | vars(lm) | vars(tldr_policy))
 RIGHT_SHIFT, RIGHT_NEXT = tldr_reward.shift_to_references, tldr_sft.next_token_mask
-RIGHT_FIT, RIGHT_PAD = tldr_data.fit_query, tldr_data.pad_rows
+RIGHT_FIT, RIGHT_PAD = posts.fit_query, posts.pad_rows
 ADVANTAGES, LOSSES = partial(check_advantages, "advantages_default"), partial(check_losses, "losses_default")
 FORWARD, POLICY = partial(check_forward, "forward_neox_leftpad"), partial(check_policy_run, "ppo_neox")
 SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_run, "reward_neox")
 
 # mistake: (where, attribute, what stands there, the checks that must fail)
 MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
-    "log-probs shifted by one": (tldr_policy, "response_logprobs", later_logprobs, [FORWARD, POLICY]),
+    "log-probs shifted by one": (lm, "response_logprobs", later_logprobs, [FORWARD, POLICY]),
     "the stop token does not count": (
         tldr_policy,
         "response_masks",
@@ -737,59 +743,59 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
     ),
     "values masked as tokens": (tldr_policy, "response_masks", values_masked_as_tokens, [ADVANTAGES, POLICY]),
     "the stop token becomes padding": (
-        tldr_policy,
+        lm,
         "truncate_at",
         truncation_with_the_stop_token,
         [check_truncation, ADVANTAGES],
     ),
     "unbiased variance of what counts": (
         tldr_policy,
-        "masked_whiten",
-        wrong_masked_whiten(unbiased=True),
+        "whiten",
+        wrong_whiten(unbiased=True),
         [check_masked_whiten, ADVANTAGES, POLICY],
     ),
     "masked whitening epsilon 1e-5": (
         tldr_policy,
-        "masked_whiten",
-        wrong_masked_whiten(epsilon=1e-5),
+        "whiten",
+        wrong_whiten(epsilon=1e-5),
         [check_masked_whiten, ADVANTAGES],
     ),
     "masked rewards whitened without their mean": (
         tldr_policy,
-        "masked_whiten",
-        wrong_masked_whiten(never_keep_mean=True),
+        "whiten",
+        wrong_whiten(never_keep_mean=True),
         [check_masked_whiten, partial(check_advantages, "advantages_whiten_rewards")],
     ),
-    "score on the stop token": (tldr_policy, "masked_rewards", score_on_the_last_token, [ADVANTAGES, POLICY]),
-    "k1 in place of k3": (tldr_policy, "masked_rewards", k1_always, [partial(check_trl_run, "trl_neox_k3")]),
+    "score on the stop token": (tldr_policy, "compute_rewards", score_on_the_last_token, [ADVANTAGES, POLICY]),
+    "k1 in place of k3": (tldr_policy, "compute_rewards", k1_always, [partial(check_trl_run, "trl_neox_k3")]),
     "penalty subtracted in place of replacing": (
         tldr_policy,
         "punish_missing_eos",
         penalty_subtracted,
         [ADVANTAGES, POLICY],
     ),
-    "values beyond the end in GAE": (tldr_policy, "masked_advantages", gae_over_everything, [ADVANTAGES]),
+    "values beyond the end in GAE": (tldr_policy, "compute_advantages", gae_over_everything, [ADVANTAGES]),
     "no lambda in GAE": (tldr_policy, "compute_gae", gae_without_lambda, [ADVANTAGES, POLICY]),
-    "masked values not clipped": (tldr_policy, "masked_value_loss", values_not_clipped, [LOSSES, POLICY]),
-    "no half in the masked value loss": (tldr_policy, "masked_value_loss", value_loss_without_half, [LOSSES, POLICY]),
-    "logits without the temperature": (tldr_policy, "scaled_logits", logits_at_temperature_1, [FORWARD, LOSSES]),
+    "masked values not clipped": (tldr_policy, "value_loss", values_not_clipped, [LOSSES, POLICY]),
+    "no half in the masked value loss": (tldr_policy, "value_loss", value_loss_without_half, [LOSSES, POLICY]),
+    "logits without the temperature": (lm, "scaled_logits", logits_at_temperature_1, [FORWARD, LOSSES]),
     "positions count padding": (
         GPT2Model,
         "forward",
         gpt2_with(position_ids=None),
         [partial(check_forward, "forward_gpt2_leftpad")],
     ),
-    "padding is read": (tldr_policy, "causal_mask", mask_that_shows_padding, [FORWARD]),
+    "padding is read": (lm, "causal_mask", mask_that_shows_padding, [FORWARD]),
     "AdamW epsilon 1e-8": (torch.optim, "AdamW", optimizer_with(eps=1e-8), [SFT, REWARD, POLICY]),
     "no weight decay": (torch.optim, "AdamW", optimizer_with(weight_decay=0.0), [SFT, REWARD, POLICY]),
     "learning rate of pairs reaches zero early": (
-        tldr_reward,
+        run,
         "scheduled_lr",
         schedule_reaching_zero_early,
         [REWARD],
     ),
     "learning rate of PPO reaches zero early": (
-        tldr_policy,
+        run,
         "scheduled_lr",
         schedule_reaching_zero_early,
         [check_defaults, POLICY],
@@ -804,19 +810,19 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
     ),
     "scores not shifted": (tldr_reward, "shift_to_references", unshifted, [REWARD]),
     "newline before the summary of an article": (
-        tldr_data,
+        posts,
         "fit_query",
         query_with_its_newline,
         [check_queries, check_comparisons],
     ),
-    "post cut by characters alone": (tldr_data, "fit_query", post_cut_after_its_newline, [check_queries]),
+    "post cut by characters alone": (posts, "fit_query", post_cut_after_its_newline, [check_queries]),
     "summary without its space": (
-        tldr_data.Encoder,
+        posts.Encoder,
         "summary",
         summary_without_its_space,
         [check_posts, check_comparisons],
     ),
-    "queries padded on the right": (tldr_data, "pad_rows", padded_on_the_other_side, [check_posts]),
+    "queries padded on the right": (posts, "pad_rows", padded_on_the_other_side, [check_posts]),
 }
 
 
@@ -830,7 +836,7 @@ def test_mistake_is_detected(mistake, monkeypatch):
 
 
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
-    monkeypatch.setattr(tldr_policy, "masked_whiten", wrong_masked_whiten())
+    monkeypatch.setattr(tldr_policy, "whiten", wrong_whiten())
     monkeypatch.setattr(GPT2Model, "forward", gpt2_with())
     monkeypatch.setattr(torch.optim, "AdamW", optimizer_with())
     check_masked_whiten()

@@ -11,7 +11,9 @@ from runs import metrics_of, only
 from safetensors.torch import load_file
 
 from ppo_rlhf import sample, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.run import NumericalError, write_json
+from ppo_rlhf.lib import processes
+from ppo_rlhf.lib.errors import NumericalError
+from ppo_rlhf.lib.files import write_json
 
 BROKEN_UPDATE = 2  # of 0, 1, 2, 3
 
@@ -109,8 +111,7 @@ def test_policy(what, policy_args, monkeypatch):
         load_scorer = train_policy.load_scorer
 
         def load_broken_scorer(*arguments):
-            score, info = load_scorer(*arguments)
-            return breaks(score, call, lambda scores: torch.full_like(scores, value)), info
+            return breaks(load_scorer(*arguments), call, lambda scores: torch.full_like(scores, value))
 
         monkeypatch.setattr(train_policy, "load_scorer", load_broken_scorer)
     else:
@@ -127,7 +128,7 @@ def test_gradient_of_the_policy(epoch, policy_args, monkeypatch):
         if next(averages) == 2 * BROKEN_UPDATE + epoch:
             model.value_head.weight.grad[0, 0] = math.nan
 
-    monkeypatch.setattr(train_policy, "average_gradients", average_gradients)
+    monkeypatch.setattr(processes, "average_gradients", average_gradients)
     check_stopped(train_policy.train, policy_args, "ppo/gradient_norm")
 
 
@@ -136,8 +137,7 @@ def test_a_score_that_the_penalty_replaces_is_seen(policy_args, monkeypatch):
     load_scorer = train_policy.load_scorer
 
     def load_broken_scorer(*arguments):
-        score, info = load_scorer(*arguments)
-        return breaks(score, BROKEN_UPDATE, spoil_one(math.nan)), info
+        return breaks(load_scorer(*arguments), BROKEN_UPDATE, spoil_one(math.nan))
 
     monkeypatch.setattr(train_policy, "load_scorer", load_broken_scorer)
     monkeypatch.setattr(train_policy, "has_stop", lambda responses, *_: torch.zeros(len(responses), dtype=torch.bool))
@@ -215,7 +215,8 @@ EVALUATIONS = {
 def test_an_evaluation_after_training(what, request, monkeypatch):
     """The run is not finished, and no model is saved; the last checkpoint is there to go on from."""
     script, args, function, call, spoil, named, step = EVALUATIONS[what]
-    monkeypatch.setattr(script, function, breaks(getattr(script, function), call, spoil))
+    where = processes if function == "map_rows" else script
+    monkeypatch.setattr(where, function, breaks(getattr(where, function), call, spoil))
     with pytest.raises(NumericalError, match=f"{named}.* in step {step};"):
         script.train(request.getfixturevalue(args))
     run = only(Path("runs"), "*")

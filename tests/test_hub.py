@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ppo_rlhf.run import InputError
+from ppo_rlhf.lib.errors import InputError
 
 CLIENT = Path(__file__).parent / "hub_client.py"
 DEAD = "http://127.0.0.1:9"  # nobody listens there

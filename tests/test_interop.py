@@ -9,7 +9,7 @@ import pytest
 import torch
 from interop import Check, check_table, count_not_finite, exit_status, largest_difference, with_endless_rows
 
-from ppo_rlhf.tldr_data import TldrIds
+from ppo_rlhf.lib.posts import TaskIds
 
 PASS, FAIL, UNKNOWN = Check("a", 1e-6, 1e-4), Check("b", 2e-4, 1e-4), Check("c", math.nan, 1e-4)
 MOVED, STILL = Check("d", 0.5, 0.01, above=True), Check("e", 0.0, 0.0, above=True)
@@ -41,7 +41,7 @@ def test_no_metrics_are_not_finite_metrics():
 
 @pytest.mark.parametrize("eos", [0, 4, 8])
 def test_every_fourth_row_never_ends(eos):
-    ids = TldrIds(pad=9, eos=eos, stop=eos)
+    ids = TaskIds(pad=9, eos=eos, stop=eos)
     references = torch.full((8, 50), ids.pad)
     references[:, 0], references[:, 1] = 5, eos
     rows = with_endless_rows(references, ids)

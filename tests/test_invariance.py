@@ -120,19 +120,6 @@ def test_policy(processes, parts, reference, dtype, nminibatches, kl_target, tin
     check_same(run, reference, dtype)
 
 
-def test_sharded_policy(reference, dtype, nminibatches, kl_target, tiny_world, tiny_reward, tmp_path):
-    """FSDP2 on two processes, half of everything in each; the weights whole between forward and backward or not."""
-    reshard = "true" if nminibatches == 1 else "false"
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": reshard}
-    sizes = {"processes": 2, "parts": 2, "kl_target": kl_target}
-    run = policy_run(tmp_path / "run", tiny_world, tiny_reward, dtype, nminibatches, **sizes, **environment)
-    for rank in range(2):
-        sharding = json.loads((tmp_path / f"run/recorded/{rank}.sharding.json").read_text())
-        assert sharding["parts"] == 2  # the only block, and the policy around it
-        assert sharding["share"] == pytest.approx(0.5, abs=0.02)  # odd rows go to one process
-    check_same(run, reference, dtype)
-
-
 def test_noise_that_belongs_to_the_process_is_detected(tiny_world, tiny_reward, tmp_path):
     arguments = (tiny_world, tiny_reward, "float32", 1)
     one = policy_run(tmp_path / "one", *arguments, NOISE_BELONGS_TO_THE_PROCESS="1")

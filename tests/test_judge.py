@@ -31,7 +31,7 @@ from ppo_rlhf.judge import (
     seconds_to_wait,
     win_rate,
 )
-from ppo_rlhf.run import InputError
+from ppo_rlhf.lib.errors import InputError
 
 KEY = "sk-a-key-that-nobody-may-see"
 ANIMALS = ("otter", "heron", "badger", "magpie", "weasel", "falcon")
@@ -1194,7 +1194,7 @@ def test_bad_arguments(changes, endpoint, message):
 def test_the_script(server, tmp_path):
     write_rows("run/evaluation.jsonl", make_rows(3))
     result = launch(
-        "judge.py", "--candidate", "run", "--gold", "ppo_rlhf.tales:sentiment.gold_scores", folder=tmp_path
+        "judge.py", "--candidate", "run", "--gold", "ppo_rlhf.worlds.tales:sentiment.gold_scores", folder=tmp_path
     )
     assert result.status == 0, result.stderr
     assert "win rate" in result.stdout and "judge's opinion" in result.stdout

@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings
 from hypothesis import strategies as st
 
-from ppo_rlhf import data
-from ppo_rlhf.data import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels, TaskArgs
-from ppo_rlhf.run import InputError
+from ppo_rlhf.lib import texts
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.texts import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels, TaskArgs
 
 # The same examples every time, and nothing kept from one time to the next.
 FUZZ = settings(
@@ -61,7 +61,7 @@ def read(files: Files, folder: Path) -> Labels:
     if files.sidecar is not None:
         sidecar.write_bytes(files.sidecar)
     sizes = {"query_length": files.query_length, "response_length": files.response_length}
-    return data.read_labels(str(path), TaskArgs(query_dataset="dummy", **sizes), Vocabulary(files.vocab_size))
+    return texts.read_labels(str(path), TaskArgs(query_dataset="dummy", **sizes), Vocabulary(files.vocab_size))
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def two_lines(*_: Any) -> None:
     raise InputError("labels.json: two\nlines")
 
 
-# What a broken reader would do: the name of a part of data.py, and what stands in its place.
+# What a broken reader would do: the name of a part of texts.py, and what stands in its place.
 BROKEN_FOR_ANY = {
     "does not check the rows": ("check_label", lambda *_: None),
     "does not check the sidecar": (
@@ -298,7 +298,7 @@ def test_a_broken_reader_is_caught_by_damaged_files(name: str, broken: Any, fold
     def search(files: Files) -> None:
         check_any(files, folder)
 
-    with patch.object(data, name, broken), pytest.raises(FAULTS):
+    with patch.object(texts, name, broken), pytest.raises(FAULTS):
         search()
 
 
@@ -309,5 +309,5 @@ def test_a_broken_reader_is_caught_by_valid_files(name: str, broken: Any, folder
     def search(written: tuple) -> None:
         check_valid(*written, folder)
 
-    with patch.object(data, name, broken), pytest.raises(FAULTS):
+    with patch.object(texts, name, broken), pytest.raises(FAULTS):
         search()

@@ -12,8 +12,10 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.data import TaskArgs, check_model, load_pretrained, read_info, same_logits, trim_query
-from ppo_rlhf.run import InputError
+from ppo_rlhf.lib import cli, models
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.models import check_model, load_pretrained, read_info, same_logits
+from ppo_rlhf.lib.texts import TaskArgs, trim_query
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     AdaptiveKLController,
@@ -144,7 +146,7 @@ def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(script)
     """The factor of an update is at least 1 - episodes / (5 * horizon), here in exact arithmetic."""
     for horizon, episodes in itertools.product(range(1, 8), range(1, 50)):
         if 1 - Fraction(episodes, 5 * horizon) > 0:
-            script.check_horizon(horizon, episodes)
+            cli.check_horizon(horizon, episodes)
             controller = script.AdaptiveKLController(0.15, 6.0, horizon)
             controller.update(0.0, episodes)
             assert controller.value > 0
@@ -152,12 +154,12 @@ def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(script)
         with pytest.raises(
             InputError, match=rf"--rewards.adaptive_kl.horizon {horizon}: .* {episodes} ep"
         ) as refused:
-            script.check_horizon(horizon, episodes)
+            cli.check_horizon(horizon, episodes)
         offer = int(str(refused.value).split("--rewards.adaptive_kl.horizon ")[2].split()[0])
-        script.check_horizon(offer, episodes)
+        cli.check_horizon(offer, episodes)
         with pytest.raises(InputError):  # it is the least
-            script.check_horizon(offer - 1, episodes)
-    script.check_horizon(10**18, 5 * 10**18 - 1)
+            cli.check_horizon(offer - 1, episodes)
+    cli.check_horizon(10**18, 5 * 10**18 - 1)
 
 
 def test_kl_controller_without_target_is_constant():
@@ -317,7 +319,7 @@ def test_update_of_groups_and_minibatches_equals_loops(tiny_models, whiten_rewar
     metrics = update_without_learning(policy, rollout, permutations, ppo)
 
     with torch.no_grad():
-        forward = policy(rollout.query_responses, PAD, QUERY, TEMPERATURE)
+        forward = policy(rollout.context_responses, PAD, QUERY, TEMPERATURE)
     new_logprobs, entropies, new_values = (tensor.numpy() for tensor in forward)
     logprobs, values, rewards = rollout.logprobs.numpy(), rollout.values.numpy(), rollout.rewards.numpy()
     rows = []
@@ -367,7 +369,7 @@ def test_gradient_of_groups_is_the_mean_of_their_gradients(tiny_models):
     for group in range(groups):
         rows = slice(group * 4, group * 4 + 4)
         part = Rollout(
-            *(t[rows] for t in (rollout.query_responses, rollout.logprobs, rollout.values, rollout.rewards))
+            *(t[rows] for t in (rollout.context_responses, rollout.logprobs, rollout.values, rollout.rewards))
         )
         update_without_learning(policy, part, permutations[:, group : group + 1], ppo)
         alone.append(gradients(policy))
@@ -410,8 +412,8 @@ def test_micro_batches_give_the_same_weights_and_metrics(tiny_models):
 def test_ratio_is_one_before_the_first_step(tiny_models):
     policy, rollout = tiny_policy(tiny_models), make_rollout(8, torch.float32)
     with torch.no_grad():
-        logprobs, _, values = policy(rollout.query_responses, PAD, QUERY, TEMPERATURE)
-    rollout = Rollout(rollout.query_responses, logprobs, values, rollout.rewards)
+        logprobs, _, values = policy(rollout.context_responses, PAD, QUERY, TEMPERATURE)
+    rollout = Rollout(rollout.context_responses, logprobs, values, rollout.rewards)
     ppo = PpoArgs(noptepochs=1, whiten_groups=1)
     metrics = update_without_learning(policy, rollout, torch.arange(8).view(1, 1, 8), ppo)
     assert metrics["ppo/val/ratio"] == 1
@@ -557,7 +559,7 @@ def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenize
     loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
     assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
     loaded.save_pretrained(tmp_path / "saved")
-    train_reward.save_reward_model(tmp_path / "reward", RewardModel(loaded.base_model), tiny_tokenizer, {})
+    models.save_reward_model(tmp_path / "reward", RewardModel(loaded.base_model), tiny_tokenizer, {})
     for kind in ("base", "saved", "reward"):
         config = json.loads((tmp_path / kind / "config.json").read_text())
         settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]
@@ -759,7 +761,7 @@ def test_a_policy_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole,
     )
     responses, _, _ = generate(policy.lm_backbone, token_ids(0, 20, 3), uniform(20, 7), 30, policy.vocab_size, 1.0)
     assert responses.eq(29).all()
-    train_policy.save_policy(tmp_path / "policy", policy, policy.state_dict(), tokenizer_with_a_hole, args)
+    models.save_policy(tmp_path / "policy", policy, tokenizer_with_a_hole, args)
     assert read_info(tmp_path / "policy")["vocab_size"] == 30
 
 
@@ -869,7 +871,7 @@ def test_metrics_that_follow_from_the_means():
         "ppo/val/error": 1.0,
         "ppo/returns/var": 4.0,
     }
-    means |= {"ppo/val/ratio": 1.1, "ppo/val/ratio_var": 0.05}  # the mean of (ratio - 1)^2
+    means |= {"ppo/val/ratio": 1.1, train_policy.SQUARED_RATIO_GAP: 0.05}
     args = train_policy.Args(task=TaskArgs(response_length=24), ppo=PpoArgs(batch_size=512, total_episodes=1024))
     metrics = train_policy.finish_metrics(means, 1, args, kl_coef=0.15, update_seconds=2.0, run_seconds=9.0)
     expected = {

@@ -8,7 +8,8 @@ import pytest
 from transformers import GPT2Config
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.run import InputError, parse_args
+from ppo_rlhf.lib.cli import parse_args
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.train_policy import PpoArgs, learning_rate, ppo_sizes
 from ppo_rlhf.train_reward import learning_rate_at, reward_sizes
 
@@ -131,7 +132,7 @@ def test_tales_needs_no_network(name, annotator):
     policy, reward = train_policy.PRESETS[name], train_reward.PRESETS[name]
     assert (policy.base_model, policy.task.query_dataset) == ("tales", "tales")
     assert reward.label_dataset == f"{annotator}/offline_5k.json"
-    assert policy.rewards.monitor == f"ppo_rlhf.tales:{annotator}.gold_scores"
+    assert policy.rewards.monitor == f"ppo_rlhf.worlds.tales:{annotator}.gold_scores"
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -352,7 +353,7 @@ def test_nested_flags_override_the_preset():
     args = parse_args(train_policy.PRESETS, argv)
     assert args.ppo == replace(train_policy.PRESETS["tales"].ppo, lr=1e-3, whiten_rewards=False)
     assert args.rewards.adaptive_kl.target is None
-    assert args.rewards.monitor == "ppo_rlhf.tales:sentiment.gold_scores"
+    assert args.rewards.monitor == "ppo_rlhf.worlds.tales:sentiment.gold_scores"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,4 +1,4 @@
-"""README.md keeps to what it speaks of: the numbers of static/demo, files that exist, flags that the scripts have."""
+"""README.md and docs/ keep to what they speak of: committed numbers, files, anchors and flags that exist."""
 
 import ast
 import csv
@@ -23,7 +23,6 @@ import benchmark
 from ppo_rlhf import (
     judge,
     sample,
-    tales,
     tldr_all,
     tldr_policy,
     tldr_reward,
@@ -32,10 +31,15 @@ from ppo_rlhf import (
     train_policy,
     train_reward,
 )
-from ppo_rlhf.run import flatten
+from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.worlds import tales
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "docs/results.md").read_text()
+METRICS = (ROOT / "docs/metrics.md").read_text()
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmark/**/*.md"))]
+DOCS = "\n".join(page.read_text() for page in PAGES if page.parent.name in (ROOT.name, "docs"))
 BENCHMARK = (ROOT / "benchmark/README.md").read_text()
 DEMO = ROOT / "static/demo"
 
@@ -50,8 +54,9 @@ def demo_metrics() -> list[dict[str, float]]:
 
 
 def numbers_of(first_words: str) -> list[float]:
-    """The numbers of a table's row, those of its first cell too."""
-    (row,) = [line for line in README.splitlines() if line.startswith(f"| {first_words}")]
+    """The numbers of a table's row, those of its first cell too; README.md and docs/results.md have the same row."""
+    row, again = [line for line in (README + RESULTS).splitlines() if line.startswith(f"| {first_words}")]
+    assert row == again
     return [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", row)]
 
 
@@ -84,6 +89,15 @@ def test_over_optimisation():
         smooth = run[["d", "gold", "proxy"]].rolling(5).mean()
         ends[labels, seed], peaks[labels, seed] = smooth.iloc[-1], smooth.loc[smooth["gold"].idxmax()]
         accuracy[labels, seed] = run["accuracy"].iloc[0]
+    text = " ".join(RESULTS.split())
+    for words in (
+        "(46 % and 38 % of held-out",
+        "d ≈ 9 and 11 and",
+        "rises by 6 and 5.",
+        "(32, 28, 52 and 46 %)",
+        "1.6 and 0.9",
+    ):
+        assert words in text
     learned = [key for key in ends if key[0] == "320 labels" and accuracy[key] > 30]
     assert [round(accuracy[key]) for key in learned] == [46, 38]
     for key, proxy in zip(learned, (6, 5), strict=True):
@@ -131,7 +145,17 @@ def test_table_of_ablations():
 
 
 def test_sentences_about_ablations():
-    effects = effects_of_ablations()
+    effects, text = effects_of_ablations(), " ".join(RESULTS.split())
+    for words in (
+        "gold score of 3.5 at a KL of 3.4",
+        "one epoch in place of four (down by 3.6, 2.0 and 1.9), λ = 1 (up by 1.0)",
+        "no KL penalty (KL up by 76)",
+        "(up by 5: then",
+        "a constant learning rate (up by 2.7), a KL coefficient that stays 0.15 (down by 1.3)",
+        "explains 35 % more",
+        "of the ten seeds above, 63 %",
+    ):
+        assert words in text
 
     def seen(name: str, effect: str) -> bool:
         mean, half = effects[name][effect]
@@ -168,7 +192,7 @@ def test_ten_seeds_beside_the_original():
     reference = ROOT / "benchmark/reference"
     theirs = pd.read_csv(reference / "lm_human_preferences.csv").query(of_original)
     first = pd.read_csv(reference / "first_update.csv").query(of_original).set_index("metric")["mean"]
-    rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("| `") and "→" in line]
+    rows = [line.split("|")[1:-1] for line in RESULTS.splitlines() if line.startswith("| `") and "→" in line]
     assert len(rows) == 5
     for name, their_cell, our_cell in rows:
         metric = name.strip(" `")
@@ -186,30 +210,152 @@ def test_ten_seeds_beside_the_original():
 
 def test_reward_model_and_commit():
     policy, reward = (json.loads((DEMO / name).read_text()) for name in ("meta.json", "reward_meta.json"))
-    assert policy["commit"] == reward["commit"] and f"at commit {policy['commit'][:7]}, seed 1" in README
+    assert policy["commit"] == reward["commit"]
+    assert f"at commit {policy['commit'][:7]}, seed 1" in RESULTS
+    assert f"Seed 1, commit {policy['commit'][:7]}." in README
     learned = reward["results"]
-    assert f"choice in {learned['test_accuracy']:.1%}".replace("%", " %") in README
-    assert f"would reach {learned['ceiling']:.1%}".replace("%", " %") in " ".join(README.split())
+    assert f"choice in {learned['test_accuracy']:.1%}".replace("%", " %") in RESULTS
+    assert f"would reach {learned['ceiling']:.1%}".replace("%", " %") in " ".join(RESULTS.split())
 
 
-def test_four_pairs():
-    for row in demo_rows()[:4]:
+def test_four_pairs_of_which_the_first_page_shows_two():
+    for number, row in enumerate(demo_rows()[:4]):
         cells = [row["query"].strip()]
         cells += [f"{row[name].strip()} (gold {row[f'{name} gold']:+.0f})" for name in ("base", "policy")]
-        assert f"| {' | '.join(cells)} |" in README
+        assert f"| {' | '.join(cells)} |" in RESULTS
+        assert (f"| {' | '.join(cells)} |" in README) == (number < 2)
 
 
-@pytest.mark.parametrize("path", ["README.md", "benchmark/README.md", "benchmark/reference/README.md"])
-def test_links_lead_to_files(path):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / path).read_text())
-    for link in links:
-        assert "://" in link or (ROOT / path).parent.joinpath(link).exists(), link
+def test_results_at_a_glance():
+    """The sentences of README.md that repeat a number of docs/results.md; that one has its own test."""
+    ours = pd.read_csv(ROOT / "benchmark/results/tales/curves.csv").query("task == 'tales'")
+    gold, kl = (ours[ours["metric"] == f"objective/{name}"] for name in ("gold_scores", "kl"))
+    ends = [f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in (last_twentieth(gold), last_twentieth(kl))]
+    assert f"gold score rises from {gold['mean'].iloc[0]:.2f} to {ends[0]}," in README
+    assert f"leads the KL to {ends[1]}; its target is 6." in README
+    effects = effects_of_ablations()
+    for name in ("lambda-0", "lambda-1", "gamma-0.9", "one-epoch"):
+        assert abs(effects[name]["gold score"][0]) > effects[name]["gold score"][1]
+
+
+def rates(name: str) -> dict[str, float]:
+    """Episodes per second of each implementation, from the committed measurements."""
+    rows = json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())["speed"]
+    return {row[""]: float(row["episodes/s"].split()[0]) for row in rows}
+
+
+SPEED_ROWS = {
+    "GPT-2 of 957k parameters, 64 + 24": ("tales-64+24", "ours"),
+    "the same, 24 + 24": ("tales-24+24", "ours"),
+    "GPT-2 124M, 24 + 24, 16, float32": ("gpt2-24+24", "ours, float32"),
+    "the same, bfloat16": ("gpt2-24+24", "ours, bfloat16"),
+}
+
+
+def test_speed():
+    """Rates to the digits shown; how many times as fast, to what medians of ratios and ratios of medians differ."""
+    times: dict[str, list[float]] = {"trl": [], "details": []}
+    for first_words, (name, side) in SPEED_ROWS.items():
+        (row,) = [line for line in RESULTS.splitlines() if line.startswith(f"| {first_words}")]
+        ours, *peers = row.strip("|").split("|")[1:4]
+        measured = rates(name)
+        assert float(ours) == pytest.approx(measured[side], rel=0.005)
+        for peer, cell in zip(("trl", "details"), peers, strict=True):
+            numbers = [float(number) for number in re.findall(r"[\d.]+", cell)]
+            assert bool(numbers) == (peer in measured)
+            if numbers:
+                assert numbers[0] == pytest.approx(measured[peer], rel=0.01)
+                assert numbers[1] == pytest.approx(measured[side] / measured[peer], abs=0.11)
+                times[peer] += [] if "bfloat16" in first_words else [numbers[1]]
+    lowest, highest = ({peer: pick(of_peer) for peer, of_peer in times.items()} for pick in (min, max))
+    shown = f"{lowest['trl']} to {highest['trl']} times the episodes per second of TRL 1.12, {lowest['details']} to "
+    assert f"{shown}{highest['details']} times those of lm-human-preference-details" in " ".join(README.split())
+
+
+def anchors(text: str) -> set[str]:
+    """What a link to a page can name: anchors that it sets, and its headings as GitHub names them."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = [
+        re.sub(r"[^\w -]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    ]
+    again = {f"{name}-{number}" for name in named for number in range(1, named.count(name))}
+    return {*named, *again, *re.findall(r'<a id="([^"]+)">', text)}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative links of a page that lead to no file, no anchor of a page or no line of a file."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent.joinpath(path) if path else page
+        if not target.exists() or not target.resolve().is_relative_to(ROOT):
+            broken.append(link)
+        elif lines := re.fullmatch(r"L(\d+)", anchor):
+            if int(lines[1]) > len(target.read_text().splitlines()):
+                broken.append(link)
+        elif anchor and anchor not in anchors(text if target == page else target.read_text()):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+def test_links_lead_somewhere(page):
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_broken_links_are_found():
+    page = ROOT / "docs/results.md"
+    good = ["results.md", "../README.md#where-to-read", "details/chapter1.md#D54", "#ten-seeds", "https://x.org/y#z"]
+    good += ["../benchmark/results", "../tests/register.py#L3", "details/README.md"]
+    bad = ["result.md", "README.md", "../README.md#where-to-write", "details/chapter1.md#D89", "#eleven-seeds"]
+    bad += ["../tests/register.py#L99999", "details/chapter1.md#d54", "/etc/hostname", "../../.."]
+    links = " ".join(f"[x]({link})" for link in good + bad)
+    assert broken_links(page, f"## Ten seeds\n{links}\n```\n[x](y)\n```\n") == bad
+    assert anchors("# A\n## A b, c\n## A\n```\n# d\n```\n") == {"a", "a-1", "a-b-c"}
+
+
+def test_every_page_is_reached_from_the_first():
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        links = [(page, link) for page in new for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())]
+        new = {page.parent.joinpath(link).resolve() for page, link in links if "://" not in link} - reached
+    assert {page for page in PAGES if "docs" in page.parts[len(ROOT.parts) :]} <= reached
+
+
+def test_change_this_names_functions_that_exist():
+    part = README.partition("## Change this")[2].partition("\n## ")[0]
+    named = re.findall(r"\]\((ppo_rlhf/[\w/]+\.py)\): ((?:`\w+`(?:, )?)+)", part)
+    assert len(named) > 5
+    for path, names in named:
+        defined = {node.name for node in ast.parse((ROOT / path).read_text()).body if hasattr(node, "name")}
+        assert set(re.findall(r"`(\w+)`", names)) <= defined, path
+
+
+def test_the_algorithm_box_is_that_of_the_script():
+    """Eight steps in README.md, in the docstring of train_policy.py and in its code."""
+    script = (ROOT / "ppo_rlhf/train_policy.py").read_text()
+    box = re.findall(r"^    (\d)  ", README.partition("```")[2].partition("```")[0], re.MULTILINE)
+    docstring = re.findall(r"^    (\d)\. ", ast.get_docstring(ast.parse(script)), re.MULTILINE)
+    train = script.partition("\ndef train(")[2].partition("\ndef ")[0]
+    code = re.findall(r"(?:# |and )(\d)\. ", "\n".join(re.findall(r"^ *# .*$", train, re.MULTILINE)))
+    assert box == docstring == code == [str(step) for step in range(1, 9)]
+
+
+def test_the_reward_of_the_first_page_is_one():
+    source = re.search(r"```python\n(.+?)```", README, re.DOTALL)[1]
+    module: dict = {}
+    exec(source, module)
+    assert module["score"](["a b", "c"], [" one two one", ""]) == [2.0, 0.0]
 
 
 def test_every_metric_of_the_demo_is_explained():
     """A row names a metric in full, or after another of the same kind by its last part."""
     named = set()
-    for row in re.findall(r"^\| (`[^|]+`) \|", README, re.MULTILINE):
+    for row in re.findall(r"^\| (`[^|]+`) \|", METRICS.partition("## Chapter 2\n")[0], re.MULTILINE):
         folder = ""
         for name in re.findall(r"`([^`]+)`", row):
             folder = name.rpartition("/")[0] or folder
@@ -227,13 +373,13 @@ def test_flags_exist():
     )
     flags = {module.__name__.split(".")[1]: flags_of(module) for module in (*chapter1, *chapter2, judge)}
     everything = set().union(*flags.values())
-    commands = re.findall(r"ppo_rlhf/(\w+)\.py((?: +--?[\w.]+(?:[ =][^\s`-]\S*)?)*)", README)
+    commands = re.findall(r"ppo_rlhf/(\w+)\.py((?: +--?[\w.]+(?:[ =][^\s`-]\S*)?)*)", DOCS)
     assert len(commands) > 6
     for script, words in commands:
         for flag in re.findall(r"--([\w.]+)", words):
             assert flag in flags[script], (script, flag)
     launchers = {"num_processes", "nproc_per_node", "mixed_precision", "help"}
-    for flag in re.findall(r"`--([\w.]+)", README):
+    for flag in re.findall(r"`--([\w.]+)", DOCS):
         known = everything | launchers
         assert flag in known or f"policy.{flag}" in known, flag
 
@@ -241,7 +387,7 @@ def test_flags_exist():
 def test_flags_of_the_benchmark_exist():
     scripts = (ablations, benchmark, compare, interop, overoptimisation, replay, speed)
     scripts = {script.__name__: script for script in scripts}
-    commands = re.findall(r"benchmark/(\w+)\.py((?:[^`\n]|\\\n)*)", README + BENCHMARK)
+    commands = re.findall(r"benchmark/(\w+)\.py((?:[^`\n]|\\\n)*)", DOCS + BENCHMARK)
     assert {script for script, _ in commands} == set(scripts)
     for script, words in commands:
         fields = {field.name for field in dataclasses.fields(scripts[script].Args)}
@@ -263,7 +409,7 @@ class Few:
     number: int = 1
 
 
-SCRIPTS = sorted([*ROOT.glob("ppo_rlhf/*.py"), *ROOT.glob("benchmark/*.py")])
+SCRIPTS = sorted([*ROOT.glob("ppo_rlhf/**/*.py"), *ROOT.glob("benchmark/*.py")])
 DESCRIBED = [path for path in SCRIPTS if re.search(r"(description=|argv, )__doc__", path.read_text())]
 
 

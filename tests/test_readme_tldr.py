@@ -1,4 +1,4 @@
-"""What README.md says of chapter 2 is what static/demo-tldr holds: the numbers of one run of `make demo-tldr`."""
+"""What docs/chapter2.md says of its demo is what static/demo-tldr holds: numbers of one run of `make demo-tldr`."""
 
 import csv
 import json
@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from ppo_rlhf import judge
-from ppo_rlhf.tldr_data import rouge
-from ppo_rlhf.tldr_tales import gold_scores
+from ppo_rlhf.lib.posts import rouge
+from ppo_rlhf.worlds.posts import gold_scores
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+CHAPTER2 = (ROOT / "docs/chapter2.md").read_text()
+METRICS = (ROOT / "docs/metrics.md").read_text()
 DEMO = ROOT / "static/demo-tldr"
 RUNS = ("sft", "reward", "policy")
 
@@ -29,7 +30,7 @@ def repeats_itself(summary: str) -> bool:
 
 def numbers(first_words: str) -> list[float]:
     """The numbers of a row of the table, without its first cell."""
-    (row,) = [line for line in README.splitlines() if line.startswith(f"| {first_words}")]
+    (row,) = [line for line in CHAPTER2.splitlines() if line.startswith(f"| {first_words}")]
     return [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", row.split("|", 2)[2])]
 
 
@@ -39,13 +40,13 @@ SFT, PPO = rows_of("sft_evaluation.jsonl"), rows_of("evaluation.jsonl")
 
 def test_one_commit_made_it():
     (commit,) = {META[run]["commit"] for run in RUNS}
-    assert re.fullmatch("[0-9a-f]{40}", commit) and f"`make demo-tldr` at commit {commit[:7]}, seed 1" in README
+    assert re.fullmatch("[0-9a-f]{40}", commit) and f"`make demo-tldr` at commit {commit[:7]}, seed 1" in CHAPTER2
     assert all(META[run]["finished"] and META[run]["args"]["preset"] == "tales" for run in RUNS)
 
 
 def test_gold_scores_lengths_and_ends():
     queries = [row["query"] for row in PPO]
-    assert len(queries) == 512 and "on 512 held-out posts" in README
+    assert len(queries) == 512 and "on 512 held-out posts" in CHAPTER2
     assert sorted(queries) == sorted(row["query"] for row in SFT)
     sides = [(PPO, "reference"), (SFT, "response"), (PPO, "response")]
     golds = [gold_scores([row["query"] for row in rows], [row[side] for row in rows]) for rows, side in sides]
@@ -99,11 +100,11 @@ def test_win_rates_at_equal_length():
         differences = [row["tokens"] - tokens for row, (_, tokens) in zip(PPO, others, strict=True)]
         rate, low, high = (100 * value for value in judge.length_controlled_win_rate(results, differences))
         shown.append(f"{rate:.1f} % [{low:.1f}, {high:.1f}] against")
-    assert f"{shown[0]} the references, {shown[1]} SFT" in " ".join(README.split())
+    assert f"{shown[0]} the references, {shown[1]} SFT" in " ".join(CHAPTER2.split())
 
 
 def test_reward_model():
-    results, text = META["reward"]["results"], " ".join(README.split())
+    results, text = META["reward"]["results"], " ".join(CHAPTER2.split())
     accuracy, ceiling = results["eval/rm/validation/accuracy"], results["ceiling"]
     assert f"agrees with the annotator in {100 * accuracy:.1f} % of 1,024 held-out" in text
     assert f"formula would reach {100 * ceiling:.1f} %" in text
@@ -114,7 +115,7 @@ def test_three_posts():
         after_sft = {r["query"]: r["response"] for r in SFT}[row["query"]]
         post = row["query"].partition("POST: ")[2].removesuffix("\n\nTL;DR:").replace("\n", " ")
         cells = [post, *(text.strip().replace("\n", "⏎") for text in (row["reference"], after_sft, row["response"]))]
-        assert f"| {' | '.join(cells)} |" in README
+        assert f"| {' | '.join(cells)} |" in CHAPTER2
 
 
 def test_the_run_whose_reward_model_was_misled():
@@ -138,7 +139,7 @@ def test_the_run_whose_reward_model_was_misled():
 
 def test_every_metric_is_explained():
     """In the table of chapter 2: a row names a metric in full, or after another of the same kind by its last part."""
-    part = README.partition("### Chapter 2")[2].partition("\n## ")[0]
+    part = METRICS.partition("## Chapter 2\n")[2]
     named = {"step"}
     for row in re.findall(r"^\| (`[^|]+`[^|]*) \|", part, re.MULTILINE):
         folder = ""

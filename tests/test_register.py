@@ -1,4 +1,4 @@
-"""DETAILS.md, the marks in the code, the tests and the golden files agree; and a difference is found."""
+"""docs/details, the marks in the code, the tests and the golden files agree; and a difference is found."""
 
 import re
 
@@ -6,9 +6,10 @@ import pytest
 import register
 import test_golden
 import test_golden_tldr
-from register import REGISTER, Files, mended, problems, read_files
+from register import README, TO_ROOT, Files, mended, pages, problems, read_files
 
 FILES = read_files()
+CHAPTER1 = "docs/details/chapter1.md"
 
 
 def test_nothing_differs():
@@ -16,11 +17,12 @@ def test_nothing_differs():
 
 
 def test_there_is_nothing_to_mend():
-    assert mended(FILES) == FILES[REGISTER]
+    assert mended(FILES) == FILES
 
 
 def test_the_mistakes_are_those_of_the_negative_controls():
-    table = re.findall(r"^\| ([\w -]+) \| [^|]+ \| (`check_[^|]+`) \|$", FILES[REGISTER], re.MULTILINE)
+    text = "\n".join(FILES[page] for page in pages(FILES))
+    table = re.findall(r"^\| ([\w -]+) \| [^|]+ \| (`check_[^|]+`) \|$", text, re.MULTILINE)
     named = {mistake: set(re.findall(r"`(\w+)`", checks)) for mistake, checks in table}
     mistakes = [*test_golden.MISTAKES.items(), *test_golden_tldr.MISTAKES.items()]
     expected = {mistake: checks for mistake, (*_, checks) in mistakes}
@@ -53,6 +55,9 @@ def whiten(x):
 '''
 
 
+OPENAI, SUMMARIZE, TRL = register.ORIGINALS
+
+
 def test_marks_stand_in_comments_and_docstrings_but_not_in_that_of_the_module():
     lines = {name: [line for _, line in places] for name, places in register.marks({"ppo_rlhf/x.py": SCRIPT}).items()}
     expected = {"X03": 6, "D54": 10, "D55": 11, "D56": 12, "D57": 12, "D58": 14, "D67": 15, "D59": 16}
@@ -60,14 +65,107 @@ def test_marks_stand_in_comments_and_docstrings_but_not_in_that_of_the_module():
 
 
 def test_a_reference_belongs_to_the_marks_above_it():
-    first = {"lm_human_preferences/train_policy.py#L3"}
+    first = {(OPENAI, "lm_human_preferences/train_policy.py#L3")}
     assert register.originals({"ppo_rlhf/x.py": SCRIPT}) == {
         "D55": first,
         "D56": first,
         "D57": first,
-        "D58": {"utils/core.py#L1-L2", "utils/core.py#L4"},
-        "D59": {"launch.py#L9"},
+        "D58": {(OPENAI, "utils/core.py#L1-L2"), (OPENAI, "utils/core.py#L4")},
+        "D59": {(OPENAI, "launch.py#L9")},
     }
+
+
+SHORT_SCRIPT = '''"""The original is openai/lm-human-preferences
+at commit cbfd210. Marks are like [D99]   core.py#L1.
+"""
+
+
+def whiten(x):
+    """Mean 0 and variance 1 [D54].   utils/core.py#L336-L341"""
+    # [D55] Every time, but not in the original.
+    # [D56] After that.   train_policy.py#L3
+    # [D57] [D58] And this, which takes
+    #       two lines.   train_policy.py#L5, core.py#L6-L7
+    # and a third   core.py#L8
+    # [D59] launch.py#L9
+    # [D60] openai/lm-human-preferences launch.py#L1 @cbfd210
+    # [D61]  openai/lm-human-preferences launch.py#L2
+    return x  # [D67] as it is   core.py#L10
+'''
+
+
+def test_a_reference_on_one_line_belongs_to_the_marks_of_its_line():
+    assert register.originals({"ppo_rlhf/x.py": SHORT_SCRIPT}) == {
+        name: {(OPENAI, lines) for lines in references.split(", ")}
+        for name, references in {
+            "D54": "utils/core.py#L336-L341",
+            "D56": "train_policy.py#L3",
+            "D57": "train_policy.py#L5, core.py#L6-L7, core.py#L8",
+            "D58": "train_policy.py#L5, core.py#L6-L7, core.py#L8",
+            "D59": "launch.py#L9",
+            "D60": "launch.py#L1",
+            "D61": "launch.py#L2",
+            "D67": "core.py#L10",
+        }.items()
+    }
+    assert not [*register.reference_problems({"ppo_rlhf/x.py": SHORT_SCRIPT})]
+
+
+BASES = """The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a. OAI is
+openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at
+commit f2cd57710ae3."""
+FIRST_TOO = BASES.replace("The original is", "SFFD is")
+
+
+@pytest.mark.parametrize(
+    ("docstring", "text", "expected"),
+    [
+        (
+            BASES,
+            "[T39] This.   OAI launch.py#L9, TRL ppo.py#L1-L2",
+            [(OPENAI, "launch.py#L9"), (TRL, "ppo.py#L1-L2")],
+        ),
+        (BASES, "[T39] This.   ppo.py#L9", [(SUMMARIZE, "ppo.py#L9")]),
+        (FIRST_TOO, "[T39] This.   SFFD ppo.py#L9", [(SUMMARIZE, "ppo.py#L9")]),
+        (
+            "SFFD: vwxyzjn/summarize_from_feedback_details @ee77a9a.",
+            "[T39] SFFD ppo.py#L9",
+            [(SUMMARIZE, "ppo.py#L9")],
+        ),
+        (FIRST_TOO, "[T39] This.   ppo.py#L9", [("", "ppo.py#L9")]),
+        (BASES, "[T39] This.   XYZ ppo.py#L9", [("", "ppo.py#L9")]),
+        (BASES.replace("OAI is", "It is"), "[T39] This.   ppo.py#L9", [("", "ppo.py#L9")]),
+        ("No base.", "[T39] This.   ppo.py#L9", [("", "ppo.py#L9")]),
+        (BASES, "[T39] The words of OAI launch.py#L9 are read as the claim.", []),
+        (BASES, "[T39] This stands too close. launch.py#L9", []),
+    ],
+)
+def test_short_names_of_repositories(docstring, text, expected):
+    source = f'"""{docstring}"""\n# {text}\n'
+    known = register.bases(source)
+    assert register.short_references(f"# {text}", known) == expected
+    wrong = list(register.reference_problems({"ppo_rlhf/x.py": source}))
+    assert bool(wrong) == (not expected or ("", "ppo.py#L9") in expected), wrong
+
+
+def test_the_only_repository_needs_no_short_name():
+    known = register.bases('"""OAI is openai/lm-human-preferences at commit cbfd210."""')
+    assert {repository for repository, _ in known.values()} == {OPENAI} and {"", "OAI", OPENAI} == set(known)
+
+
+@pytest.mark.parametrize(
+    ("reference", "same"),
+    [
+        ((OPENAI, "lm_human_preferences/utils/core.py#L3"), True),
+        ((OPENAI, "core.py#L3"), True),
+        ((OPENAI, "ore.py#L3"), False),
+        ((OPENAI, "core.py#L3-L4"), False),
+        ((TRL, "core.py#L3"), False),
+        (("", "core.py#L3"), False),
+    ],
+)
+def test_a_reference_may_lack_the_first_folders(reference, same):
+    assert register.same_lines(reference, (OPENAI, "lm_human_preferences/utils/core.py#L3")) == same
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -78,11 +176,12 @@ CODE, GOLDEN = "ppo_rlhf/train_policy.py", "tests/test_golden.py"
 
 
 def damaged(where: str, old: str, new: str) -> Files:
-    """The files, but a text is replaced throughout one of them or, if an id is given, in that row of the register."""
+    """The files, but a text is replaced throughout one of them or, if an id is given, in its row of the register."""
     path, part = where, FILES.get(where, "")
     if not part:
-        (row,) = (row for row in register.rows(FILES[REGISTER]) if row.id == where)
-        path, part = REGISTER, FILES[REGISTER].split("\n")[row.line]
+        (row,) = (row for row in register.rows(FILES) if row.id == where)
+        path = row.page
+        part = "\n".join(FILES[path].split("\n")[row.line : max(row.lines.values()) + 1])
     assert old in part
     return FILES | {path: FILES[path].replace(part, part.replace(old, new))}
 
@@ -93,27 +192,30 @@ DAMAGE = {
     "a deviation without a row": ("X06", 'id="X06"', "", "X06 is marked at [train_policy.py#L"),
     "a row without a mark": (CODE, "[D54]", "", "D54 has no mark"),
     "a mark of an unknown id": (CODE, "[D54]", "[D89]", "D89 is marked at"),
-    "an id without row and sentence": (REGISTER, "D85 has no row", "No row", "D85 has no row"),
-    "a row and a sentence": (REGISTER, "D85 has no row", "D54 has no row", "D54 has two rows"),
+    "an id without row and sentence": (CHAPTER1, "D85 has no row", "No row", "D85 has no row"),
+    "a row and a sentence": (CHAPTER1, "D85 has no row", "D54 has no row", "D54 has two rows"),
     "two rows": ("D55", "D55", "D54", "D54 has two rows"),
-    "a cell too many": ("D54", "| [core.py", "| more | [core.py", "D54 does not have the columns of its table"),
+    "a field too many": ("D54", "- *here*", "- *more*: x\n- *here*", "D54 does not have its fields"),
+    "a field too few": ("D54", "- *without it*", "- without it", "D54 does not have its fields"),
+    "fields of a deviation": ("D54", "*without it*", "*why*", "D54 does not have its fields"),
+    "another id in bold": ("D54", "**D54**", "**D55**", "D54 does not have its fields"),
     "a mark that has moved": (CODE, '"""PPO', '"""\nPPO', "D54 stands at [train_policy.py#L"),
-    "a wrong line": ("D54", "(ppo_rlhf/train_policy.py#L", "(ppo_rlhf/train_policy.py#L1", "D54 stands at"),
+    "a wrong line": ("D54", "/ppo_rlhf/train_policy.py#L", "/ppo_rlhf/train_policy.py#L1", "D54 stands at"),
     "a wrong file": ("D54", "ppo_rlhf/train_policy.py", "ppo_rlhf/train_reward.py", "D54 stands at"),
     "other lines of the original": (
         "D54",
         "#L336-L341",
         "#L336-L340",
-        "D54 has lm_human_preferences/utils/core.py#L",
+        "D54 has utils/core.py#L",
     ),
-    "other lines beside the mark": (CODE, "core.py#L336-L341", "core.py#L336", "D54 has lm_human_preferences/utils"),
+    "other lines beside the mark": (CODE, "core.py#L336-L341", "core.py#L336", "D54 has utils/core.py#L336 "),
     "no lines beside the mark": (
         CODE,
-        "#L336-L341 @",
-        "#L336-L341 at ",
+        "   utils/core.py#L336-L341",
+        "",
         "D54 has lines of the original in its row, but",
     ),
-    "no original": ("D67", "| none |", "| |", "D67 has neither lines of the original nor `none`"),
+    "no original": ("D67", "*original*: none", "*original*: ", "D67 has neither lines of the original nor `none`"),
     "a link with a wrong name": ("D54", "[core.py#L336", "[core.py#L335", "D54 links [core.py#L335"),
     "a link that may move": (
         "D54",
@@ -121,14 +223,45 @@ DAMAGE = {
         "/master/",
         "D54 links [core.py#L336",
     ),
+    "another commit in the code": (
+        CODE,
+        "utils/core.py#L336-L341",
+        "openai/lm-human-preferences utils/core.py#L336-L341 @cbfd211",
+        f"{CODE} refers to openai/lm-human",
+    ),
+    "another commit in a docstring": (
+        CODE,
+        "at commit cbfd210",
+        "at commit cbfd211",
+        f"{CODE} is about openai/lm-human",
+    ),
+    "a reference in no form": (
+        CODE,
+        "core.py#L336-L341",
+        "core.py#L336-L341 or so",
+        f"{CODE} has a reference in line",
+    ),
+    "a reference to no repository": (
+        CODE,
+        "   utils/core.py#L336-L341",
+        "   ABC utils/core.py#L336-L341",
+        f"{CODE} does not say of which repository",
+    ),
+    "a script of another length": (README, " lines", "0 lines", "ppo_rlhf/train_policy.py has about"),
+    "a script that is gone": (
+        README,
+        "](ppo_rlhf/train_policy.py)",
+        "](ppo_rlhf/gone.py)",
+        "README.md names ppo_rlhf/gone.py",
+    ),
     "a test that is gone": (GOLDEN, "def test_whiten(", "def test_white(", f"{GOLDEN} has no test_whiten"),
     "a test of another file": ("D54", GOLDEN, "tests/test_run.py", "tests/test_run.py has no test_whiten"),
     "a test that has moved": (GOLDEN, '"""Our', '"""\nOur', "test_whiten stands in line"),
     "a row without a test": ("D54", "[test_", "[the_test_", "D54 is not proven"),
     "a row that lacks a test": ("D54", "[test_whiten]", "MISSING: all, [test_whiten]", "D54 is not proven"),
-    "a row without a golden file": (REGISTER, "`case1_whiten.npz`", "`case0.npz`", "tests/golden has no case0.npz"),
+    "a row without a golden file": (CHAPTER1, "`case1_whiten.npz`", "`case0.npz`", "tests/golden has no case0.npz"),
     "a golden file without a row": (
-        REGISTER,
+        CHAPTER1,
         "`case1_whiten.npz`",
         "`x`",
         "tests/golden/case1_whiten.npz has no row",
@@ -148,22 +281,41 @@ def test_a_difference_is_named(difference):
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def with_pages(change) -> Files:
+    return FILES | {page: change(FILES[page]) for page in pages(FILES)}
+
+
 def test_shifted_lines_are_mended():
     """Each line of our code and of the tests, and none of the original."""
-    ours = re.compile(r"(\((?:ppo_rlhf|tests)/\w+\.py#L)(\d+)")
-    shifted = ours.sub(lambda link: f"{link[1]}{int(link[2]) + 7}", FILES[REGISTER])
-    assert len(ours.findall(shifted)) > 300
-    assert mended(FILES | {REGISTER: shifted}) == mended(FILES) != shifted
+    ours = re.compile(rf"(\({re.escape(TO_ROOT)}(?:ppo_rlhf|tests)/[\w/]+\.py#L)(\d+)")
+    shifted = with_pages(lambda text: ours.sub(lambda link: f"{link[1]}{int(link[2]) + 7}", text))
+    for page, least in ((CHAPTER1, 200), ("docs/details/chapter2.md", 150)):
+        assert len(ours.findall(shifted[page])) > least and shifted[page] != FILES[page]
+    assert mended(shifted) == FILES
 
 
 def test_mending_follows_code_and_tests():
     moved = FILES | {path: "\n\n" + FILES[path] for path in (CODE, GOLDEN)}
     assert len(problems(moved)) > len(problems(FILES)) + 50
-    assert problems(moved | {REGISTER: mended(moved)}) == problems(FILES | {REGISTER: mended(FILES)})
+    assert problems(mended(moved)) == problems(mended(FILES))
+
+
+def test_the_length_of_a_script_is_mended():
+    """To the nearest fifty: a few lines more or less change nothing."""
+    longer = FILES | {CODE: FILES[CODE] + "#\n" * 1000}
+    assert [problem for problem in problems(longer) if problem.startswith(f"{CODE} has about")]
+    assert problems(mended(longer)) == []
+    assert [register.nearest_fifty("\n" * n) for n in (3, 74, 76, 1020, 1030)] == [
+        "50",
+        "50",
+        "100",
+        "1,000",
+        "1,050",
+    ]
 
 
 def test_what_cannot_be_mended_stays():
     without = damaged(CODE, "[D54]", "") | {GOLDEN: ""}
-    assert "[test_whiten](tests/test_golden.py#L" in mended(without)
-    assert "D54 has no mark in ppo_rlhf/*.py" in problems(without | {REGISTER: mended(without)})
-    assert f"{GOLDEN} has no test_whiten" in problems(without | {REGISTER: mended(without)})
+    assert "[test_whiten](../../tests/test_golden.py#L" in mended(without)[CHAPTER1]
+    assert "D54 has no mark in ppo_rlhf/**/*.py" in problems(mended(without))
+    assert f"{GOLDEN} has no test_whiten" in problems(mended(without))

@@ -10,20 +10,19 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from ppo_rlhf.data import Labels, load_pretrained, load_tokenizer
-from ppo_rlhf.run import InputError, NumericalError
-from ppo_rlhf.train_policy import load_reward_model
+from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.models import load_pretrained, load_reward_model, load_tokenizer, save_reward_model
+from ppo_rlhf.lib.processes import in_chunks
+from ppo_rlhf.lib.texts import Labels
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,
     RewardModel,
     best_of_n_loss,
     gain_and_bias,
-    in_chunks,
     learning_rate_at,
     normalize,
     reward_update,
-    save_reward_model,
     score_samples,
 )
 

@@ -21,18 +21,13 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from ppo_rlhf import run as run_module
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.run import (
-    InputError,
-    NumericalError,
-    Run,
-    flag_value,
-    from_dict,
-    import_function,
-    parse_args,
-    run_script,
-)
+from ppo_rlhf.lib import errors, files, processes
+from ppo_rlhf.lib import run as run_module
+from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
+from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
+from ppo_rlhf.lib.rewards import import_function
+from ppo_rlhf.lib.run import Run
 
 SCRIPTS = [train_policy, train_reward]
 
@@ -274,7 +269,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, accelera
         raise OSError("no space")
 
     with monkeypatch.context() as patch, pytest.raises(InputError, match=r"no space.*those before it are kept"):
-        patch.setattr(run_module, "write_json", full_disk)
+        patch.setattr(files, "write_json", full_disk)
         run.save_checkpoint(5, {"x": torch.ones(1)}, {})
     assert load(accelerator, run.folder)[1]["step"] == 4
 
@@ -322,13 +317,13 @@ def test_the_folder_is_locked_until_the_last_word_is_written(accelerator, run, m
 
     def write(path: Path, value: dict) -> None:
         with pytest.raises(InputError, match="in use"):
-            run_module.lock_folder(run.folder)
+            files.lock_folder(run.folder)
         written.append(value)
 
-    monkeypatch.setattr(run_module, "write_json", write)
+    monkeypatch.setattr(files, "write_json", write)
     log(run, range(2))
     assert [meta["finished"] for meta in written] == [True]
-    assert run_module.lock_folder(run.folder) is not None
+    assert files.lock_folder(run.folder) is not None
 
 
 def train_a_little(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -391,14 +386,14 @@ def test_a_path_is_looked_for_beside_the_run_first(tmp_path, monkeypatch):
         path.mkdir(parents=True)
     (there / "texts.txt").write_text("x")
     monkeypatch.chdir(here)
-    assert run_module.root_of("../there/runs/a") == there
-    assert run_module.root_of("", {"runs": "../there/runs"}).resolve() == there
-    assert run_module.root_of("") == run_module.root_of("", {"runs": "runs"}) == here
-    found = {path: run_module.find_path(path, there) for path in ("both", "theirs", "ours", "texts.txt", "x" * 999)}
+    assert files.root_of("../there/runs/a") == there
+    assert files.root_of("", {"runs": "../there/runs"}).resolve() == there
+    assert files.root_of("") == files.root_of("", {"runs": "runs"}) == here
+    found = {path: files.find_path(path, there) for path in ("both", "theirs", "ours", "texts.txt", "x" * 999)}
     assert found["both"] == there / "both" and found["theirs"] == there / "theirs"
     assert found["texts.txt"] == there / "texts.txt"
     assert found["ours"] == Path("ours") and found["x" * 999] == Path("x" * 999)
-    assert run_module.find_path(str(here / "both"), there) == here / "both"
+    assert files.find_path(str(here / "both"), there) == here / "both"
 
 
 def test_a_run_goes_on_with_the_weights_that_it_began_with(accelerator, tmp_path):
@@ -517,7 +512,8 @@ def test_resume_of_what_is_no_run_names_the_folder(meta):
 
 def test_import_function():
     assert import_function("math:sqrt", "rewards.function")(9) == 3
-    score = import_function("ppo_rlhf.tales:sentiment.gold_scores", "rewards.monitor")
+    score = import_function("ppo_rlhf.worlds.tales:sentiment.gold_scores", "rewards.monitor")
+    assert import_function("ppo_rlhf.tales:sentiment.gold_scores", "rewards.monitor") == score  # as runs had it once
     assert score([""], ["happy"]) == [1.0]
 
 
@@ -560,7 +556,7 @@ def test_an_error_of_the_user_is_one_line_and_status_2(capsys, error):
 
 @pytest.mark.parametrize("first_process", ["ended", "goes on"])
 def test_another_process_says_its_error_only_if_the_first_goes_on(capsys, monkeypatch, first_process):
-    monkeypatch.setattr(run_module, "PATIENCE", 0.5)
+    monkeypatch.setattr(errors, "PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
         for name, value in place.items():
@@ -576,7 +572,7 @@ def test_another_process_says_its_error_only_if_the_first_goes_on(capsys, monkey
 
 @pytest.mark.parametrize("how_to_go_on", ["", "--resume runs/x goes on"])
 def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, monkeypatch, how_to_go_on):
-    monkeypatch.setattr(Run, "how_to_go_on", "")
+    monkeypatch.setattr(errors, "how_to_go_on", "")
     if how_to_go_on:
         how_to_go_on = f"; --resume runs/{start(accelerator).folder.name} goes on"
     capsys.readouterr()
@@ -629,7 +625,7 @@ def test_a_run_without_an_error_returns():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_another_number_of_processes_than_the_launcher_started(accelerator, monkeypatch, world_size):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    assert f"started {world_size} processes" in error_line(run_module.make_accelerator)
+    assert f"started {world_size} processes" in error_line(processes.make_accelerator)
 
 
 def run_policy_script(*argv: str, **environment: str) -> subprocess.CompletedProcess:
@@ -681,8 +677,15 @@ def test_a_clock_may_stand_still_or_be_set_back(accelerator, monkeypatch):
     assert 0 < run_module.seconds_since(7.0) <= run.seconds() < 1e-3
     task = train_policy.PRESETS["tales"].task
     args = train_policy.Args(task=task, ppo=train_policy.PpoArgs(batch_size=8))
-    names = ("objective/score", "objective/non_score_reward", "ppo/val/ratio_var", "ppo/val/ratio", "ppo/val/error")
-    names += ("ppo/returns/var", "ppo/loss/policy", "ppo/loss/value", "ppo/policy/entropy", "ppo/policy/approxkl")
+    names = ("objective/score", "objective/non_score_reward", "ppo/val/ratio", "ppo/val/error")
+    names += (
+        train_policy.SQUARED_RATIO_GAP,
+        "ppo/returns/var",
+        "ppo/loss/policy",
+        "ppo/loss/value",
+        "ppo/policy/entropy",
+        "ppo/policy/approxkl",
+    )
     means = dict.fromkeys((*names, "ppo/policy/clipfrac", "ppo/val/clipfrac"), 1.0)
     seconds = run_module.seconds_since(7.0), run.seconds()
     metrics = train_policy.finish_metrics(means, 0, args, 0.1, *seconds)
@@ -715,7 +718,7 @@ def test_numbers_that_must_be_above_zero_are_named(field):
 
 ALLOCATE = """
 import resource, torch
-from ppo_rlhf import run
+from ppo_rlhf.lib import processes
 {keep}
 faults = []
 for _ in range(10):
@@ -734,4 +737,4 @@ def test_freed_memory_is_kept():
         command = [sys.executable, "-c", ALLOCATE.format(keep=keep)]
         return int(subprocess.run(command, capture_output=True, check=True).stdout)
 
-    assert 5 * faults("run.keep_freed_memory()") < faults("")
+    assert 5 * faults("processes.keep_freed_memory()") < faults("")

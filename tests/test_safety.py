@@ -25,10 +25,10 @@ from runs import both_arguments, metrics_of, only, world_arguments
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf.run import sealed
+from ppo_rlhf.lib.run import sealed
 
 TIME_LIMIT = 60  # seconds
-GOLD = ["--rewards.function", "ppo_rlhf.tales:sentiment.gold_scores"]
+GOLD = ["--rewards.function", "ppo_rlhf.worlds.tales:sentiment.gold_scores"]
 
 # Runs a script and notes which files it opens, what it unpickles and what it asks. It answers yes to every question.
 # With WATCH_FORBIDS, whatever unpickles ends the process. WATCH_CACHE takes the place of the hub's cache.

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.data import TaskIds
+from ppo_rlhf.lib.texts import TaskIds
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,
@@ -64,8 +64,7 @@ def without_data(model, monkeypatch: pytest.MonkeyPatch) -> None:
 
     With SGD, because the fused Adam does not know such tensors; it is the subject of `on_the_cpu`.
     """
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # unknown on this device,
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # and so is this
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # unknown on this device
     update(model, "meta", sgd=True)
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf import tales, tldr_tales, train_policy
-from ppo_rlhf.data import QueryStream, TaskArgs, read_labels, to_texts
+from ppo_rlhf import train_policy
+from ppo_rlhf.lib.texts import QueryStream, TaskArgs, read_labels, to_texts
+from ppo_rlhf.worlds import posts, tales
 
 SENTENCES = 14
 
@@ -343,7 +344,7 @@ def test_a_failure_leaves_nothing_half_built(tmp_path, monkeypatch, tiny_world_a
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("world, stage", [(tales, "write_story"), (tldr_tales, "write_texts")])
+@pytest.mark.parametrize("world, stage", [(tales, "write_story"), (posts, "write_texts")])
 def test_what_killed_builds_have_left_is_removed(tmp_path, monkeypatch, world, stage):
     """But not what belongs to a process that lives, to another machine or to another world."""
     gone = subprocess.Popen(["true"])

@@ -1,4 +1,4 @@
-"""tldr_data.py: queries, posts and comparisons as token ids, texts and ROUGE, and what bad input gets."""
+"""posts.py: queries, posts and comparisons as token ids, texts and ROUGE, and what bad input gets."""
 
 import copy
 import json
@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ppo_rlhf import tldr_data
-from ppo_rlhf.data import CUT_MARGIN
-from ppo_rlhf.run import InputError
-from ppo_rlhf.tldr_data import TldrTaskArgs
+from ppo_rlhf.lib import posts
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.posts import TaskArgs
+from ppo_rlhf.lib.texts import CUT_MARGIN
 
 EOS, PAD = 0, 128
 
@@ -62,9 +62,9 @@ COMPARISON = {
 }
 
 
-def task(folder: Path, **changes: Any) -> TldrTaskArgs:
+def task(folder: Path, **changes: Any) -> TaskArgs:
     sizes = {"query_length": 80, "response_length": 14, "comparison_length": 12, "article_query_length": 60}
-    return TldrTaskArgs(posts=str(folder), comparisons=str(folder), **(sizes | changes))
+    return TaskArgs(posts=str(folder), comparisons=str(folder), **(sizes | changes))
 
 
 def changed(row: dict[str, Any], *keys: str | int, to: Any = KeyError) -> dict[str, Any]:
@@ -85,13 +85,13 @@ def changed(row: dict[str, Any], *keys: str | int, to: Any = KeyError) -> dict[s
 
 
 def test_a_query_has_four_parts_and_ends_in_a_colon():
-    query = tldr_data.format_post("mill", "Grain", "It is wet.")
+    query = posts.format_post("mill", "Grain", "It is wet.")
     assert query == QUERY
     assert query[-1] == ":"
 
 
 def test_a_query_about_an_article():
-    assert tldr_data.format_article("Rain.\nWind.") == "Article:\nRain.\nWind.\n\nTL;DR:\n"
+    assert posts.format_article("Rain.\nWind.") == "Article:\nRain.\nWind.\n\nTL;DR:\n"
 
 
 def short_form(post: str) -> str:
@@ -115,14 +115,14 @@ def short_form(post: str) -> str:
     ],
 )
 def test_a_post_is_cut_until_its_query_fits(post, limit, expected):
-    assert tldr_data.fit_query(post, short_form, letters, limit) == letters(short_form(expected))
+    assert posts.fit_query(post, short_form, letters, limit) == letters(short_form(expected))
 
 
 def test_title_and_question_are_never_cut():
     rows = [changed(POST, "post", to=text) for text in ("a" * 200, "one\n" * 60, "word " * 50)]
     for row in rows:
         for limit in range(len(QUERY) - len("It is wet."), 80):
-            query = "".join(map(chr, tldr_data.Encoder(Letters(), EOS).query(row, TldrTaskArgs(query_length=limit))))
+            query = "".join(map(chr, posts.Encoder(Letters(), EOS).query(row, TaskArgs(query_length=limit))))
             assert len(query) <= limit
             assert query.startswith("SUBREDDIT: r/mill\n\nTITLE: Grain\n\nPOST: ")
             assert query.endswith("\n\nTL;DR:")
@@ -135,13 +135,13 @@ def test_an_article_is_cut_with_the_newline_that_its_summary_does_not_see():
     """T03: the newline has a share in the length, as in the original, and the summary follows the colon."""
     article, frame = "Rain.\nWind.", len("Article:\n\n\nTL;DR:\n")
     for limit, kept in ((frame + 11, "Rain.\nWind."), (frame + 10, "Rain."), (frame + 4, "Rain")):
-        limits = TldrTaskArgs(article_query_length=limit)
-        query = tldr_data.Encoder(Letters(), EOS).query({"article": article}, limits)
+        limits = TaskArgs(article_query_length=limit)
+        query = posts.Encoder(Letters(), EOS).query({"article": article}, limits)
         assert query == letters(f"Article:\n{kept}\n\nTL;DR:")
 
 
 def test_a_query_that_cannot_fit_is_an_error():
-    line = error_line(tldr_data.fit_query, "aaa\nbbb", short_form, letters, 10)
+    line = error_line(posts.fit_query, "aaa\nbbb", short_form, letters, 10)
     assert "query_length 10" in line and "11 tokens" in line
 
 
@@ -160,7 +160,7 @@ def test_a_long_post_is_cut_as_step_by_step(tiny_posts):
         line, parts = rng.choice([20, 200, 2_000]), rng.randint(50, 700)
         post = "".join(rng.choice(rare if rng.random() < 5 / line else [" wet", "gra", "in"]) for _ in range(parts))
         expected = cut_step_by_step(post, short_form, tokenizer.encode, 40)
-        assert tldr_data.fit_query(post, short_form, tokenizer.encode, 40) == expected
+        assert posts.fit_query(post, short_form, tokenizer.encode, 40) == expected
         longer += len(tokenizer.encode(post)) > 40 + 2 * CUT_MARGIN
     assert longer > 10
 
@@ -174,15 +174,15 @@ def test_a_post_of_a_megabyte_is_cut_in_few_steps():
 
     for post in ("wet grain " * 100_000, "wet grain\n" * 100_000):
         encoded.clear()
-        query = "".join(map(chr, tldr_data.fit_query(post, short_form, encode, 500)))
+        query = "".join(map(chr, posts.fit_query(post, short_form, encode, 500)))
         assert len(query) == (500 if "\n" not in post else len(short_form("wet grain\n" * 49)) - 1)
         assert len(encoded) < 200 and sum(encoded) < 3_500_000
 
 
 def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
-    encoder, as_text = tldr_data.Encoder(tiny_tokenizer, 28), [26, 4, 14, 18, 26]  # < and > read as the full stop
+    encoder, as_text = posts.Encoder(tiny_tokenizer, 28), [26, 4, 14, 18, 26]  # < and > read as the full stop
     assert encoder.summary("a<eos>b") == [27, 0, *as_text, 1, 28]
-    query = encoder.query({"article": "a<eos>b"}, TldrTaskArgs())
+    query = encoder.query({"article": "a<eos>b"}, TaskArgs())
     assert query == encoder.encode("Article:\na") + as_text + encoder.encode("b\n\nTL;DR:")
 
 
@@ -190,7 +190,7 @@ def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
     ("left", "expected"), [(True, [[9, 9, 5], [9, 9, 9], [6, 7, 8]]), (False, [[5, 9, 9], [9, 9, 9], [6, 7, 8]])]
 )
 def test_rows_are_padded_on_one_side(left, expected):
-    assert tldr_data.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
+    assert posts.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -201,12 +201,12 @@ def test_rows_are_padded_on_one_side(left, expected):
 def test_queries_are_padded_on_the_left_and_references_on_the_right(tmp_path):
     long_post = changed(POST, "post", to="It is wet.\n" + "x" * 60)
     write_rows(tmp_path, "posts", "train", [POST, long_post])
-    posts = tldr_data.read_posts(task(tmp_path), Letters(), "train")
-    assert len(posts) == 2 and posts.too_long == 0
-    assert posts.queries.shape == (2, 80) and posts.references.shape == (2, 14)
-    for row in posts.queries.tolist():
+    found = posts.read_posts(task(tmp_path), Letters(), "train")
+    assert len(found) == 2 and found.too_long == 0
+    assert found.queries.shape == (2, 80) and found.references.shape == (2, 14)
+    for row in found.queries.tolist():
         assert row == [PAD] * (80 - len(QUERY)) + letters(QUERY)  # the second line of the long post does not fit
-    assert posts.references.tolist() == [[*letters(" Wet grain."), EOS, PAD, PAD]] * 2
+    assert found.references.tolist() == [[*letters(" Wet grain."), EOS, PAD, PAD]] * 2
 
 
 @pytest.mark.parametrize(
@@ -214,38 +214,38 @@ def test_queries_are_padded_on_the_left_and_references_on_the_right(tmp_path):
     [("Wet grain.", " Wet grain."), (" Wet grain.", " Wet grain."), ("Wet\ngrain. ", " Wet\ngrain. "), ("", " ")],
 )
 def test_a_summary_has_a_space_before_it_and_the_end_of_text_after_it(summary, expected):
-    assert tldr_data.Encoder(Letters(), EOS).summary(summary) == [*letters(expected), EOS]
+    assert posts.Encoder(Letters(), EOS).summary(summary) == [*letters(expected), EOS]
 
 
 def test_references_that_are_too_long_are_left_out_and_counted(tmp_path):
     summaries = ["a" * 12, "b" * 13, "c", "d" * 99, "e" * 12]  # 12 letters, a space and the end: 14 tokens
     write_rows(tmp_path, "posts", "train", [changed(POST, "summary", to=text) for text in summaries])
-    posts = tldr_data.read_posts(task(tmp_path), Letters(), "train")
-    assert posts.too_long == 2
-    assert [chr(row[1]) for row in posts.references.tolist()] == ["a", "c", "e"]
-    assert len(posts.queries) == 3
-    for row in posts.references.tolist():
+    found = posts.read_posts(task(tmp_path), Letters(), "train")
+    assert found.too_long == 2
+    assert [chr(row[1]) for row in found.references.tolist()] == ["a", "c", "e"]
+    assert len(found.queries) == 3
+    for row in found.references.tolist():
         assert row.count(EOS) == 1
         assert set(row[row.index(EOS) + 1 :]) <= {PAD}
-    line = error_line(tldr_data.read_posts, task(tmp_path, response_length=2), Letters(), "train")
+    line = error_line(posts.read_posts, task(tmp_path, response_length=2), Letters(), "train")
     assert "--task.posts" in line and "--task.response_length 2" in line and "5 are longer" in line
 
 
 def test_a_limit_takes_the_first_rows(tmp_path):
     write_rows(tmp_path, "posts", "test", [changed(POST, "summary", to=text) for text in ("a", "b" * 20, "c", "d")])
-    posts = tldr_data.read_posts(task(tmp_path), Letters(), "test", limit=3)
-    assert [chr(row[1]) for row in posts.references.tolist()] == ["a", "c"]
+    found = posts.read_posts(task(tmp_path), Letters(), "test", limit=3)
+    assert [chr(row[1]) for row in found.references.tolist()] == ["a", "c"]
 
 
 def test_query_and_summary_are_the_tokens_of_their_text(tiny_posts):
     """So what the policy continues is what SFT has read [T09]."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_posts / "model")
     pad_id, eos = len(tokenizer), tokenizer.eos_token_id
-    limits = TldrTaskArgs(posts=str(tiny_posts), query_length=96, response_length=24)
-    posts = tldr_data.read_posts(limits, tokenizer, "train")
+    limits = TaskArgs(posts=str(tiny_posts), query_length=96, response_length=24)
+    found = posts.read_posts(limits, tokenizer, "train")
     rows = [json.loads(line) for line in (tiny_posts / "posts_train.jsonl").read_text().splitlines()]
-    assert len(posts) == len(rows) == 48
-    for row, query, reference in zip(rows, posts.queries.tolist(), posts.references.tolist(), strict=True):
+    assert len(found) == len(rows) == 48
+    for row, query, reference in zip(rows, found.queries.tolist(), found.references.tolist(), strict=True):
         question = f"SUBREDDIT: r/{row['subreddit']}\n\nTITLE: {row['title']}\n\nPOST: {row['post']}"
         text = f"{question}\n\nTL;DR: {row['summary']}"
         real = [token for token in query + reference if token != pad_id]
@@ -259,7 +259,7 @@ def test_query_and_summary_are_the_tokens_of_their_text(tiny_posts):
 
 def read_comparisons(folder: Path, rows: list[dict[str, Any]], articles: bool = False, **changes: Any):
     write_rows(folder, "comparisons", "validation", rows)
-    return tldr_data.read_comparisons(task(folder, **changes), Letters(), "validation", articles=articles)
+    return posts.read_comparisons(task(folder, **changes), Letters(), "validation", articles=articles)
 
 
 def texts_of(rows: torch.Tensor) -> list[str]:
@@ -343,7 +343,7 @@ def test_articles_stand_apart_from_posts(tmp_path):
 
 def test_a_limit_takes_the_first_comparisons(tmp_path):
     write_rows(tmp_path, "comparisons", "train", [changed(COMPARISON, "batch", to=str(i)) for i in range(4)])
-    comparisons = tldr_data.read_comparisons(task(tmp_path), Letters(), "train", 2)
+    comparisons = posts.read_comparisons(task(tmp_path), Letters(), "train", 2)
     assert [group["batch"] for group in comparisons.groups] == ["0", "1"]
 
 
@@ -379,7 +379,7 @@ BAD_POSTS = {
 @pytest.mark.parametrize(("row", "key"), BAD_POSTS.values(), ids=BAD_POSTS)
 def test_a_bad_post_is_named(tmp_path, row, key):
     write_rows(tmp_path, "posts", "test", [POST, POST, row])
-    line = error_line(tldr_data.read_posts, task(tmp_path), Letters(), "test")
+    line = error_line(posts.read_posts, task(tmp_path), Letters(), "test")
     for word in (f"--task.posts {tmp_path}", "test row 2", key):
         assert word in line
 
@@ -428,14 +428,14 @@ BAD_FILES = {
 def test_a_file_that_is_not_json_lines_is_named(tmp_path, kind, content, word):
     file = tmp_path / f"{kind}_train.jsonl"
     file.write_bytes(content)
-    read = tldr_data.read_posts if kind == "posts" else tldr_data.read_comparisons
+    read = posts.read_posts if kind == "posts" else posts.read_comparisons
     line = error_line(read, task(tmp_path), Letters(), "train")
     assert f"--task.{kind} {file}" in line and word in line
 
 
 @pytest.mark.parametrize("kind", ["posts", "comparisons"])
 def test_a_missing_file_is_named(tmp_path, kind):
-    read = tldr_data.read_posts if kind == "posts" else tldr_data.read_comparisons
+    read = posts.read_posts if kind == "posts" else posts.read_comparisons
     for damage in (lambda file: None, Path.mkdir, Path.touch):  # not there, a folder, empty
         file = tmp_path / f"{kind}_validation.jsonl"
         damage(file)
@@ -445,17 +445,17 @@ def test_a_missing_file_is_named(tmp_path, kind):
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
     (tmp_path / "posts_train.jsonl").write_bytes(b"\xef\xbb\xbf\n" + GOOD_LINE + b"  \n" + GOOD_LINE.strip())
-    assert len(tldr_data.read_posts(task(tmp_path), Letters(), "train")) == 2
+    assert len(posts.read_posts(task(tmp_path), Letters(), "train")) == 2
 
 
 def test_an_unknown_source_is_an_error(tmp_path):
-    line = error_line(tldr_data.load_rows, str(tmp_path / "none"), "posts", "train")
+    line = error_line(posts.load_rows, str(tmp_path / "none"), "posts", "train")
     assert f"--task.posts {tmp_path / 'none'}" in line and "tldr, tales" in line
 
 
 def test_without_a_network_the_hub_is_an_error():
     for field in ("posts", "comparisons"):
-        line = error_line(tldr_data.load_rows, "tldr", field, "train")
+        line = error_line(posts.load_rows, "tldr", field, "train")
         assert f"--task.{field} tldr" in line and f"{field}_train.jsonl" in line and "--preset tales" in line
 
 
@@ -465,9 +465,9 @@ def test_without_a_network_the_hub_is_an_error():
 
 
 def test_padding_is_no_token_and_a_summary_ends_with_the_end_of_text():
-    ids = tldr_data.tldr_ids(TldrTaskArgs(), Letters())
+    ids = posts.task_ids(TaskArgs(), Letters())
     assert (ids.pad, ids.eos, ids.stop) == (128, 0, 0)
-    ids = tldr_data.tldr_ids(TldrTaskArgs(stop_text="."), Letters())
+    ids = posts.task_ids(TaskArgs(stop_text="."), Letters())
     assert (ids.eos, ids.stop) == (0, 46)
 
 
@@ -484,14 +484,14 @@ def test_padding_is_no_token_and_a_summary_ends_with_the_end_of_text():
 )
 def test_lengths_and_temperatures_must_be_above_0(name):
     for value in (0, -1):
-        assert f"--task.{name} is {value}" in error_line(tldr_data.tldr_ids, TldrTaskArgs(**{name: value}), Letters())
+        assert f"--task.{name} is {value}" in error_line(posts.task_ids, TaskArgs(**{name: value}), Letters())
 
 
 def test_other_bad_special_tokens():
-    assert "--task.stop_text 'ab'" in error_line(tldr_data.tldr_ids, TldrTaskArgs(stop_text="ab"), Letters())
+    assert "--task.stop_text 'ab'" in error_line(posts.task_ids, TaskArgs(stop_text="ab"), Letters())
     endless = Letters()
     endless.eos_token_id = None
-    assert "end-of-text" in error_line(tldr_data.tldr_ids, TldrTaskArgs(), endless)
+    assert "end-of-text" in error_line(posts.task_ids, TaskArgs(), endless)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -502,10 +502,10 @@ def test_other_bad_special_tokens():
 def test_columns_of_padding_are_trimmed():
     left = torch.tensor([[9, 9, 1, 2], [9, 9, 9, 3]])
     right = torch.tensor([[4, 9, 9], [5, 6, 9]])
-    assert tldr_data.trim_padding(left, pad_id=9).tolist() == [[9, 1, 2], [9, 9, 3]]  # the first column stays
-    assert tldr_data.trim_padding(left, right, pad_id=9).tolist() == [[9, 1, 2, 4, 9], [9, 9, 3, 5, 6]]
-    assert tldr_data.trim_padding(torch.full((2, 3), 9), pad_id=9).tolist() == [[9], [9]]
-    assert tldr_data.trim_padding(right[:, :2], pad_id=9).tolist() == [[4, 9], [5, 6]]
+    assert posts.trim_padding(left, pad_id=9).tolist() == [[9, 1, 2], [9, 9, 3]]  # the first column stays
+    assert posts.trim_padding(left, right, pad_id=9).tolist() == [[9, 1, 2, 4, 9], [9, 9, 3, 5, 6]]
+    assert posts.trim_padding(torch.full((2, 3), 9), pad_id=9).tolist() == [[9], [9]]
+    assert posts.trim_padding(right[:, :2], pad_id=9).tolist() == [[4, 9], [5, 6]]
 
 
 def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
@@ -513,7 +513,7 @@ def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
         return torch.tensor([letters(text) + [PAD] * (6 - len(text)) for text in texts])
 
     queries = torch.tensor([[PAD, PAD, *letters("ab:")], letters("TLDR:")])
-    rows = tldr_data.evaluation_rows(
+    rows = posts.evaluation_rows(
         Letters(), PAD, queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0"), scores=torch.tensor([0.5, -1.0])
     )
     lengths = [{"tokens": 4, "reference_tokens": 3}, {"tokens": 6, "reference_tokens": 4}]
@@ -524,20 +524,20 @@ def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
     assert rows == expected
     column = {"queries": torch.tensor([1.0, 2.0])}  # the name of a function, which the parameters have too
     texts = (queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0"))
-    assert [row["queries"] for row in tldr_data.evaluation_rows(Letters(), PAD, *texts, **column)] == [1.0, 2.0]
+    assert [row["queries"] for row in posts.evaluation_rows(Letters(), PAD, *texts, **column)] == [1.0, 2.0]
     shown = [{key: row[key] for key in ("query", "response", "reference", "scores")} for row in expected]
-    assert tldr_data.sample_table(rows) == shown
+    assert posts.sample_table(rows) == shown
 
 
 def test_rouge_by_hand():
     """[T23] The cat sat / the cat ran: two words of three, one pair of words of two, a common subsequence of two."""
     first = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}
-    assert tldr_data.rouge(["The cat sat."], ["the cat ran"]) == pytest.approx(first)
+    assert posts.rouge(["The cat sat."], ["the cat ran"]) == pytest.approx(first)
     # Another order: all words, no pair, a common subsequence of one word. Another length: 2 of 2 words, and 2 of 4.
-    assert tldr_data.rouge(["b a"], ["a b"]) == pytest.approx({"rouge1": 1, "rouge2": 0, "rougeL": 1 / 2})
+    assert posts.rouge(["b a"], ["a b"]) == pytest.approx({"rouge1": 1, "rouge2": 0, "rougeL": 1 / 2})
     short = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}  # precision 1, recall 1/2; of the pairs, 1 and 1/3
-    assert tldr_data.rouge(["a b"], ["a b c d"]) == pytest.approx(short)
+    assert posts.rouge(["a b"], ["a b c d"]) == pytest.approx(short)
     # Mean over the pairs, and an empty summary has none of it.
     mean = {name: value / 2 for name, value in first.items()}
-    assert tldr_data.rouge(["The cat sat.", ""], ["the cat ran", "a b"]) == pytest.approx(mean)
-    assert tldr_data.rouge(["cats"], ["cat"])["rouge1"] == 0  # no stemming
+    assert posts.rouge(["The cat sat.", ""], ["the cat ran", "a b"]) == pytest.approx(mean)
+    assert posts.rouge(["cats"], ["cat"])["rouge1"] == 0  # no stemming

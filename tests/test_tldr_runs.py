@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, tldr_all, tldr_policy
-from ppo_rlhf.run import InputError
+from ppo_rlhf.lib.errors import InputError
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
@@ -513,17 +513,19 @@ def test_another_seed_and_other_minibatches_are_other_runs(policy, tmp_path):
 RECORDING = """
 import json, os, sys
 from pathlib import Path
-from ppo_rlhf import run, {module} as script
+from types import SimpleNamespace
+from ppo_rlhf import {module} as script
+from ppo_rlhf.lib import cli, processes
 
-deal, steps = script.deal, []
+deal, steps = processes.deal, []
 
 def recorded_deal(*arguments):
     inds, counts = deal(*arguments)
     steps.append(inds[counts].tolist())
     return inds, counts
 
-script.deal = recorded_deal
-run.run_script(lambda: script.train(run.parse_args(script.PRESETS)))
+script.processes = SimpleNamespace(**vars(processes) | dict(deal=recorded_deal))  # evaluations deal rows too
+cli.run_script(lambda args: script.train(args), lambda argv: cli.parse_args(script.PRESETS, argv))
 Path(f"rank{{os.environ.get('RANK', 0)}}.json").write_text(json.dumps(steps))
 """
 STILL = "--lr 1e-30 --weight_decay 0"  # nothing changes, so that all losses are those of the same model
@@ -636,9 +638,9 @@ def test_a_monitor_replaces_nothing(policy):
     gold = {"gold_scores", "reference_gold_scores"}
     assert gold <= written and written - gold == set(tldr_policy.TAKEN)
     for name in written - gold:
-        args = tldr_policy.Args(rewards=tldr_policy.TldrRewardsArgs(monitor=f"mine:{name}"))
+        args = tldr_policy.Args(rewards=tldr_policy.RewardsArgs(monitor=f"mine:{name}"))
         with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
-            tldr_policy.monitors(args, None, None)
+            tldr_policy.load_monitor(args, None, None)
         # The other column of a monitor is taken only where its own name is.
         assert not name.startswith("reference_") or name.removeprefix("reference_") in written
 
@@ -911,7 +913,7 @@ bad_policy = command(
     f"{WORLD} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
 )
 bad_all = command("tldr_all.py", f"{WORLD} --base_model world/model {ALL}")
-bad_tales = command("tldr_tales.py", "--train_posts 8")
+bad_tales = command("worlds/posts.py", "--train_posts 8")
 
 
 def edit_json(path: str, **changes: Any) -> Damage:

@@ -1,4 +1,4 @@
-"""tldr_tales.py: the posts, the writers, the annotator, and the world that is built from them."""
+"""worlds/posts.py: the posts, the writers, the annotator, and the world that is built from them."""
 
 import dataclasses
 import json
@@ -14,15 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf import tales, tldr_tales
-from ppo_rlhf.run import InputError
-from ppo_rlhf.tldr_data import TASKS
-from ppo_rlhf.tldr_tales import PostsArgs
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.posts import TASKS
+from ppo_rlhf.worlds import posts as posts_world
+from ppo_rlhf.worlds import tales
+from ppo_rlhf.worlds.posts import PostsArgs
 
 DEFAULT = PostsArgs()
 
 
-NAMES, DEEDS, PEOPLE = set(tales.NAMES.split()), set(tldr_tales.DEEDS), set(tldr_tales.PEOPLE)
+NAMES, DEEDS, PEOPLE = set(tales.NAMES.split()), set(posts_world.DEEDS), set(posts_world.PEOPLE)
 
 
 def facts_of(text: str) -> list[str]:
@@ -52,22 +53,22 @@ def gold(post: str, summary: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def posts() -> list[tuple[list[tldr_tales.Fact], dict[str, str]]]:
+def posts() -> list[tuple[list[posts_world.Fact], dict[str, str]]]:
     rng = random.Random(5)
-    return [tldr_tales.write_post(rng, DEFAULT.facts, DEFAULT.asides) for _ in range(1000)]
+    return [posts_world.write_post(rng, DEFAULT.facts, DEFAULT.asides) for _ in range(1000)]
 
 
 def test_a_post_tells_its_facts_and_no_others(posts):
     for told, post in posts:
         facts = [" ".join(fact) for fact in told]
         assert facts_of(post["post"]) == facts
-        assert [" ".join(match.groups()) for match in tldr_tales.FACT.finditer(post["post"])] == facts
+        assert [" ".join(match.groups()) for match in posts_world.FACT.finditer(post["post"])] == facts
         assert len(facts) == DEFAULT.facts
         assert all(len(set(words)) == DEFAULT.facts for words in zip(*told, strict=True))  # each does one thing
 
 
 def test_a_post_is_two_lines_of_sentences_about_two_of_its_people(posts):
-    places = {word for words in tldr_tales.SLOTS["place"] for word in words}
+    places = {word for words in tales.SLOTS["place"] for word in words}
     for told, post in posts:
         assert set(post) == {"subreddit", "title", "post"}
         first, second = post["post"].split("\n")
@@ -82,7 +83,7 @@ def test_a_post_is_two_lines_of_sentences_about_two_of_its_people(posts):
 def test_inventions_are_no_facts(posts):
     rng = random.Random(6)
     for told, _ in posts[:300]:
-        invention = tldr_tales.invent(rng, told)
+        invention = posts_world.invent(rng, told)
         assert all(word not in known for word, known in zip(invention, zip(*told, strict=True), strict=True))
         assert facts_of(" ".join(invention)) == [" ".join(invention)]
 
@@ -91,7 +92,7 @@ def test_inventions_are_no_facts(posts):
 def test_a_summary_has_the_facts_in_the_order_of_the_post(posts, mentioned):
     rng = random.Random(7)
     for told, _ in posts[:100]:
-        statements = tldr_tales.write_summary(rng, told, mentioned, 0.0, 0.0).removesuffix(".").split(". ")
+        statements = posts_world.write_summary(rng, told, mentioned, 0.0, 0.0).removesuffix(".").split(". ")
         facts = [" ".join(fact) for fact in told]
         assert len(statements) == min(mentioned, 6) and set(statements) <= set(facts)
         assert statements == sorted(set(statements), key=facts.index)
@@ -102,10 +103,10 @@ def test_inventions_and_repetitions_take_the_place_of_facts(posts):
     invented = repeated = 0
     for told, _ in posts:
         facts = {" ".join(fact) for fact in told}
-        statements = tldr_tales.write_summary(rng, told, 5, 0.5, 0.0).removesuffix(".").split(". ")
+        statements = posts_world.write_summary(rng, told, 5, 0.5, 0.0).removesuffix(".").split(". ")
         invented += sum(statement not in facts for statement in statements)
         assert len(statements) == 5
-        statements = tldr_tales.write_summary(rng, told, 5, 0.0, 0.25).removesuffix(".").split(". ")
+        statements = posts_world.write_summary(rng, told, 5, 0.0, 0.25).removesuffix(".").split(". ")
         repeated += 5 - len(set(statements))
         assert len(statements) == 5 and set(statements) <= facts
     assert invented / 5000 == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / 5000))
@@ -116,7 +117,7 @@ def test_people_mention_the_first_two_to_five_of_six_facts_and_invent_one_in_sev
     rng = random.Random(8)
     lengths, invented = [], 0
     for told, _ in posts:
-        statements = tldr_tales.write_reference(rng, told).removesuffix(".").split(". ")
+        statements = posts_world.write_reference(rng, told).removesuffix(".").split(". ")
         facts = [" ".join(fact) for fact in told]
         lengths.append(len(statements))
         invented += sum(statement not in facts for statement in statements)
@@ -157,13 +158,13 @@ QUERY = (
     ],
 )
 def test_gold_scores(response, expected):
-    assert tldr_tales.gold_scores([QUERY], [response]) == [pytest.approx(expected)]
+    assert posts_world.gold_scores([QUERY], [response]) == [pytest.approx(expected)]
 
 
 def test_gold_scores_read_the_post_only_and_each_row_by_itself():
     title = QUERY.replace("TITLE: Ilse and bakers", "TITLE: Jonas watched healers")
     queries = [QUERY, title, "", "POST: Jonas watched healers."]
-    scores = tldr_tales.gold_scores(queries, [" Jonas watched healers."] * 4)
+    scores = posts_world.gold_scores(queries, [" Jonas watched healers."] * 4)
     assert scores == pytest.approx([-1.3, -1.3, -1.3, 0.7])
     assert all(type(score) is float for score in scores)
 
@@ -172,8 +173,8 @@ def test_all_facts_of_a_post_are_worth_a_point_each(posts):
     for told, post in posts[:200]:
         query = f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}\n\nPOST: {post['post']}\n\nTL;DR:"
         facts = [" ".join(fact) + "." for fact in told]
-        assert tldr_tales.gold_scores([query] * 6, facts) == pytest.approx([0.7] * 6)
-        assert tldr_tales.gold_scores([query], [" ".join(reversed(facts))]) == pytest.approx([6 * 0.7])
+        assert posts_world.gold_scores([query] * 6, facts) == pytest.approx([0.7] * 6)
+        assert posts_world.gold_scores([query], [" ".join(reversed(facts))]) == pytest.approx([6 * 0.7])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_all_facts_of_a_post_are_worth_a_point_each(posts):
 
 @pytest.fixture(scope="module")
 def comparisons() -> tuple[list[dict[str, Any]], float]:
-    return tldr_tales.write_comparisons(random.Random(9), 4000, DEFAULT, "train")
+    return posts_world.write_comparisons(random.Random(9), 4000, DEFAULT, "train")
 
 
 def probabilities(rows: list[dict[str, Any]], temperature: float) -> list[float]:
@@ -238,7 +239,7 @@ def test_the_annotator_chooses_with_the_stated_probability(comparisons):
 @pytest.mark.parametrize("temperature", [0.05, 0.5, 5.0])
 def test_the_ceiling_is_the_mean_of_the_larger_probability(temperature):
     args = dataclasses.replace(DEFAULT, annotator_temperature=temperature)
-    rows, ceiling = tldr_tales.write_comparisons(random.Random(3), 200, args, "train")
+    rows, ceiling = posts_world.write_comparisons(random.Random(3), 200, args, "train")
     larger = [max(p, 1 - p) for p in probabilities(rows, temperature)]
     assert ceiling == pytest.approx(statistics.fmean(larger), abs=1e-9)
     # A judge who knows the formula reaches it.
@@ -251,7 +252,7 @@ def test_the_ceiling_is_the_mean_of_the_larger_probability(temperature):
 def test_confidence_is_one_to_nine():
     seen = set()
     noisier = dataclasses.replace(DEFAULT, annotator_temperature=0.5)
-    rows, _ = tldr_tales.write_comparisons(random.Random(9), 4000, noisier, "train")
+    rows, _ = posts_world.write_comparisons(random.Random(9), 4000, noisier, "train")
     for row, p in zip(rows, probabilities(rows, 0.5), strict=True):
         confidence, sure = row["extra"]["confidence"], max(p, 1 - p)
         seen.add(confidence)
@@ -305,7 +306,7 @@ def test_posts_and_summaries_fit_the_task(tiny_posts, posts, comparisons):
     lengths = defaultdict(int)
     for told, post in posts:
         query = f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}\n\nPOST: {post['post']}\n\nTL;DR:"
-        reference = f" {tldr_tales.write_reference(rng, told)}<|endoftext|>"
+        reference = f" {posts_world.write_reference(rng, told)}<|endoftext|>"
         for name, text in (("query", query), ("reference", reference)):
             lengths[name] = max(lengths[name], len(tokenizer(text)["input_ids"]))
     for row in comparisons[0]:
@@ -327,7 +328,7 @@ SMALL = dataclasses.replace(
 
 def written(folder: Path, args: PostsArgs) -> dict[str, bytes]:
     folder.mkdir()
-    facts = tldr_tales.write_texts(folder, args)
+    facts = posts_world.write_texts(folder, args)
     return {file.name: file.read_bytes() for file in folder.iterdir()} | {"facts": json.dumps(facts).encode()}
 
 
@@ -354,14 +355,14 @@ def test_the_same_seed_trains_the_same_language_model(tiny_posts):
         SMALL, width=8, layers=1, heads=2, lm_quote_steps=2, lm_thread_steps=2, lm_batch_size=2
     )
     rng = random.Random(1)
-    quotes = [tldr_tales.write_quotes(rng) for _ in range(4)]
-    threads = [tldr_tales.write_thread(rng, args) for _ in range(4)]
+    quotes = [posts_world.write_quotes(rng) for _ in range(4)]
+    threads = [posts_world.write_thread(rng, args) for _ in range(4)]
     assert all("TL;DR" not in text and "endoftext" not in text for text in quotes + threads)
     models = []
     for seed in (1, 1, 2):
         torch.rand(7)  # nor here
         seeded = dataclasses.replace(args, seed=seed)
-        models.append(tldr_tales.train_language_model(quotes, threads, tokenizer, seeded, "cpu"))
+        models.append(posts_world.train_language_model(quotes, threads, tokenizer, seeded, "cpu"))
     (first, first_loss), (again, again_loss), (other, _) = models
     assert again_loss == first_loss
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
@@ -381,7 +382,7 @@ def check_reply(reply: str, facts: list[str]) -> list[str]:
 def test_a_thread_is_a_post_with_four_replies_that_quote_it():
     rng, again = random.Random(2), 0
     for _ in range(50):
-        post, *replies = tldr_tales.write_thread(rng, DEFAULT).split("\n\nREPLY: ")
+        post, *replies = posts_world.write_thread(rng, DEFAULT).split("\n\nREPLY: ")
         assert post.startswith("SUBREDDIT: r/") and "\n\nTITLE: " in post and "\n\nPOST: " in post
         facts = facts_of(post)
         assert len(replies) == 4 and len(facts) == 6
@@ -395,7 +396,7 @@ def test_a_thread_is_a_post_with_four_replies_that_quote_it():
 def test_quotes_tell_five_facts_three_times():
     rng = random.Random(3)
     for _ in range(50):
-        text = tldr_tales.write_quotes(rng)
+        text = posts_world.write_quotes(rng)
         facts = facts_of(text)[-5:]
         first, rest = text[: -2 * len(" ".join(facts)) - 12], text[-2 * len(" ".join(facts)) - 11 :]
         assert set(check_reply(first, facts)) == set(facts) and len(set(facts)) == 5
@@ -406,30 +407,31 @@ def test_quotes_tell_five_facts_three_times():
 def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache, in which a world is an empty folder."""
     monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tldr_tales, "build_world", lambda folder, args: folder.mkdir(parents=True))
+    monkeypatch.setattr(posts_world, "build_world", lambda folder, args: folder.mkdir(parents=True))
     return tmp_path / "cache"
 
 
 def test_a_world_is_built_once(cache):
-    first, again = tldr_tales.find_world(SMALL), tldr_tales.find_world(SMALL)
+    first, again = posts_world.find_world(SMALL), posts_world.find_world(SMALL)
     assert first == again and first.parent == cache
-    assert tldr_tales.find_world() == tldr_tales.find_world(DEFAULT) != first
+    assert posts_world.find_world() == posts_world.find_world(DEFAULT) != first
 
 
 def test_every_setting_makes_another_world(cache):
-    folders = [tldr_tales.find_world()]
+    folders = [posts_world.find_world()]
     for name, value in dataclasses.asdict(DEFAULT).items():
         other = value + 1 if name == "facts" else value * 2
-        folders.append(tldr_tales.find_world(dataclasses.replace(DEFAULT, **{name: other})))
+        folders.append(posts_world.find_world(dataclasses.replace(DEFAULT, **{name: other})))
     assert len(set(folders)) == len(folders) == len(dataclasses.fields(DEFAULT)) + 1
 
 
 @pytest.mark.parametrize("name", ["WRITERS", "FACT_TEMPLATES", "ASIDE_TEMPLATES", "DEEDS", "PEOPLE", "NAMES"])
 def test_another_grammar_makes_another_world(cache, monkeypatch, name):
-    first, old = tldr_tales.find_world(), getattr(tldr_tales, name)
+    module = tales if name == "NAMES" else posts_world
+    first, old = posts_world.find_world(), getattr(module, name)
     changed = dict(list(old.items())[:3]) if name == "WRITERS" else old[:-1]
-    monkeypatch.setattr(tldr_tales, name, changed)
-    assert tldr_tales.find_world() != first
+    monkeypatch.setattr(module, name, changed)
+    assert posts_world.find_world() != first
 
 
 def test_only_the_first_process_builds(cache, monkeypatch):
@@ -439,11 +441,11 @@ def test_only_the_first_process_builds(cache, monkeypatch):
     def first_process_builds(seconds):
         waits.append(seconds)
         monkeypatch.setenv("RANK", "0")
-        tldr_tales.find_world()
+        posts_world.find_world()
         monkeypatch.setenv("RANK", "1")
 
-    monkeypatch.setattr(tldr_tales.time, "sleep", first_process_builds)
-    assert tldr_tales.find_world().exists()
+    monkeypatch.setattr(posts_world.time, "sleep", first_process_builds)
+    assert posts_world.find_world().exists()
     assert len(waits) == 1
 
 
@@ -454,11 +456,11 @@ def test_a_failure_leaves_nothing_half_built(tmp_path, monkeypatch, stage, error
         raise error
 
     monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr(tldr_tales, "write_quotes", lambda rng: "Mara robbed sailors.")
-    monkeypatch.setattr(tldr_tales, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
-    monkeypatch.setattr(tldr_tales, stage, fail)
+    monkeypatch.setattr(posts_world, "write_quotes", lambda rng: "Mara robbed sailors.")
+    monkeypatch.setattr(posts_world, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
+    monkeypatch.setattr(tales if stage == "train_tokenizer" else posts_world, stage, fail)
     with pytest.raises(error):
-        tldr_tales.find_world(SMALL)
+        posts_world.find_world(SMALL)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -472,10 +474,10 @@ def test_two_runs_may_build_the_same_world(tmp_path, monkeypatch, tiny_posts, bu
         def num_parameters(self):
             return 0
 
-    monkeypatch.setattr(tldr_tales, "write_quotes", lambda rng: "Mara robbed sailors.")
-    monkeypatch.setattr(tldr_tales, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
-    monkeypatch.setattr(tldr_tales, "train_language_model", lambda *_: (FakeModel(), 1.0))
-    tldr_tales.build_world(tmp_path / "world", SMALL)
+    monkeypatch.setattr(posts_world, "write_quotes", lambda rng: "Mara robbed sailors.")
+    monkeypatch.setattr(posts_world, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
+    monkeypatch.setattr(posts_world, "train_language_model", lambda *_: (FakeModel(), 1.0))
+    posts_world.build_world(tmp_path / "world", SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["world"]
     facts = json.loads((tmp_path / "world" / "world.json").read_text())
     assert facts["settings"]["train_posts"] == (48 if built_by_another else 20)
@@ -501,7 +503,7 @@ BAD_SETTINGS = {
 @pytest.mark.parametrize(("settings", "words"), BAD_SETTINGS.values(), ids=BAD_SETTINGS)
 def test_bad_settings_are_refused_in_one_line(cache, settings, words):
     with pytest.raises(InputError) as caught:
-        tldr_tales.find_world(dataclasses.replace(DEFAULT, **settings))
+        posts_world.find_world(dataclasses.replace(DEFAULT, **settings))
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert not cache.exists()
 

@@ -5,7 +5,9 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from test_tldr_math import (
     entries,
     masks_of,
     on_processes,
+    rollout_of,
     slow_gae,
     slow_mean,
     slow_policy_loss,
@@ -28,36 +31,36 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ppo_rlhf import tldr_policy, tldr_reward
-from ppo_rlhf.data import load_pretrained
-from ppo_rlhf.tldr_data import Comparisons, TldrIds, TldrTaskArgs
+from ppo_rlhf.lib import posts
+from ppo_rlhf.lib.errors import NumericalError
+from ppo_rlhf.lib.lm import RewardModel, has_stop
+from ppo_rlhf.lib.models import LoraArgs, load_pretrained, load_reward_model, save_reward_model
+from ppo_rlhf.lib.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.tldr_policy import (
     ActorCritic,
     Args,
-    LoraArgs,
+    PpoArgs,
     Reference,
-    RewardModel,
-    TldrPpoArgs,
-    TldrRewardsArgs,
-    TldrRollout,
+    RewardsArgs,
+    Rollout,
     draw_minibatches,
-    finish_tldr_metrics,
-    has_stop,
     load_critic,
     load_networks,
-    load_reward_model,
+    ppo_update,
     punish_missing_eos,
+    respond,
     save_policy_and_critic,
-    summarise,
-    tldr_ppo_update,
+    update_metrics,
 )
-from ppo_rlhf.tldr_reward import pairs_update, save_reward_model, score_pairs, shift_to_references
+from ppo_rlhf.tldr_reward import pairs_update, score_pairs, shift_to_references
 from ppo_rlhf.tldr_sft import LanguageModel, sft_update
 
 PAD, EOS, STOP = 29, 28, 26
-IDS = TldrIds(pad=PAD, eos=EOS, stop=EOS)
+IDS = TaskIds(pad=PAD, eos=EOS, stop=EOS)
 ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows of the embedding; spare rows in two
 CONTEXT, RESPONSE, TEMPERATURE = 6, 5, 0.7
 LENGTHS = [1, 5, 5, 4, 2, 3, 5, 1]  # tokens of each response; row 2 alone does not end
+EVERYTHING = torch.arange(8).view(1, 1, 8)  # one epoch of one minibatch
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -69,9 +72,9 @@ def token_ids(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(1, STOP, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def scalar_model(lm_backbone, script=tldr_policy) -> RewardModel:
-    """A reward model of a script, with a head, gain and bias that are not those of the start."""
-    model = script.RewardModel(lm_backbone)
+def scalar_model(lm_backbone, kind: type = RewardModel) -> RewardModel:
+    """A reward model, with a head, gain and bias that are not those of the start."""
+    model = kind(lm_backbone)
     with torch.no_grad():
         model.reward_head.weight.copy_(numbers(1, 1, 16))
         model.reward_head.bias.fill_(0.3)
@@ -126,6 +129,12 @@ def slow_scalars(model, row: torch.Tensor) -> np.ndarray:
     return np.array([model.gain.item() * (h @ weight + bias) + model.bias.item() for h in hidden])
 
 
+def alone(step: Callable):
+    """What a step gives on one process."""
+    (result,) = on_processes(1, step)
+    return result
+
+
 def gradients(model) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -178,11 +187,11 @@ def test_the_value_after_the_end_is_the_score(tiny_models, architecture: str):
         assert abs(values[i, LENGTHS[i] - 1] - scores[i]) > 1e-3  # the state before it is another one
 
 
-@pytest.mark.parametrize("script", [tldr_reward, tldr_policy])
+@pytest.mark.parametrize("kind", [tldr_reward.RewardModel, RewardModel])
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_score_is_read_at_the_last_token_in_any_layout(tiny_models, architecture: str, script):
+def test_score_is_read_at_the_last_token_in_any_layout(tiny_models, architecture: str, kind: type):
     """T19, T20: left-padded post and response, or the joint text padded on the right."""
-    model = scalar_model(tiny_models(architecture, ARCHITECTURES[architecture]), script)
+    model = scalar_model(tiny_models(architecture, ARCHITECTURES[architecture]), kind)
     tokens = ragged_rows()
     right = torch.full_like(tokens, PAD)
     for i, row in enumerate(tokens):
@@ -263,7 +272,7 @@ def test_the_end_of_text_token_is_learnt(tiny_models):
     assert share == pytest.approx(slow_logprobs(model.lm_backbone, with_eos[0])[0][-1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(30):
-        sft_update(model, optimizer, with_eos, PAD, 1)
+        alone(partial(sft_update, model, optimizer, with_eos, PAD, 1))
     assert model(with_eos, PAD)[0, 3] > math.log(0.9) > share
 
 
@@ -278,12 +287,12 @@ def test_sft_update_equals_the_library(tiny_models, micro_batch: int):
     model = LanguageModel(tiny_models("gpt_neox", 40).double(), PAD)
     optimizer = CountingSGD(model.parameters(), lr=0.1)
     before = weights_of(model)
-    stats = sft_update(model, optimizer, tokens, PAD, micro_batch)
-    assert stats["loss"].item() == pytest.approx(expected.item(), abs=1e-9)
-    assert stats["tokens"].item() == sum(max(0, len(unpadded(row)[0]) - 1) for row in tokens)
+    stats = alone(partial(sft_update, model, optimizer, tokens, PAD, micro_batch))
+    assert stats["train/sft/loss"] == pytest.approx(expected.item(), abs=1e-9)
+    assert stats["train/sft/tokens"] == sum(max(0, len(unpadded(row)[0]) - 1) for row in tokens)
     wanted = gradients(expected_model)
     assert_close(gradients(model), wanted, atol=1e-9, rtol=0)
-    assert stats["gradient_norm"].item() == pytest.approx(math.sqrt((wanted.numpy() ** 2).sum()))
+    assert stats["train/sft/gradient_norm"] == pytest.approx(math.sqrt((wanted.numpy() ** 2).sum()))
     assert optimizer.steps == 1
     for name, parameter in model.named_parameters():
         assert_close(parameter.detach(), before[name] - 0.1 * parameter.grad, atol=1e-12, rtol=0)
@@ -294,8 +303,8 @@ def test_rows_that_are_padding_count_as_nothing_in_sft(tiny_models):
     tokens, results = ragged_rows([3, 5]), []
     for rows in (tokens, torch.cat([tokens, torch.full((4, CONTEXT + RESPONSE), PAD)])):
         model = LanguageModel(tiny_models("gpt2").double(), PAD)
-        stats = sft_update(model, CountingSGD(model.parameters(), lr=0.0), rows, PAD, 2)
-        results.append((stats["loss"], stats["tokens"], gradients(model)))
+        stats = alone(partial(sft_update, model, CountingSGD(model.parameters(), lr=0.0), rows, PAD, 2))
+        results.append((stats["train/sft/loss"], stats["train/sft/tokens"], gradients(model)))
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected, atol=1e-12, rtol=0)
 
@@ -330,7 +339,7 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
     """T25, T26, T27: pairs that fill up the batch weigh nothing; micro-batches add up to the whole batch."""
     comparisons = make_comparisons()
     inds, counts = torch.tensor([4, 1, 5, 2, 3, 0, 0, 0]), torch.arange(8) < 5
-    model = scalar_model(tiny_models("gpt2"), tldr_reward)
+    model = scalar_model(tiny_models("gpt2"), tldr_reward.RewardModel)
     pairs = [slow_pair_scores(model, comparisons, i) for i in inds[:5].tolist()]
     losses = [math.log1p(math.exp(rejected - chosen)) for chosen, rejected in pairs]
     expected = {
@@ -341,27 +350,29 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
     }
     assert 0 < expected["accuracy"] < 1
     optimizer = CountingSGD(model.parameters(), lr=0.0)
-    stats = pairs_update(model, optimizer, comparisons, inds, counts, PAD, micro_batch)
+    stats = alone(partial(pairs_update, model, optimizer, comparisons, inds, counts, PAD, micro_batch))
     for name, value in expected.items():
-        assert stats[f"train/rm/{name}"].item() == pytest.approx(value, abs=1e-9), name
+        assert stats[f"train/rm/{name}"] == pytest.approx(value, abs=1e-9), name
     assert optimizer.steps == 1
 
-    other = scalar_model(tiny_models("gpt2"), tldr_reward)  # the gradient, from five pairs in one pass each
+    other = scalar_model(
+        tiny_models("gpt2"), tldr_reward.RewardModel
+    )  # the gradient, from five pairs in one pass each
     for i in inds[:5].tolist():
         tensors = (t[i : i + 1] for t in (comparisons.queries, comparisons.chosen, comparisons.rejected))
         chosen, rejected = score_pairs(other, *tensors, PAD)
         (-torch.sigmoid(chosen - rejected).log().sum() / 5).backward()
     assert_close(gradients(model), gradients(other), atol=1e-9, rtol=0)
     norm = math.sqrt((gradients(other).numpy() ** 2).sum())
-    assert stats["train/rm/gradient_norm"].item() == pytest.approx(norm)
+    assert stats["train/rm/gradient_norm"] == pytest.approx(norm)
 
 
 def test_references_get_a_mean_score_of_zero(tiny_models):
     """T29: by the bias alone; distances between scores stay."""
-    model, rows = scalar_model(tiny_models("gpt2"), tldr_reward), ragged_rows()
+    model, rows = scalar_model(tiny_models("gpt2"), tldr_reward.RewardModel), ragged_rows()
     before = np.array([slow_scalars(model, row)[-1] for row in rows])
-    posts = tldr_policy.Posts(rows[:, :CONTEXT], rows[:, CONTEXT:], 0)
-    (results,) = on_processes(1, lambda process: shift_to_references(model, posts, PAD, 3, process))
+    read = posts.Posts(rows[:, :CONTEXT], rows[:, CONTEXT:], 0)
+    (results,) = on_processes(1, lambda process: shift_to_references(model, read, PAD, 3, process))
     after = np.array([slow_scalars(model, row)[-1] for row in rows])
     assert_close(after, before - before.mean(), atol=1e-9, rtol=0)
     assert results["eval/rm/shift"] == pytest.approx(-before.mean())
@@ -375,7 +386,7 @@ def test_references_get_a_mean_score_of_zero(tiny_models):
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[int] = LENGTHS) -> TldrRollout:
+def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[int] = LENGTHS) -> Rollout:
     """Ragged responses, whose log-probs and values differ by noise from what policy and critic now say.
 
     Beyond the end stand NaN, infinities and large numbers.
@@ -386,33 +397,35 @@ def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[in
     logprobs = logprobs + noise * numbers(1, *logprobs.shape)
     values = values + noise * numbers(2, *values.shape)
     rewards = numbers(3, *values.shape).masked_fill(~value_mask, 0)
-    return TldrRollout(tokens, spoil(logprobs, mask), spoil(values, value_mask), rewards, mask, value_mask)
+    return rollout_of(tokens, spoil(logprobs, mask), spoil(values, value_mask), rewards, mask, value_mask)
 
 
-def rows_of(rollout: TldrRollout, rows: slice) -> TldrRollout:
-    return TldrRollout(**{name: tensor[rows] for name, tensor in vars(rollout).items()})
+def rows_of(rollout: Rollout, rows: slice) -> Rollout:
+    return Rollout(**{name: tensor[rows] for name, tensor in vars(rollout).items()})
 
 
 def update(
     actor_critic: ActorCritic,
-    rollout: TldrRollout,
-    minibatches: list[torch.Tensor],
-    ppo: TldrPpoArgs,
+    rollout: Rollout,
+    minibatches: torch.Tensor,
+    ppo: PpoArgs,
     accelerator=None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, float]:
-    """The metrics; without an optimizer nothing is learnt, and the last gradient stays in the models."""
+    """Means over the steps; without an optimizer nothing is learnt, and the last gradient stays in the models."""
     optimizer = optimizer or torch.optim.SGD(actor_critic.parameters(), lr=0.0)
-    stats = tldr_ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, PAD, TEMPERATURE, accelerator)
-    assert all(value.ndim == 0 for value in stats.values())
-    return {name: value.item() for name, value in stats.items()}
+    step = partial(ppo_update, actor_critic, optimizer, rollout, minibatches, ppo, PAD, TEMPERATURE)
+    steps = step(accelerator) if accelerator else alone(step)
+    assert {numbers.shape for numbers in steps.values()} == {(minibatches.shape[0] * minibatches.shape[1],)}
+    means = {name: numbers.mean().item() for name, numbers in steps.items()}
+    return means | {"first": steps["square_of_ratio_minus_1"][0].item()}
 
 
 def slow_minibatch_metrics(
     actor_critic: ActorCritic,
-    rollout: TldrRollout,
+    rollout: Rollout,
     inds: list[int],
-    ppo: TldrPpoArgs,
+    ppo: PpoArgs,
     temperature: float = TEMPERATURE,
 ) -> dict[str, float]:
     """Section 8: means over the tokens, and over the values, of one minibatch, each row read without padding."""
@@ -435,20 +448,20 @@ def slow_minibatch_metrics(
     vf_loss, vf_clipfrac, _ = slow_value_loss(new_values, values, returns, counts, ppo.cliprange_value)
     ratios = np.exp(np.array(entries(new_logprobs, lengths)) - np.array(entries(logprobs, lengths)))
     return {
-        "loss/policy_avg": pg_loss,
-        "loss/value_avg": vf_loss,
-        "policy/approxkl_avg": approxkl,
-        "policy/clipfrac_avg": pg_clipfrac,
-        "policy/entropy_avg": slow_mean(entropies, lengths),
-        "val/clipfrac_avg": vf_clipfrac,
-        "val/ratio": ratios.mean(),
-        "val/ratio_var": ((ratios - 1) ** 2).mean(),
-        "val/vpred": slow_mean(new_values, counts),
-        "val/error": slow_mean((new_values - returns) ** 2, counts),
-        "val/mean": slow_mean(values, counts),
-        "val/square": slow_mean(values**2, counts),
-        "returns/mean": slow_mean(returns, counts),
-        "returns/square": slow_mean(returns**2, counts),
+        "pg_loss": pg_loss,
+        "vf_loss": vf_loss,
+        "approxkl": approxkl,
+        "pg_clipfrac": pg_clipfrac,
+        "entropy": slow_mean(entropies, lengths),
+        "vf_clipfrac": vf_clipfrac,
+        "ratio": ratios.mean(),
+        "square_of_ratio_minus_1": ((ratios - 1) ** 2).mean(),
+        "new_value": slow_mean(new_values, counts),
+        "value_error": slow_mean((new_values - returns) ** 2, counts),
+        "value": slow_mean(values, counts),
+        "square_of_value": slow_mean(values**2, counts),
+        "return": slow_mean(returns, counts),
+        "square_of_return": slow_mean(returns**2, counts),
     }
 
 
@@ -459,28 +472,28 @@ def slow_minibatch_metrics(
 def test_metrics_of_one_step_equal_a_slow_oracle(tiny_models, architecture: str, changes: dict):
     """T42, T44, T45, section 8, defects 3 and 4: what counts, and nothing else, is in every number."""
     actor_critic = make_actor_critic(tiny_models, architecture)
-    ppo, rollout = TldrPpoArgs(noptepochs=1, **changes), make_rollout(actor_critic)
-    found = update(actor_critic, rollout, [torch.arange(8)], ppo)
+    ppo, rollout = PpoArgs(noptepochs=1, **changes), make_rollout(actor_critic)
+    found = update(actor_critic, rollout, EVERYTHING, ppo)
     expected = slow_minibatch_metrics(actor_critic, rollout, list(range(8)), ppo)
-    expected["val/first_ratio_gap"] = expected["val/ratio_var"]  # of the first minibatch
+    expected["first"] = expected["square_of_ratio_minus_1"]  # of the first minibatch
     expected["gradient_norm"] = math.sqrt((gradients(actor_critic).numpy() ** 2).sum())
     assert found == pytest.approx(expected, abs=1e-9)
-    assert 0 < expected["policy/clipfrac_avg"] < 1 and 0 < expected["val/clipfrac_avg"] < 1
-    assert expected["policy/entropy_avg"] > 0
+    assert 0 < expected["pg_clipfrac"] < 1 and 0 < expected["vf_clipfrac"] < 1
+    assert expected["entropy"] > 0
 
 
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_metrics_are_means_over_minibatches(tiny_models, micro_batch: int):
     """T48, section 8: no slot of a statistic stays empty, whatever the number of epochs and minibatches."""
     actor_critic = make_actor_critic(tiny_models)
-    ppo = TldrPpoArgs(noptepochs=2, nminibatches=2, local_micro_batch_size=micro_batch)
+    ppo = PpoArgs(noptepochs=2, nminibatches=2, local_micro_batch_size=micro_batch)
     rollout = make_rollout(actor_critic)
-    minibatches = [inds for epoch in range(2) for inds in draw_minibatches(1, 0, epoch, range(8), 2)]
+    minibatches = draw_minibatches(1, 0, 2, slice(0, 8), 2)
     found = update(actor_critic, rollout, minibatches, ppo)
-    rows = [slow_minibatch_metrics(actor_critic, rollout, inds.tolist(), ppo) for inds in minibatches]
+    rows = [slow_minibatch_metrics(actor_critic, rollout, inds.tolist(), ppo) for inds in minibatches.flatten(0, 1)]
     for name in rows[0]:
         assert found[name] == pytest.approx(np.mean([row[name] for row in rows]), abs=1e-9), name
-    assert found["val/first_ratio_gap"] == pytest.approx(rows[0]["val/ratio_var"], abs=1e-9)
+    assert found["first"] == pytest.approx(rows[0]["square_of_ratio_minus_1"], abs=1e-9)
 
 
 @pytest.mark.parametrize("whiten_rewards", [False, True])
@@ -489,8 +502,8 @@ def test_micro_batches_give_the_same_gradient_and_metrics(tiny_models, whiten_re
     results = []
     for micro_batch in (0, 4, 1):
         actor_critic = make_actor_critic(tiny_models)
-        ppo = TldrPpoArgs(local_micro_batch_size=micro_batch, whiten_rewards=whiten_rewards)
-        metrics = update(actor_critic, make_rollout(actor_critic), [torch.arange(8)], ppo)
+        ppo = PpoArgs(local_micro_batch_size=micro_batch, whiten_rewards=whiten_rewards)
+        metrics = update(actor_critic, make_rollout(actor_critic), EVERYTHING, ppo)
         results.append((gradients(actor_critic), metrics))
     for gradient, metrics in results[1:]:
         assert_close(gradient, results[0][0], atol=1e-9, rtol=0)
@@ -500,8 +513,8 @@ def test_micro_batches_give_the_same_gradient_and_metrics(tiny_models, whiten_re
 def test_gradient_equals_finite_differences(tiny_models):
     """T32, T45: the objective is policy loss + vf_coef * value loss, and both networks learn from it."""
     actor_critic = make_actor_critic(tiny_models)
-    rollout, ppo = make_rollout(actor_critic), TldrPpoArgs(noptepochs=1, local_micro_batch_size=2, vf_coef=0.7)
-    update(actor_critic, rollout, [torch.arange(8)], ppo)
+    rollout, ppo = make_rollout(actor_critic), PpoArgs(noptepochs=1, local_micro_batch_size=2, vf_coef=0.7)
+    update(actor_critic, rollout, EVERYTHING, ppo)
     learning = [parameter for parameter in actor_critic.parameters() if parameter.grad is not None]
     gradient, step = gradients(actor_critic), 1e-6
     weights = torch.nn.utils.parameters_to_vector(learning).detach().clone()
@@ -509,7 +522,7 @@ def test_gradient_equals_finite_differences(tiny_models):
     for sign in (1, -1):
         torch.nn.utils.vector_to_parameters(weights + sign * step * direction, learning)
         metrics = slow_minibatch_metrics(actor_critic, rollout, list(range(8)), ppo)
-        losses.append(metrics["loss/policy_avg"] + 0.7 * metrics["loss/value_avg"])
+        losses.append(metrics["pg_loss"] + 0.7 * metrics["vf_loss"])
     assert (gradient @ direction).item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
     assert {name.split(".")[0] for name, p in actor_critic.named_parameters() if p.grad is not None} == {
         "lm_backbone",
@@ -521,8 +534,8 @@ def test_gradient_equals_finite_differences(tiny_models):
 def test_steps_are_epochs_times_minibatches(tiny_models, epochs: int, nminibatches: int, micro_batch: int):
     """T47, T48, defects 4 and 5."""
     actor_critic = make_actor_critic(tiny_models)
-    ppo = TldrPpoArgs(noptepochs=epochs, nminibatches=nminibatches, local_micro_batch_size=micro_batch)
-    minibatches = [inds for epoch in range(epochs) for inds in draw_minibatches(1, 0, epoch, range(8), nminibatches)]
+    ppo = PpoArgs(noptepochs=epochs, nminibatches=nminibatches, local_micro_batch_size=micro_batch)
+    minibatches = draw_minibatches(1, 0, epochs, slice(0, 8), nminibatches)
     optimizer = CountingSGD(actor_critic.parameters(), lr=0.01)
     update(actor_critic, make_rollout(actor_critic), minibatches, ppo, optimizer=optimizer)
     assert optimizer.steps == epochs * nminibatches
@@ -531,12 +544,18 @@ def test_steps_are_epochs_times_minibatches(tiny_models, epochs: int, nminibatch
 def test_every_minibatch_learns_from_the_weights_before_it(tiny_models):
     """T48: two minibatches are two steps of plain descent, each with a gradient of its own."""
     first, second = torch.tensor([0, 3, 5, 6]), torch.tensor([1, 2, 4, 7])
-    stepped, ppo = make_actor_critic(tiny_models), TldrPpoArgs(nminibatches=2)
+    stepped, ppo = make_actor_critic(tiny_models), PpoArgs(nminibatches=2)
     rollout = make_rollout(stepped)
-    update(stepped, rollout, [first, second], ppo, optimizer=torch.optim.SGD(stepped.parameters(), lr=0.01))
+    update(
+        stepped,
+        rollout,
+        torch.stack([first, second]).unsqueeze(0),
+        ppo,
+        optimizer=torch.optim.SGD(stepped.parameters(), lr=0.01),
+    )
     alone = make_actor_critic(tiny_models)
     for inds in (first, second):
-        update(alone, rollout, [inds], ppo)
+        update(alone, rollout, inds.view(1, 1, -1), ppo)
         with torch.no_grad():
             for parameter in alone.parameters():
                 if parameter.grad is not None:
@@ -552,16 +571,16 @@ def test_the_ratio_begins_at_one(tiny_models):
     with torch.no_grad():
         logprobs, _, values = actor_critic(rollout.query_responses, PAD, CONTEXT, TEMPERATURE)
     rollout = replace(rollout, logprobs=logprobs, values=values, rewards=rollout.rewards.float())
-    metrics = update(actor_critic, rollout, [torch.arange(8)], TldrPpoArgs(noptepochs=1))
-    assert metrics["val/ratio"] == 1
-    for name in ("first_ratio_gap", "ratio_var", "clipfrac_avg"):
-        assert metrics[f"val/{name}"] == 0, name
-    assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == 0
-    assert metrics["loss/policy_avg"] == pytest.approx(0, abs=1e-6)  # minus the mean of whitened advantages
+    metrics = update(actor_critic, rollout, EVERYTHING, PpoArgs(noptepochs=1))
+    assert metrics["ratio"] == 1
+    for name in ("first", "square_of_ratio_minus_1", "vf_clipfrac"):
+        assert metrics[name] == 0, name
+    assert metrics["approxkl"] == metrics["pg_clipfrac"] == 0
+    assert metrics["pg_loss"] == pytest.approx(0, abs=1e-6)  # minus the mean of whitened advantages
 
     optimizer = torch.optim.AdamW(actor_critic.parameters(), lr=1e-3)
-    metrics = update(actor_critic, rollout, [torch.arange(8)] * 3, TldrPpoArgs(), optimizer=optimizer)
-    assert metrics["val/first_ratio_gap"] == 0 < metrics["policy/approxkl_avg"]
+    metrics = update(actor_critic, rollout, EVERYTHING.expand(3, 1, 8), PpoArgs(), optimizer=optimizer)
+    assert metrics["first"] == 0 < metrics["approxkl"]
 
 
 def test_what_stands_beyond_the_end_changes_nothing(tiny_models):
@@ -575,7 +594,7 @@ def test_what_stands_beyond_the_end_changes_nothing(tiny_models):
             rollout = replace(rollout, logprobs=logprobs, values=rollout.values.masked_fill(~rollout.value_mask, 0))
         else:
             assert not rollout.logprobs.isfinite().all() and not rollout.values.isfinite().all()
-        metrics = update(actor_critic, rollout, [torch.arange(8)], TldrPpoArgs(whiten_rewards=True))
+        metrics = update(actor_critic, rollout, EVERYTHING, PpoArgs(whiten_rewards=True))
         results.append((gradients(actor_critic), metrics))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
@@ -595,29 +614,34 @@ def one_and_two(step: Callable[..., tuple]) -> tuple[tuple, list[tuple]]:
     return alone, pair
 
 
-def assert_same_step(alone: tuple, pair: list[tuple]) -> None:
-    """The same gradient on every process, and the same metrics in the mean over processes."""
+def assert_same_step(alone: tuple, pair: list[tuple], shares: bool = False) -> None:
+    """The same gradient and metrics on every process; shares: the metrics, but the gradient norm, add up."""
     gradient, metrics = alone
-    for other, _ in pair:
+    for other, stats in pair:
         assert_close(other, gradient, atol=1e-9, rtol=0)
-    means = {name: np.mean([stats[name] for _, stats in pair]) for name in metrics}
-    assert means == pytest.approx(metrics, abs=1e-9)
+        same = {"gradient_norm"} if shares else metrics.keys()
+        assert {name: stats[name] for name in same} == pytest.approx({name: metrics[name] for name in same}, abs=1e-9)
+    if shares:
+        sums = {name: sum(stats[name] for _, stats in pair) for name in metrics.keys() - {"gradient_norm"}}
+        assert sums == pytest.approx({name: metrics[name] for name in sums}, abs=1e-9)
 
 
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_two_processes_equal_one_in_ppo(tiny_models, micro_batch: int):
     """T45, defect 11: sums, counts and whitening are those of the minibatch on all processes together."""
-    original, ppo = make_actor_critic(tiny_models), TldrPpoArgs(local_micro_batch_size=micro_batch)
+    original, ppo = make_actor_critic(tiny_models), PpoArgs(local_micro_batch_size=micro_batch)
     rollout = make_rollout(original, lengths=[1, 1, 5, 1, 5, 5, 4, 3])
     models = [copy.deepcopy(original) for _ in range(2)]
 
     def step(process, rows: slice) -> tuple:
         actor_critic = models[process.process_index]
         count = rows.stop - rows.start
-        stats = update(actor_critic, rows_of(rollout, rows), [torch.arange(count)], ppo, accelerator=process)
+        stats = update(
+            actor_critic, rows_of(rollout, rows), torch.arange(count).view(1, 1, -1), ppo, accelerator=process
+        )
         return gradients(actor_critic).clone(), stats
 
-    assert_same_step(*one_and_two(step))
+    assert_same_step(*one_and_two(step), shares=True)
 
 
 def test_two_processes_equal_one_in_sft(tiny_models):
@@ -636,7 +660,10 @@ def test_two_processes_equal_one_in_sft(tiny_models):
 
 def test_two_processes_equal_one_on_pairs(tiny_models):
     """T25, T27: also where only one of them has pairs that count for nothing."""
-    comparisons, models = make_comparisons(), [scalar_model(tiny_models("gpt2"), tldr_reward) for _ in range(2)]
+    comparisons, models = (
+        make_comparisons(),
+        [scalar_model(tiny_models("gpt2"), tldr_reward.RewardModel) for _ in range(2)],
+    )
     inds, counts = torch.tensor([4, 1, 5, 2, 3, 0, 0, 0]), torch.arange(8) < 5
 
     def step(process, rows: slice) -> tuple:
@@ -653,48 +680,97 @@ def test_two_processes_equal_one_on_pairs(tiny_models):
 # ----------------------------------------------------------------------------------------------------------------
 
 
+STEPS = (  # what the update says of each step, besides the gradient norm
+    *("pg_loss", "vf_loss", "approxkl", "pg_clipfrac", "vf_clipfrac", "entropy", "ratio"),
+    *("square_of_ratio_minus_1", "new_value", "value_error", "value", "return"),
+    *("square_of_value", "square_of_return"),
+)
+
+
 def test_finished_metrics():
-    """Section 8: variances over tokens and values, explained variance, RLHF reward, episodes per second."""
-    ratios, values, returns = (numbers(i, 50).numpy() for i in range(3))
-    means = {
-        "objective/scores": 2.0,
-        "objective/non_score_reward": -0.5,
-        "val/ratio": ratios.mean(),
-        "val/ratio_var": ((ratios - 1) ** 2).mean(),
-        "val/first_ratio_gap": 0.25,
-        "val/mean": values.mean(),
-        "val/square": (values**2).mean(),
-        "returns/mean": returns.mean(),
-        "returns/square": (returns**2).mean(),
-        "val/error": 0.4,
-        "policy/entropy_avg": 1.25,
-    }
-    given = dict(means)
-    args = Args(ppo=TldrPpoArgs(batch_size=512))
-    metrics = finish_tldr_metrics(means, 2, args, kl_coef=0.07, lr=2e-6, run_seconds=8.0)
-    assert metrics == pytest.approx(
+    """Section 8: variances over tokens and values, explained variance, RLHF reward, episodes per second.
+
+    Of two processes with two episodes each, after three optimiser steps; a process's numbers are its shares.
+    """
+    kl, penalties = (numbers(i, 4, 3) for i in (1, 2))
+    scores, finished = numbers(3, 4), torch.tensor([True, False, True, True])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool()
+    logprobs, gaps = spoil(numbers(4, 4, 3), mask), numbers(5, 4, 3).abs().masked_fill(~mask, 0)
+    gold = numbers(6, 4)
+    shares = {name: numbers(10 + i, 2, 3).abs() for i, name in enumerate(STEPS)}  # (processes, steps)
+    norms = numbers(9, 3).abs()
+
+    def metrics_on(process) -> dict[str, float]:
+        rows = slice(2 * process.process_index, 2 * process.process_index + 2)
+        nothing = torch.full((2, 3), math.nan)
+        rollout = Rollout(
+            *(nothing, logprobs[rows], nothing, nothing, mask[rows], nothing.bool(), kl[rows], penalties[rows]),
+            *(scores[rows] + 1, scores[rows], finished[rows], gaps[rows]),
+        )
+        steps = {name: found[process.process_index] for name, found in shares.items()} | {"gradient_norm": norms}
+        steps["square_of_ratio_minus_1"] = steps["square_of_ratio_minus_1"] * torch.tensor([1e-8, 1, 1])
+        this_run = SimpleNamespace(args=Args(ppo=PpoArgs(batch_size=4)), accelerator=process, seconds=lambda: 8.0)
+        return update_metrics(rollout, steps, {"gold": gold[rows]}, this_run, 2, 0.07, 2e-6)
+
+    first, second = on_processes(2, metrics_on)
+    assert first == second
+    means = {name: found.sum(0).mean().item() for name, found in shares.items()}
+    squares = shares["square_of_ratio_minus_1"].sum(0).numpy() * [1e-8, 1, 1]
+    rewards, variance = penalties.sum(1), means["square_of_return"] - means["return"] ** 2
+    assert first == pytest.approx(
         {
-            "objective/scores": 2.0,
-            "objective/non_score_reward": -0.5,
-            "objective/rlhf_reward": 1.5,
+            "objective/kl": kl.sum(1).mean().item(),
+            "objective/entropy": -logprobs[mask].sum().item() / 4,
+            "objective/non_score_reward": rewards.mean().item(),
+            "objective/scores": scores.mean().item(),
+            "objective/raw_scores": scores.mean().item() + 1,
+            "objective/eos_rate": 0.75,
+            "objective/response_length": 9 / 4,
+            "objective/sampler_gap": np.mean(
+                [row[:n].mean() for row, n in zip(gaps.numpy(), (2, 3, 1, 3), strict=True)]
+            ),
+            "objective/gold": gold.mean().item(),
             "objective/kl_coef": 0.07,
-            "val/ratio": ratios.mean(),
-            "val/ratio_var": ratios.var(),
-            "val/first_ratio_gap": 0.5,
-            "val/mean": values.mean(),
-            "val/var": values.var(),
-            "returns/mean": returns.mean(),
-            "returns/var": returns.var(),
-            "val/error": 0.4,
-            "val/var_explained": 1 - 0.4 / returns.var(),
-            "policy/entropy_avg": 1.25,
+            "objective/rlhf_reward": (scores + rewards).mean().item(),
+            "loss/policy_avg": means["pg_loss"],
+            "loss/value_avg": means["vf_loss"],
+            "policy/approxkl_avg": means["approxkl"],
+            "policy/clipfrac_avg": means["pg_clipfrac"],
+            "policy/entropy_avg": means["entropy"],
+            "val/clipfrac_avg": means["vf_clipfrac"],
+            "val/ratio": means["ratio"],
+            "val/ratio_var": squares.mean() - (means["ratio"] - 1) ** 2,
+            "val/first_ratio_gap": math.sqrt(squares[0]),
+            "val/vpred": means["new_value"],
+            "val/error": means["value_error"],
+            "val/mean": means["value"],
+            "val/var": means["square_of_value"] - means["value"] ** 2,
+            "val/num_eos_tokens": 3,
+            "val/var_explained": 1 - means["value_error"] / max(variance, 1e-12),
+            "returns/mean": means["return"],
+            "returns/var": variance,
+            "gradient_norm": norms.mean().item(),
             "lr": 2e-6,
-            "episode": 3 * 512,
-            "eps": 3 * 512 / 8.0,
+            "episode": 3 * 4,
+            "eps": 3 * 4 / 8.0,
             "time": 8.0,
         }
     )
-    assert means == given
+
+
+def test_numbers_too_large_to_be_squared_stop_the_run():
+    """In one line, as everything that is not finite."""
+    found = {name: torch.ones(1, dtype=torch.float64) for name in STEPS}
+    found["value"], found["square_of_value"] = (torch.tensor([x], dtype=torch.float64) for x in (1e170, math.inf))
+    tokens = torch.ones(2, 3)
+    rollout = Rollout(*[tokens] * 4, *[tokens.bool()] * 2, *[tokens] * 2, *[tokens[:, 0]] * 3, tokens)
+
+    def metrics_on(process) -> dict[str, float]:
+        this_run = SimpleNamespace(args=Args(), accelerator=process, seconds=lambda: 8.0)
+        return update_metrics(rollout, found | {"gradient_norm": torch.ones(1)}, {}, this_run, 2, 0.07, 2e-6)
+
+    with pytest.raises(NumericalError, match=r"^val/var is inf in step 2;"):
+        alone(metrics_on)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -702,11 +778,11 @@ def test_finished_metrics():
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def summaries(actor_critic: ActorCritic, ids: TldrIds, temperature: float, rows: int = 64, length: int = 12) -> tuple:
-    """Contexts with padding on the left, and what `summarise` gives for them."""
+def summaries(actor_critic: ActorCritic, ids: TaskIds, temperature: float, rows: int = 64, length: int = 12) -> tuple:
+    """Contexts with padding on the left, and what `respond` gives for them."""
     contexts = ragged_rows([1, 3] * (rows // 2))[:, :CONTEXT]
     uniforms = torch.rand(rows, length, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    return contexts, *summarise(actor_critic, ids, temperature, contexts, uniforms)
+    return contexts, *respond(actor_critic, ids, temperature, contexts, uniforms)
 
 
 @pytest.mark.parametrize("stop", [EOS, STOP])
@@ -786,14 +862,15 @@ def saved_models(tiny_models, tiny_tokenizer, tmp_path_factory) -> Path:
 def arguments(models: Path, lora: LoraArgs) -> Args:
     return Args(
         base_model=str(models / "sft"),
+        dtype="float64",
         lora=lora,
-        task=TldrTaskArgs(query_length=CONTEXT, response_length=RESPONSE),
-        rewards=TldrRewardsArgs(trained_model=str(models / "reward")),
+        task=TaskArgs(query_length=CONTEXT, response_length=RESPONSE),
+        rewards=RewardsArgs(trained_model=str(models / "reward")),
     )
 
 
 def networks(args: Args, tokenizer) -> tuple[ActorCritic, Reference]:
-    (found,) = on_processes(1, lambda process: load_networks(args, tokenizer, torch.float64, process))
+    (found,) = on_processes(1, lambda process: load_networks(args, tokenizer, process))
     return found
 
 
@@ -805,7 +882,7 @@ def adapted(saved_models: Path, tiny_tokenizer) -> Adapted:
     rollout = make_rollout(actor_critic)
     learning = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=1e-2)
-    update(actor_critic, rollout, [torch.arange(8)] * 3, TldrPpoArgs(), optimizer=optimizer)
+    update(actor_critic, rollout, EVERYTHING.expand(3, 1, 8), PpoArgs(), optimizer=optimizer)
     return Adapted(actor_critic, reference, before, args)
 
 
@@ -874,15 +951,17 @@ def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_to
     assert loaded(tokens, PAD).tolist() == pytest.approx(scores, abs=1e-9)
 
 
-@pytest.mark.parametrize("script", [tldr_reward, tldr_policy])
+@pytest.mark.parametrize("kind", [tldr_reward.RewardModel, RewardModel])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_saved_reward_model_opens_as_a_classifier(tiny_models, tiny_tokenizer, tmp_path, architecture: str, script):
+def test_saved_reward_model_opens_as_a_classifier(
+    tiny_models, tiny_tokenizer, tmp_path, architecture: str, kind: type
+):
     """T18, T29: with gain and bias, the shift to the references among them."""
     tiny_models(architecture, ARCHITECTURES[architecture]).double().save_pretrained(tmp_path / "base")
-    model = scalar_model(load_pretrained(str(tmp_path / "base"), torch.float64, auto_class=AutoModel), script)
+    model = scalar_model(load_pretrained(str(tmp_path / "base"), torch.float64, auto_class=AutoModel), kind)
     tokens = ragged_rows()
     expected = [slow_scalars(model, row)[-1] for row in tokens]
-    script.save_reward_model(tmp_path / "reward", model, tiny_tokenizer, {})
+    save_reward_model(tmp_path / "reward", model, tiny_tokenizer, {})
     assert classifier_scores(tmp_path / "reward", right_padded(tokens)).tolist() == pytest.approx(expected, abs=1e-9)
     loaded = load_reward_model(tmp_path / "reward", torch.float64)
     assert torch.equal(loaded(tokens, PAD), model(tokens, PAD))
@@ -898,7 +977,7 @@ def test_without_adapters_the_reference_is_a_model_of_its_own(saved_models: Path
     before = reference_logprobs(reference, rollout.query_responses)
     assert torch.equal(before[mask], rollout.logprobs[mask])
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.1)
-    update(actor_critic, rollout, [torch.arange(8)], TldrPpoArgs(), optimizer=optimizer)
+    update(actor_critic, rollout, EVERYTHING, PpoArgs(), optimizer=optimizer)
     assert torch.equal(reference_logprobs(reference, rollout.query_responses), before)
     with torch.no_grad():
         logprobs, _, _ = actor_critic(rollout.query_responses, PAD, CONTEXT, TEMPERATURE)
@@ -924,13 +1003,13 @@ def test_the_critic_starts_as_the_reward_model(saved_models: Path, tiny_models, 
     """T32: with its constant; without a reward model, as the base model with a new head."""
     tokens, args = ragged_rows(), arguments(saved_models, LoraArgs())
     lm_backbone = load_pretrained(args.base_model, torch.float64)
-    critic = load_critic(args, lm_backbone, torch.float64, tiny_tokenizer)
+    critic = load_critic(args, tiny_tokenizer)
     expected = [slow_scalars(scalar_model(tiny_models("gpt2", seed=1).base_model), row)[-1] for row in tokens]
     assert critic(tokens, PAD).tolist() == pytest.approx(expected, abs=1e-9)
     frozen = {name for name, parameter in critic.named_parameters() if not parameter.requires_grad}
     assert frozen == {"gain", "bias"}
 
-    fresh = load_critic(replace(args, rewards=TldrRewardsArgs()), lm_backbone, torch.float64, tiny_tokenizer)
+    fresh = load_critic(replace(args, rewards=RewardsArgs()), tiny_tokenizer)
     embeddings = (model.get_input_embeddings().weight.detach() for model in (fresh.lm_backbone, lm_backbone))
     assert torch.equal(*embeddings)
     assert (fresh.gain.item(), fresh.bias.item(), fresh.reward_head.bias.item()) == (1, 0, 0)
@@ -964,28 +1043,26 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
 ):
     """T35, T37, T39, T42, T43, section 8: from recorded summaries to the row of metrics.csv.
 
-    What `summarise` says beyond the end is replaced by NaN, infinities and large numbers on its way.
+    What `respond` says beyond the end is replaced by NaN, infinities and large numbers on its way.
     """
     recorded: list[tuple[torch.Tensor, ...]] = []
 
     def spoiling(actor_critic, ids, temperature, contexts, uniforms):
-        responses, logprobs, values, gap = summarise(actor_critic, ids, temperature, contexts, uniforms)
+        responses, logprobs, values, gap = respond(actor_critic, ids, temperature, contexts, uniforms)
         mask, value_mask = masks_of((responses != PAD).sum(1).tolist(), 8)
         recorded.append((torch.cat([contexts, responses], 1), logprobs, values))
         return responses, spoil(logprobs, mask), spoil(values, value_mask), gap
 
-    monkeypatch.setattr(tldr_policy, "summarise", spoiling)
+    monkeypatch.setattr(tldr_policy, "respond", spoiling)
     monkeypatch.chdir(tmp_path)
     write_posts(tmp_path)
-    ppo = TldrPpoArgs(total_episodes=32, batch_size=32, noptepochs=1, lr=1e-3, local_rollout_batch_size=8)
+    ppo = PpoArgs(total_episodes=32, batch_size=32, noptepochs=1, lr=1e-3, local_rollout_batch_size=8)
     args = Args(
         base_model=str(saved_models / "sft"),
         dtype="float64",
         eval_posts=2,
-        task=TldrTaskArgs(
-            posts=str(tmp_path), query_length=48, response_length=8, stop_text=stop_text, temperature=4.0
-        ),
-        rewards=TldrRewardsArgs(
+        task=TaskArgs(posts=str(tmp_path), query_length=48, response_length=8, stop_text=stop_text, temperature=4.0),
+        rewards=RewardsArgs(
             trained_model=str(saved_models / "reward"), missing_eos=form, missing_eos_penalty=2.5, kl_estimator="k3"
         ),
         ppo=replace(ppo, local_micro_batch_size=4),
@@ -1025,12 +1102,25 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     }
     assert expected["objective/entropy"] > 0
     mask, value_mask = masks_of(lengths, 8)
-    rollout = TldrRollout(rows, logprobs, values, torch.from_numpy(rewards), mask, value_mask)
+    rollout = rollout_of(rows, logprobs, values, torch.from_numpy(rewards), mask, value_mask)
     start = ActorCritic(policy, reward_model, PAD)
-    expected |= slow_minibatch_metrics(start, rollout, list(range(32)), ppo, temperature=4.0)
-    expected["val/var"] = expected.pop("val/square") - expected["val/mean"] ** 2
-    expected["returns/var"] = expected.pop("returns/square") - expected["returns/mean"] ** 2
-    expected["val/ratio_var"] -= (expected["val/ratio"] - 1) ** 2
+    means = slow_minibatch_metrics(start, rollout, list(range(32)), ppo, temperature=4.0)
+    expected |= {
+        "loss/policy_avg": means["pg_loss"],
+        "loss/value_avg": means["vf_loss"],
+        "policy/approxkl_avg": means["approxkl"],
+        "policy/clipfrac_avg": means["pg_clipfrac"],
+        "policy/entropy_avg": means["entropy"],
+        "val/clipfrac_avg": means["vf_clipfrac"],
+        "val/ratio": means["ratio"],
+        "val/ratio_var": means["square_of_ratio_minus_1"] - (means["ratio"] - 1) ** 2,
+        "val/vpred": means["new_value"],
+        "val/error": means["value_error"],
+        "val/mean": means["value"],
+        "val/var": means["square_of_value"] - means["value"] ** 2,
+        "returns/mean": means["return"],
+        "returns/var": means["square_of_return"] - means["return"] ** 2,
+    }
     expected["val/var_explained"] = 1 - expected["val/error"] / expected["returns/var"]
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name

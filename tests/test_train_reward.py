@@ -21,9 +21,10 @@ from test_train_policy import mean, mistaken, queries_in_order, stories_of, task
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
-from ppo_rlhf import run, train_policy, train_reward
-from ppo_rlhf.data import LabelKind
-from ppo_rlhf.run import InputError
+from ppo_rlhf import train_reward
+from ppo_rlhf.lib import models, run
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.texts import LabelKind
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,
@@ -185,7 +186,7 @@ def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
     patch.setattr(run, "draw_learning_curves", lambda *_: None)
     with contextlib.redirect_stdout(io.StringIO()):
         saved = train_reward.train(args)
-    weights = train_policy.load_reward_model(saved, torch.float64).state_dict()
+    weights = models.load_reward_model(saved, torch.float64).state_dict()
     weights |= load_file(saved / "reward_head.safetensors")
     results = json.loads((only(folder, "runs/*") / "meta.json").read_text())["results"]
     return Left(metrics_of(only(folder, "runs/*")), results, weights)
@@ -242,7 +243,8 @@ ORDER = 'torch.randperm(args.num_train, generator=keyed_generator(args.seed, "la
 ASKED, BATCHES_OF = "args.normalize_samples", "args.rollout_batch_size"
 AFTER = 'normalize_now("after", 0.0, 1.0)'
 RATE = 'optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)'
-COPY = "RewardModel(load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel))"
+BACKBONE = "models.load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)"
+COPY = 'RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16")'
 
 # mistake: (kind of label, function of train_reward.py, {what stands in it: what stands there instead})
 MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
@@ -284,7 +286,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     "D27 other weights at the start": (
         "best",
         "train",
-        {COPY: COPY[:-1] + ".apply(lambda m: hasattr(m, 'reset_parameters') and m.reset_parameters()))"},
+        {BACKBONE: f"{BACKBONE}.apply(lambda m: hasattr(m, 'reset_parameters') and m.reset_parameters())"},
     ),
     "D28 reward model reads the affixes": (
         "best",
@@ -380,7 +382,8 @@ def test_too_few_labels_are_refused(all_args, tmp_path: Path, monkeypatch):
 RECORDED = """
 import json, os
 from pathlib import Path
-from ppo_rlhf import run, train_reward
+from ppo_rlhf import train_reward
+from ppo_rlhf.lib import cli, errors
 
 seen, right = [], train_reward.reward_update
 
@@ -389,7 +392,7 @@ def recorded(reward_model, optimizer, labels, inds, *others):
     return right(reward_model, optimizer, labels, inds, *others)
 
 train_reward.reward_update = recorded
-run.run_script(lambda: train_reward.train(run.parse_args(train_reward.PRESETS)))
+errors.run_script(lambda: train_reward.train(cli.parse_args(train_reward.PRESETS)))
 Path(os.environ["RANK"] + ".json").write_text(json.dumps(seen))
 """
 
@@ -432,7 +435,7 @@ def test_without_learning_and_normalising_the_model_is_the_pretrained_one(
 
 def test_a_float64_reward_model_is_loaded_bit_for_bit(all_args, tmp_path: Path, monkeypatch):
     left = run_in(tmp_path, all_args["best"], monkeypatch)
-    loaded = train_policy.load_reward_model(only(tmp_path, "models/*/reward"), torch.float64)
+    loaded = models.load_reward_model(only(tmp_path, "models/*/reward"), torch.float64)
     for name in ("gain", "bias", "reward_head.weight"):
         assert torch.equal(loaded.state_dict()[name], left.weights[name]), name
 

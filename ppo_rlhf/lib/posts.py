@@ -2,12 +2,14 @@
 
     --task.posts, --task.comparisons
         tldr        OpenAI's filtered Reddit TL;DR and its comparisons, from the hub (POSTS_REPOSITORY, ...)
-        tales       the built-in world of tldr_tales.py
+        tales       the built-in world of worlds/posts.py
         <folder>    posts_<split>.jsonl and comparisons_<split>.jsonl in the format of those
 
 A row of posts is {"id", "subreddit", "title", "post", "summary"}. A row of comparisons is {"info": a post without a
 summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1, "batch", "split", "extra":
 {"confidence"}}; `info` may have an "article" in place of the post.
+
+Files and lines beside marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
 
 import bisect
@@ -20,23 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import tldr_tales
-from ppo_rlhf.data import (
-    CUT_MARGIN,
-    HubFiles,
-    check_text,
-    encode_text,
-    hub_data_errors,
-    one_token,
-    to_texts,
-    vocabulary_size,
-)
-from ppo_rlhf.run import InputError, flag, read_json
+from ppo_rlhf.lib import files, hub, lm, models, processes, rewards, texts
+from ppo_rlhf.lib.errors import InputError, flag
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
-COMPARISON_FILES = HubFiles(
+COMPARISON_FILES = hub.HubFiles(
     "openai/summarize_from_feedback", ("comparisons/{split}/*.parquet",), revision="refs/convert/parquet"
 )
 
@@ -46,7 +39,7 @@ COMPARISON_FILES = HubFiles(
 
 
 @dataclass(frozen=True)
-class TldrTaskArgs:
+class TaskArgs:
     posts: str = "tldr"
     """where posts and reference summaries come from: tldr, tales, or a folder with posts_<split>.jsonl"""
     comparisons: str = "tldr"
@@ -69,15 +62,13 @@ class TldrTaskArgs:
 
 
 TASKS = {
-    "tldr": TldrTaskArgs(),
-    "tales": TldrTaskArgs(
-        posts="tales", comparisons="tales", query_length=84, response_length=24, comparison_length=28
-    ),
+    "tldr": TaskArgs(),
+    "tales": TaskArgs(posts="tales", comparisons="tales", query_length=84, response_length=24, comparison_length=28),
 }
 
 
 @dataclass(frozen=True)
-class TldrIds:
+class TaskIds:
     """The task's special tokens as ids of one tokenizer."""
 
     pad: int  # one above the largest id of the tokenizer
@@ -90,7 +81,7 @@ class TldrIds:
         return self.pad
 
 
-def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
+def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and find its special tokens."""
     for name in ("query_length", "response_length", "comparison_length", "article_query_length"):
         if not getattr(task, name) > 0:
@@ -98,13 +89,12 @@ def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
     for name in ("temperature", "eval_temperature"):
         if not getattr(task, name) > 0:
             raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
-    # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.
-    #       vwxyzjn/summarize_from_feedback_details sft.py#L300-L308 @ee77a9a
+    # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.   sft.py#L300-L308
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
-    stop = one_token(tokenizer, task.stop_text, "stop_text")
-    return TldrIds(pad=vocabulary_size(tokenizer), eos=eos, stop=eos if stop is None else stop)
+    stop = texts.one_token(tokenizer, task.stop_text, "stop_text")
+    return TaskIds(pad=models.vocabulary_size(tokenizer), eos=eos, stop=eos if stop is None else stop)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -114,7 +104,7 @@ def tldr_ids(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase) -> TldrIds:
 
 def format_post(subreddit: str, title: str, post: str) -> str:
     """The text of a query. Its last character is a colon: the space before a summary belongs to the summary."""
-    # [T03] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L68-L93 @ee77a9a
+    # [T03] Subreddit, title, post and TL;DR, with blank lines between them.   tldr_dataset.py#L68-L93
     return f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
 
 
@@ -132,18 +122,18 @@ def fit_query(
     stands around the post is never cut: if it alone is too long, an InputError says so. White space at the end of the
     query has a share in its length, but is left out.
     """
-    # [T04] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L125-L151 @ee77a9a
+    # [T04] Only the post is cut, line by line, then by characters.   tldr_dataset.py#L125-L151
     newlines = [match.start() for match in re.finditer("\n", post)]
     line_by_line, in_the_first_line = reversed(newlines), reversed(range(newlines[0] if newlines else len(post)))
     ends = [len(post), *line_by_line, *in_the_first_line]
     # A shorter post has fewer tokens, up to a few at the cut: those with many too many need not be tried one by one.
     first = bisect.bisect_left(
-        ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + CUT_MARGIN
+        ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + texts.CUT_MARGIN
     )
     for end in ends[first:]:
         if len(tokens := encode(text := format_query(post[:end]))) <= query_length:
             # [T03] The summary of an article follows the colon too, with a space and no newline between them.
-            #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L298-L313 @ee77a9a
+            #       tldr_dataset.py#L298-L313
             return tokens if text == text.rstrip() else encode(text.rstrip())
     raise InputError(
         f"query_length {query_length} does not hold a query whose post is empty, of "
@@ -168,10 +158,10 @@ class Encoder:
 
     def encode(self, text: str) -> list[int]:
         # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
-        #       vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L154, tldr_dataset.py#L202-L212 @ee77a9a
-        return encode_text(self.tokenizer, text)
+        #       tldr_dataset.py#L154, tldr_dataset.py#L202-L212
+        return texts.encode_text(self.tokenizer, text)
 
-    def query(self, row: dict[str, Any], task: TldrTaskArgs) -> list[int]:
+    def query(self, row: dict[str, Any], task: TaskArgs) -> list[int]:
         """The query of a row with subreddit, title and post, or with an article."""
         if row.get("article"):
             return fit_query(row["article"], format_article, self.encode, task.article_query_length)
@@ -184,7 +174,8 @@ class Encoder:
 
     def summary(self, text: str) -> list[int]:
         """A summary, with a space before it and the end-of-text token after it."""
-        # [T07] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L187-L190, tldr_dataset.py#L262-L266 @ee77a9a
+        # [T07] It begins with a space and ends with the end-of-text token.
+        #       tldr_dataset.py#L187-L190, tldr_dataset.py#L262-L266
         return [*self.encode(text if text.startswith(" ") else f" {text}"), self.eos_id]
 
 
@@ -232,13 +223,13 @@ def load_rows(source: str, field: str, split: str) -> Iterable[dict[str, Any]]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset tales"
-        with hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
+        with hub.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
             from datasets import load_dataset
 
             if field == "posts":
                 return load_dataset(POSTS_REPOSITORY, split=split)
             return load_dataset("parquet", data_files=list(COMPARISON_FILES.download(split)), split="train")
-    folder = tldr_tales.find_world() if source == "tales" else Path(source)
+    folder = Path(source)
     if not folder.is_dir():
         raise InputError(
             f"{flag(f'task.{field}')} {source}: unknown; there are tldr, tales and folders with {field}_*.jsonl"
@@ -251,24 +242,27 @@ def check_row(row: dict[str, Any], keys: tuple[str, ...], what: str) -> None:
     for key in keys:
         if not isinstance(row.get(key), str):
             raise InputError(f"{what} has no text under {key!r}")
-        check_text(row[key], f"{what}, {key!r},")
+        texts.check_text(row[key], f"{what}, {key!r},")
 
 
-def read_posts(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
+def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
     """Posts of a split as token ids. limit: only the first so many rows; 0: all.
 
     A post whose reference has more than response_length tokens is left out and counted: cut, it would lose the
     end-of-text token, and teach that summaries need not end.
     """
-    # [T01] [T08] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L184, tldr_dataset.py#L409-L418 @ee77a9a
-    ids = tldr_ids(task, tokenizer)
+    # [T01] [T08] A post with one reference; none loses its end-of-text token.
+    #       tldr_dataset.py#L184, tldr_dataset.py#L409-L418
+    ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)
     queries, references, too_long = [], [], 0
     for number, row in enumerate(load_rows(task.posts, "posts", split)):
         if limit and number >= limit:
             break
         check_row(
-            row, ("subreddit", "title", "post", "summary"), f"{flag('task.posts')} {task.posts}: {split} row {number}"
+            row,
+            ("subreddit", "title", "post", "summary"),
+            f"{flag('task.posts')} {task.posts}: {split} row {number}",
         )
         reference = encoder.summary(row["summary"])
         if len(reference) > task.response_length:
@@ -281,7 +275,7 @@ def read_posts(task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase, split: st
             f"{flag('task.posts')} {task.posts}: none of the {split} rows has a summary of at most "
             f"{flag('task.response_length')} {task.response_length} tokens ({too_long} are longer)"
         )
-    # [T05] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L96-L118, tldr_dataset.py#L153 @ee77a9a
+    # [T05] Queries are padded on the left, to exactly query_length.   tldr_dataset.py#L96-L118, tldr_dataset.py#L153
     return Posts(
         queries=pad_rows(queries, task.query_length, ids.pad, left=True),
         references=pad_rows(references, task.response_length, ids.pad),
@@ -330,7 +324,7 @@ def check_comparison(row: dict[str, Any], what: str) -> None:
 
 
 def read_comparisons(
-    task: TldrTaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0, *, articles: bool = False
+    task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0, *, articles: bool = False
 ) -> Comparisons:
     """Comparisons of a split as token ids. limit: only the first so many rows; 0: all.
 
@@ -339,8 +333,9 @@ def read_comparisons(
     A summary of more than comparison_length tokens is cut and has no end-of-text token then. A comparison whose two
     summaries are the same ids, by that or from the start, says nothing and is left out [X29].
     """
-    # [T02] [T11] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L256-L259 @ee77a9a
-    ids = tldr_ids(task, tokenizer)
+    # [T02] [T11] A post, two summaries and a choice; compared summaries may be longer than sampled ones.
+    #       tldr_dataset.py#L256-L259
+    ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)
     queries, pairs, groups, cut, identical = [], [], [], 0, 0
     for number, row in enumerate(load_rows(task.comparisons, "comparisons", split)):
@@ -383,11 +378,11 @@ def read_comparisons(
 
 def known_ceiling(source: str) -> float | None:
     """The accuracy of a perfect judge on the validation comparisons, which world.json of a tales world gives."""
-    folder = tldr_tales.find_world() if source == "tales" else Path(source)
+    folder = Path(source)
     if not (folder / "world.json").is_file():
         return None
     try:
-        ceiling = read_json(folder / "world.json").get("ceiling")
+        ceiling = files.read_json(folder / "world.json").get("ceiling")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"{folder / 'world.json'} is damaged: {error}") from error
     if not isinstance(ceiling, float) or not 0 < ceiling <= 1:
@@ -411,6 +406,9 @@ def trim_padding(*tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     return joined[:, kept]
 
 
+COLUMNS = ("query", "response", "reference", "tokens", "reference_tokens")
+
+
 def evaluation_rows(
     tokenizer: PreTrainedTokenizerBase,
     pad_id: int,
@@ -424,16 +422,65 @@ def evaluation_rows(
 
     queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
     """
-    # [T06] vwxyzjn/summarize_from_feedback_details tldr_dataset.py#L154 @ee77a9a
-    eos = tokenizer.eos_token_id
-    columns: dict[str, list[Any]] = {"query": to_texts(tokenizer, queries, pad_id)}
-    for name, tokens in (("response", responses), ("reference", references)):
-        without_eos = tokens.masked_fill(tokens == eos, pad_id)
-        columns[name] = to_texts(tokenizer, without_eos, pad_id)
-    columns["tokens"] = (responses != pad_id).sum(1).tolist()
-    columns["reference_tokens"] = (references != pad_id).sum(1).tolist()
-    columns |= {name: values.tolist() for name, values in numbers.items()}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    # [T06] Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
+    summaries = [tokens.masked_fill(tokens == tokenizer.eos_token_id, pad_id) for tokens in (responses, references)]
+    decoded = [texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, *summaries)]
+    lengths = [(tokens != pad_id).sum(1).tolist() for tokens in (responses, references)]
+    columns = [*decoded, *lengths, *(values.tolist() for values in numbers.values())]
+    return [dict(zip((*COLUMNS, *numbers), row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+@torch.no_grad()
+def summarise(
+    lm_backbone: PreTrainedModel,
+    held_out: Posts,
+    ids: TaskIds,
+    task: TaskArgs,
+    generator: torch.Generator,
+    chunk: int,
+    accelerator: Accelerator,
+    measure: Callable[..., Iterable[torch.Tensor]],
+) -> tuple[torch.Tensor, ...]:
+    """Summarise held-out posts at the temperature of evaluations, chunk posts of each process at a time.
+
+    measure: (queries, truncated responses, references) of a chunk -> numbers (rows,). Returns the responses
+    (posts, response_length), truncated, and all such numbers (posts,). Every process must call this.
+    """
+    uniforms = torch.rand(len(held_out), task.response_length, generator=generator, dtype=torch.float64)
+
+    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = (held_out.queries, held_out.references, uniforms)
+        queries, references, uniforms_of_rows = (tensor[inds].to(accelerator.device) for tensor in tensors)
+        contexts = trim_padding(queries, pad_id=ids.pad)
+        responses, _, _ = lm.generate(
+            lm_backbone, contexts, uniforms_of_rows, ids.pad, ids.vocab_size, task.eval_temperature
+        )
+        responses = lm.truncate_at(responses, ids.stop, 0, ids.pad)
+        return responses, *measure(queries, responses, references)
+
+    return processes.map_rows(of_rows, len(held_out), chunk, accelerator)
+
+
+def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> rewards.Scorer:
+    """Score with a function of texts; the texts do not show the end-of-text token."""
+    scorer = rewards.text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
+
+    def score(queries: torch.Tensor, *summaries: torch.Tensor) -> torch.Tensor:
+        return scorer(queries, *(tokens.masked_fill(tokens == ids.eos, ids.pad) for tokens in summaries))
+
+    return score
+
+
+def score_references(
+    scorers: dict[str, rewards.Scorer], held_out: Posts, chunk: int, accelerator: Accelerator
+) -> dict[str, torch.Tensor]:
+    """Scores (posts,) of the reference summaries by each scorer, under its name. Every process must call this."""
+
+    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, references = (t[inds].to(accelerator.device) for t in (held_out.queries, held_out.references))
+        return tuple(scorer(queries, references, references) for scorer in scorers.values())
+
+    return dict(zip(scorers, processes.map_rows(of_rows, len(held_out), chunk, accelerator), strict=True))
 
 
 def sample_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -443,11 +490,14 @@ def sample_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def rouge(responses: list[str], references: list[str]) -> dict[str, float]:
     """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure over all pairs, without stemming."""
+    from rouge_score.rouge_scorer import RougeScorer  # slow
+
     # [T23] [X20] Mean over examples.
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise InputError("the evaluation needs the package `rouge-score`") from error
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
     scores = [scorer.score(reference, response) for reference, response in zip(references, responses, strict=True)]
     return {name: math.fsum(score[name].fmeasure for score in scores) / len(scores) for name in scores[0]}
+
+
+def rouge_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The same of rows of evaluation.jsonl."""
+    return rouge([row["response"] for row in rows], [row["reference"] for row in rows])

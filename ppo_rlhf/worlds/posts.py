@@ -26,7 +26,7 @@ did, and nothing else:
 
 All of it is written in the formats of the data sets that chapter 2 reads from the hub, and read by the same code.
 
-    python ppo_rlhf/tldr_tales.py    # build the world, unless it is there, and read a little of it
+    python ppo_rlhf/worlds/posts.py    # build the world, unless it is there, and read a little of it
 """
 
 import dataclasses
@@ -47,16 +47,9 @@ import torch
 import tyro
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.run import (
-    InputError,
-    above_zero,
-    at_least,
-    check_values,
-    environment_number,
-    read_json,
-    run_script,
-)
-from ppo_rlhf.tales import NAMES, NEUTRAL, PLEASANT, SLOTS, UNPLEASANT, begin_building, train_tokenizer
+from ppo_rlhf.lib import cli, errors, files
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.worlds import tales
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -117,7 +110,7 @@ class PostsArgs:
 
 Fact = tuple[str, str, str]  # who, did what, to whom
 
-DEEDS = [word for taste in (PLEASANT, UNPLEASANT, NEUTRAL) for word in taste["verb"].split()]
+DEEDS = [word for taste in (tales.PLEASANT, tales.UNPLEASANT, tales.NEUTRAL) for word in taste["verb"].split()]
 PEOPLE = [
     word
     for taste in (
@@ -138,24 +131,24 @@ ASIDE_TEMPLATES = (
     "All {time} there was {event} near the {place}.",
     "It was a {adjective} {time}.",
 )
-FACT = re.compile(rf"\b({'|'.join(NAMES.split())}) ({'|'.join(DEEDS)}) ({'|'.join(PEOPLE)})\b")
+FACT = re.compile(rf"\b({'|'.join(tales.NAMES.split())}) ({'|'.join(DEEDS)}) ({'|'.join(PEOPLE)})\b")
 
 
 def fill(rng: random.Random, template: str) -> str:
     """A template with a word in each slot, from tales.py's SLOTS; {fact} stays."""
-    return re.sub(r"{(?!fact)(\w+)}", lambda slot: rng.choice(rng.choice(SLOTS[slot[1]])), template)
+    return re.sub(r"{(?!fact)(\w+)}", lambda slot: rng.choice(rng.choice(tales.SLOTS[slot[1]])), template)
 
 
 def write_post(rng: random.Random, facts: int, asides: int) -> tuple[list[Fact], dict[str, str]]:
     """The facts of a post, in its order, and the post: subreddit, title, post."""
-    told = list(zip(*(rng.sample(words, facts) for words in (NAMES.split(), DEEDS, PEOPLE)), strict=True))
+    told = list(zip(*(rng.sample(words, facts) for words in (tales.NAMES.split(), DEEDS, PEOPLE)), strict=True))
     sentences = [fill(rng, rng.choice(FACT_TEMPLATES)).replace("{fact}", " ".join(fact)) for fact in told]
     for _ in range(asides):
         sentences.insert(rng.randint(0, len(sentences)), fill(rng, rng.choice(ASIDE_TEMPLATES)))
     cut = rng.randint(1, len(sentences) - 1)
     who, _, whom = rng.choice(told)
     return told, {
-        "subreddit": rng.choice(rng.choice(SLOTS["place"])),
+        "subreddit": rng.choice(rng.choice(tales.SLOTS["place"])),
         "title": f"{who} and {whom}",
         "post": " ".join(sentences[:cut]) + "\n" + " ".join(sentences[cut:]),
     }
@@ -165,7 +158,7 @@ def invent(rng: random.Random, told: list[Fact]) -> Fact:
     """A statement of which the post says nothing: another person, deed and people."""
     who, did, whom = (
         rng.choice([word for word in words if word not in known])
-        for words, known in zip((NAMES.split(), DEEDS, PEOPLE), zip(*told, strict=True), strict=True)
+        for words, known in zip((tales.NAMES.split(), DEEDS, PEOPLE), zip(*told, strict=True), strict=True)
     )
     return who, did, whom
 
@@ -392,14 +385,14 @@ def build_world(folder: Path, args: PostsArgs) -> None:
     """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
     started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    building = begin_building(folder)
+    building = tales.begin_building(folder)
     try:
         print(f"tldr tales: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
         facts = write_texts(building, args)
         rng = random.Random(f"{args.seed} threads")
         quotes = [write_quotes(rng) for _ in range(args.lm_quotes)]
         threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
-        tokenizer = train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
+        tokenizer = tales.train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
         print("tldr tales: training a GPT-NeoX", flush=True)
         model, loss = train_language_model(quotes, threads, tokenizer, args, device)
         model.save_pretrained(building / "model")
@@ -423,22 +416,22 @@ def find_world(args: PostsArgs | None = None) -> Path:
     processes the first one builds and the others wait.
     """
     args = args or PostsArgs()
-    check_values(args)
+    cli.check_values(args)
     sizes = {name for name, value in dataclasses.asdict(args).items() if type(value) is int} - {"seed", "asides"}
-    at_least(1, "", args, *sorted(sizes))
-    at_least(0, "", args, "asides")
-    above_zero("", args, "lm_lr", "lm_quote_loss", "annotator_temperature")
-    at_least(3, "", args, "facts")
-    if args.facts >= len(NAMES.split()):
-        raise InputError(f"facts is {args.facts}; it must be below {len(NAMES.split())}, the number of names")
+    cli.at_least(1, "", args, *sorted(sizes))
+    cli.at_least(0, "", args, "asides")
+    cli.above_zero("", args, "lm_lr", "lm_quote_loss", "annotator_temperature")
+    cli.at_least(3, "", args, "facts")
+    if args.facts >= len(tales.NAMES.split()):
+        raise InputError(f"facts is {args.facts}; it must be below {len(tales.NAMES.split())}, the number of names")
     if args.width % (2 * args.heads):
         raise InputError(f"heads {args.heads} does not divide width {args.width} into even parts")
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
     key = json.dumps(
-        [dataclasses.asdict(args), SLOTS, NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
+        [dataclasses.asdict(args), tales.SLOTS, tales.NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
     )
     folder = cache / f"tldr-tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not folder.exists() and environment_number("RANK", default=0, least=0) == 0:
+    if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
         build_world(folder, args)
     while not folder.exists():
         time.sleep(1)
@@ -448,7 +441,7 @@ def find_world(args: PostsArgs | None = None) -> Path:
 def main() -> None:
     world = find_world(tyro.cli(PostsArgs, description=__doc__))
     try:
-        facts = read_json(world / "world.json")
+        facts = files.read_json(world / "world.json")
     except (OSError, ValueError) as error:
         raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
     with (world / "posts_train.jsonl").open() as file:
@@ -458,4 +451,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    errors.run_script(main)

@@ -1,15 +1,14 @@
-"""Where texts, labels and pretrained models come from: the Hugging Face hub, local files, or the tales world.
+"""Chapter 1's queries and labels: where texts come from, and how they become token ids.
 
     query_dataset   books, cnndm, tldr     hub data sets (the table HUB_FILES)
-                    tales                  the built-in world of tales.py
                     dummy                  random letters, for tests
                     <file>.txt             one text per line
                     <file>.jsonl           one JSON string per line, or an object with "text"
                     <file>.json            a JSON array of strings or of such objects
-    label_dataset   <task>/<file>.json     OpenAI's human labels, from the hub copy OPENAI_REPOSITORY; with
-                                           query_dataset tales: the simulated labels under the same names
+                    <folder>               a world: stories.txt, one text per line
+    label_dataset   <task>/<file>.json     OpenAI's human labels, from the hub copy OPENAI_REPOSITORY; where the
+                                           queries come from a world: its simulated labels, of the same names
                     <file>.json            a local file in the same format
-    base_model      a name on the hub, name@revision, a local folder, `tales`, or `tldr-tales` (tldr_tales.py)
 
 The books file of the original is lost. `books` stands in for it: a copy of BookCorpus, whose rows are single
 sentences with spaces around punctuation. We join BOOK_ROWS rows to a passage and undo the spaces, because the task
@@ -18,80 +17,34 @@ needs passages with ordinary full stops. Its letters stay lower case: PPO's quer
 `cnndm` are the raw stories. The usual parquet files say which split a story belongs to; their articles are single
 lines, which leaves nothing to end queries at. `tldr` are OpenAI's own files. Both are copied once to a table in the
 cache of `datasets`, which all processes read from disk; whoever comes while one copies waits for it at a lock.
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import contextlib
-import copy
-import fnmatch
-import functools
-import inspect
 import io
 import json
-import math
-import os
 import random
 import re
 import tarfile
-import traceback
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TextIO, get_args
 
 import ftfy
 import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import tales, tldr_tales
-from ppo_rlhf.run import InputError, fail_together, find_path, fits, flag, import_function, read_json, root_of
-
-OPENAI_REPOSITORY = "vwxyzjn/lm-human-preferences"  # a copy of OpenAI's labels and Reddit posts of 2019
-
-
-@dataclass(frozen=True)
-class HubFiles:
-    """Files of a data set on the hub. Plain data, because `datasets` 4 and later run no loading scripts."""
-
-    repository: str
-    names: tuple[str, ...]  # patterns, in which {split} may stand for a split; there is a file for each
-    revision: str | None = None
-
-    def matching(self, files: Iterable[str], split: str = "") -> list[str]:
-        """Which of all the repository's files they are, by name. Raises an OSError if one is not there."""
-        found = []
-        for name in (name.format(split=split) for name in self.names):
-            if not (matches := fnmatch.filter(files, name)):
-                raise FileNotFoundError(f"the hub's {self.repository} has no {name}")
-            found += sorted(matches)
-        return found
-
-    def download(self, split: str = "") -> tuple[str, ...]:
-        """Their paths on disk. A process that wants a file which another one downloads waits for it at a lock."""
-        from huggingface_hub import snapshot_download
-
-        names = [name.format(split=split) for name in self.names]
-        folder = snapshot_download(self.repository, repo_type="dataset", revision=self.revision, allow_patterns=names)
-        there = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*")]
-        return tuple(f"{folder}/{name}" for name in self.matching(there, split))
-
+from ppo_rlhf.lib import files, hub, models
+from ppo_rlhf.lib.errors import InputError, flag
 
 HUB_FILES = {
-    "books": HubFiles("rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt")),
-    "cnndm": HubFiles("ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz")),
-    "cnndm splits": HubFiles("abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",)),
-    "tldr": HubFiles(OPENAI_REPOSITORY, ("tldr/{split}-subset.json",)),
+    "books": hub.HubFiles("rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt")),
+    "cnndm": hub.HubFiles("ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz")),
+    "cnndm splits": hub.HubFiles("abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",)),
+    "tldr": hub.HubFiles(hub.OPENAI_REPOSITORY, ("tldr/{split}-subset.json",)),
 }
 HUB_TEXTS = ("books", "cnndm", "tldr")
-WORLDS = {"tales": tales, "tldr-tales": tldr_tales}  # names of base models, and who builds them
 BOOK_ROWS = 16
 HELD_OUT = 50  # of a source without a test split, the last text of each 50 is held out for sample.py
 OPENAI_PAD_ID = 50259
@@ -107,7 +60,8 @@ CUT_MARGIN = 100  # tokens; further from the end of a text, a cut there does not
 @dataclass(frozen=True)
 class TaskArgs:
     query_dataset: str = "books"
-    """where queries come from: books, cnndm, tldr, tales, dummy, or a .txt, .jsonl or .json file"""
+    """where queries come from: books, cnndm, tldr, tales, dummy, a .txt, .jsonl or .json file, or a folder
+    with stories.txt"""
     query_length: int = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
@@ -149,73 +103,6 @@ TASKS = {
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
 }
 
-# ----------------------------------------------------------------------------------------------------------------
-# Paths
-# ----------------------------------------------------------------------------------------------------------------
-
-# The arguments that may be paths, and the names that may stand in place of one.
-PATHS = {
-    "base_model": set(WORLDS),
-    "label_dataset": set(),
-    "task.query_dataset": {*HUB_TEXTS, "tales", "dummy"},
-    "task.posts": {"tldr", "tales"},
-    "task.comparisons": {"tldr", "tales"},
-    "rewards.trained_model": set(),
-    "rewards.value_model": set(),
-}
-
-
-def find_value(argument: str, value: str, root: Path) -> str:
-    """The value of an argument of a run with this root; a path becomes the one that it means (find_path)."""
-    return str(find_path(value, root)) if value and value not in PATHS[argument] else value
-
-
-def find_paths(args: Any, joint: dict[str, Any] | None = None) -> Any:
-    """A script's arguments, with the paths that they mean. joint: as the script's train() gets it.
-
-    A run keeps its arguments as they were given, so that its folder and what lies beside it can be moved together.
-    """
-    root = root_of(args.resume, joint)
-
-    def found(group: Any, prefix: str) -> Any:
-        values = {field.name: getattr(group, field.name) for field in fields(group)}
-        parts = {name: found(part, f"{prefix}{name}.") for name, part in values.items() if is_dataclass(part)}
-        paths = {name: find_value(prefix + name, values[name], root) for name in values if prefix + name in PATHS}
-        return replace(group, **parts, **paths)
-
-    return found(args, "")
-
-
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@.+)?")  # anything else is meant to be a path
-
-
-def local_folder(base_model: str) -> Path:
-    """Where a base model lies, if it is not on the hub."""
-    return WORLDS[base_model].find_world() / "model" if base_model in WORLDS else Path(base_model)
-
-
-def weight_files(args: Any) -> dict[str, list[Path]]:
-    """The files with the weights of the models that a script's arguments name, as find_paths gives them.
-
-    Of a model from the hub, those that were downloaded.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    rewards = getattr(args, "rewards", None)  # the policies' scripts have some
-    models = {"base_model": args.base_model}
-    models |= {f"rewards.{name}": getattr(rewards, name, "") for name in ("trained_model", "value_model")}
-    files = {}
-    for name, model in models.items():
-        if not model:
-            continue
-        folder = local_folder(model)
-        if not folder.is_dir():
-            repository, _, revision = model.partition("@")
-            config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
-            folder = Path(config).parent if isinstance(config, str) else folder
-        files[name] = sorted(folder.absolute().glob("*.safetensors"))
-    return files
-
 
 # ----------------------------------------------------------------------------------------------------------------
 # Texts
@@ -224,7 +111,7 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
 
 def clean_cnndm(text: str) -> str:
     """Remove bylines, datelines, update notices and highlights from a CNN/Daily Mail story."""
-    # [D03] openai/lm-human-preferences lm_human_preferences/datasets/cnndm.py#L70-L103 @cbfd210
+    # [D03] datasets/cnndm.py#L70-L103
     if text.startswith("By"):
         text = "\n".join(text.split("\n")[2:])
     text = re.sub(r"(?s).*\(CNN\) +--", "", text)
@@ -237,7 +124,7 @@ def clean_cnndm(text: str) -> str:
 
 def clean_tldr(text: str) -> str:
     """Mend broken characters, leave at most one empty line in a row."""
-    # [D04] openai/lm-human-preferences lm_human_preferences/datasets/tldr.py#L24-L29 @cbfd210
+    # [D04] datasets/tldr.py#L24-L29
     return re.sub(r"\n{3,}", "\n\n", ftfy.fix_text(text)).strip()
 
 
@@ -299,7 +186,7 @@ class HubTexts(Sequence):
     """Cleaned texts of a hub data set, read from disk as they are asked for."""
 
     def __init__(self, name: str, split: str):
-        with hub_data_errors(
+        with hub.hub_data_errors(
             f"{flag('task.query_dataset')} {name}",
             "give a .txt, .jsonl or .json file of texts, or use --preset tales",
         ):
@@ -325,58 +212,6 @@ class HubTexts(Sequence):
         if self.name == "books":
             return join_book_rows(self.rows[index * BOOK_ROWS : (index + 1) * BOOK_ROWS])
         return (clean_cnndm if self.name == "cnndm" else clean_tldr)(self.rows[index])
-
-
-@functools.cache
-def hub_is_reachable() -> bool:
-    """Ask the hub once. If it does not answer, its clients use their caches at once and do not retry for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10):
-            return True
-    except urllib.error.HTTPError:
-        return True  # an answer, if not a friendly one
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
-        return False
-
-
-@contextlib.contextmanager
-def hub_errors(what: str, remedy: str) -> Iterator[None]:
-    """For the time of a download: turn what the hub's clients raise into one line that says what to do."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    reachable = hub_is_reachable()
-    try:
-        yield
-    except InputError:
-        raise
-    except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        reason = (
-            f"{reason[:200]}; if it is not on the hub"
-            if reachable
-            else "the hub cannot be reached; without a network"
-        )
-        raise InputError(f"{what}: no such local path, and {reason}, {remedy}") from error
-
-
-@contextlib.contextmanager
-def hub_data_errors(what: str, remedy: str) -> Iterator[None]:
-    """As hub_errors, for the time in which a data set is downloaded and read."""
-    try:
-        from datasets.exceptions import DatasetGenerationError
-    except ImportError as error:
-        raise InputError(f"{what} needs the package `datasets`") from error
-    with hub_errors(what, remedy):
-        try:
-            yield
-        except DatasetGenerationError as error:
-            reason = " ".join(f"{type(error.__cause__).__name__}: {error.__cause__}".split())[:200]
-            raise InputError(f"{what}: its files from the hub cannot be read, or not be copied: {reason}") from error
 
 
 def check_text(text: str, what: str) -> None:
@@ -417,7 +252,7 @@ def read_text_file(path: Path) -> list[str]:
 
 def dummy_texts() -> list[str]:
     """Random strings of 40 letters and full stops."""
-    # [D86] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L109-L116 @cbfd210
+    # [D86] language/datasets.py#L109-L116
     rng = random.Random(0)
     return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz.", k=40)) for _ in range(10_000)]
 
@@ -438,13 +273,13 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
 
     Local files and `dummy` have one split only.
     """
-    # [D01] openai/lm-human-preferences lm_human_preferences/datasets/books.py#L7-L17 @cbfd210
+    # [D01] datasets/books.py#L7-L17
     if query_dataset in HUB_TEXTS:
         texts: Sequence[str] = HubTexts(query_dataset, split)
         if query_dataset != "books":
             return texts
-    elif query_dataset == "tales":
-        texts = (tales.find_world() / "stories.txt").read_text().splitlines()
+    elif Path(query_dataset).is_dir():
+        texts = Path(query_dataset, "stories.txt").read_text().splitlines()
     elif query_dataset == "dummy":
         return dummy_texts()
     elif Path(query_dataset).suffix in {".txt", ".jsonl", ".json"}:
@@ -463,14 +298,6 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
 # ----------------------------------------------------------------------------------------------------------------
 # Queries
 # ----------------------------------------------------------------------------------------------------------------
-
-
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One above a tokenizer's largest id, which is its length unless its ids have holes; also our padding id.
-
-    An id in a hole may be sampled, as any row of the output layer that stands for no text, and is decoded as nothing.
-    """
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -497,16 +324,16 @@ def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_i
     Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
     `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
     """
-    # [D05] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L49-L55 @cbfd210
+    # [D05] language/datasets.py#L49-L55
     if start_id is not None:
         if start_id not in tokens:
             return None
         first = tokens.index(start_id)
         if first < len(tokens) - 1:
             tokens = tokens[first + 1 :]
-    # [D06] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L57 @cbfd210
+    # [D06] language/datasets.py#L57
     tokens = tokens[:query_length]
-    # [D07] openai/lm-human-preferences lm_human_preferences/language/datasets.py#L59-L64 @cbfd210
+    # [D07] language/datasets.py#L59-L64
     if end_id is not None:
         if end_id not in tokens:
             return None
@@ -543,8 +370,7 @@ class QueryStream:
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.start_id = one_token(tokenizer, task.start_text, "start_text")
         self.end_id = one_token(tokenizer, task.end_text, "end_text")
-        # [D02] One order for all.
-        #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L27-L46 @cbfd210
+        # [D02] One order for all.   language/datasets.py#L27-L46
         self.order = list(range(len(self.texts)))
         random.Random(0).shuffle(self.order)
         if len(self.texts) == 0 or self._next_usable() is None:
@@ -568,7 +394,7 @@ class QueryStream:
     def next_batch(self, batch_size: int, pad_id: int) -> torch.Tensor:
         """The next queries, padded on the right: (batch_size, query_length)."""
         # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
-        #       openai/lm-human-preferences lm_human_preferences/language/datasets.py#L66-L85 @cbfd210
+        #       language/datasets.py#L66-L85
         queries = torch.full((batch_size, self.task.query_length), pad_id)
         for row in queries:
             query = self._next_usable()
@@ -587,6 +413,11 @@ class TaskIds:
     suffix: list[int]
     context_length: int  # prefix, padded query and suffix
 
+    @property
+    def vocab_size(self) -> int:
+        """How many ids can be sampled: those below the padding. The output layer of a model may have more rows."""
+        return self.pad
+
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
@@ -601,7 +432,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
         tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
     )
     return TaskIds(
-        pad=vocabulary_size(tokenizer),
+        pad=models.vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         stop=one_token(tokenizer, task.truncate_text, "truncate_text"),
         prefix=prefix,
@@ -612,7 +443,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
 
 def add_affixes(queries: torch.Tensor, prefix: list[int], suffix: list[int]) -> torch.Tensor:
     """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
-    # [D09] openai/lm-human-preferences lm_human_preferences/lm_tasks.py#L68-L80 @cbfd210
+    # [D09] lm_tasks.py#L68-L80
     parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
     before, after = (part.expand(len(queries), -1) for part in parts)
     return torch.cat([before, queries, after], dim=1)
@@ -631,104 +462,13 @@ def sample_rows(
     **numbers: torch.Tensor,
 ) -> list[dict]:
     """The first three episodes as texts, with their numbers (batch,)."""
-    # [D80] openai/lm-human-preferences lm_human_preferences/train_policy.py#L264-L279 @cbfd210
+    # [D80] train_policy.py#L264-L279
     columns = {
         "query": to_texts(tokenizer, queries[:3], ids.pad),
         "response": to_texts(tokenizer, responses[:3], ids.pad),
         **{name: values[:3].tolist() for name, values in numbers.items()},
     }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-# Queries, truncated responses and, where the data has them, reference answers (token ids) -> scores (batch,)
-Scorer = Callable[..., torch.Tensor]
-
-
-def takes_references(function: Callable) -> bool:
-    """Whether a function of texts has a third parameter: one that is given by position, with a default or without.
-
-    *args and parameters that are given by name only are not counted: wrappers take any number, and options are not
-    meant for texts.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of some built-in functions
-        return False
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 2
-
-
-def score_texts(
-    function: Callable, what: str, queries: list[str], responses: list[str], references: Sequence[str | None]
-) -> tuple[list[float], str]:
-    """What a function says of responses, one number each, and an empty text; or what is wrong with it, in one line.
-
-    The function gets lists of its own: queries, responses and, if it has a third parameter, references. what: names
-    the function.
-    """
-    try:
-        texts = [queries, responses, references] if takes_references(function) else [queries, responses]
-        scores = [float(score) for score in function(*map(list, texts))]
-    except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        return [], f"{what} failed on {len(queries)} texts: {type(error).__name__}: {error}{where}"
-    if len(scores) != len(responses):
-        return [], f"{what} returned {len(scores)} scores for {len(responses)} responses"
-    return scores, ""
-
-
-def text_scorer(
-    name: str,
-    field: str,
-    tokenizer: PreTrainedTokenizerBase,
-    pad_id: int,
-    *,
-    with_references: bool = False,
-    on_all_processes: bool = False,
-) -> Scorer:
-    """Score with the function `package.module:name` of texts: (queries, truncated responses) -> list of floats.
-
-    A function with a third parameter (see takes_references) also gets the reference answers: texts, or a list of None
-    where the data has none. with_references: whether it has.
-
-    on_all_processes: they call the scorer together, each with its own texts, and if it fails on one, it fails on all.
-    """
-    what = f"{flag(field)} {name}"
-    with contextlib.chdir("."):  # it may change the current folder, where the run will begin
-        function = import_function(name, field)
-
-    def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
-        texts = [to_texts(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
-        answers = [None] * len(queries) if references is None else to_texts(tokenizer, references, pad_id)
-        scores, problem = score_texts(function, what, *texts, answers)
-        if on_all_processes:
-            fail_together(problem)
-        elif problem:
-            raise InputError(problem)
-        return torch.tensor(scores).to(queries.device)
-
-    answers = ["A reference."] * 2 if with_references else [None] * 2
-    with contextlib.chdir("."):
-        scores, problem = score_texts(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
-    if problem:
-        raise InputError(problem)
-    if not all(map(math.isfinite, scores)):
-        raise InputError(f"{what} returned {scores} for two texts; scores must be finite")
-    return score
-
-
-def read_info(folder: Path) -> dict[str, Any]:
-    """What ppo_rlhf.json beside the weights of one of our models says of it."""
-    try:
-        info = read_json(folder / "ppo_rlhf.json")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is not the folder of a model that was trained here: {error}") from error
-    kinds = {"kind": str, "base_model": str, "vocab_size": int, "task": dict}
-    if isinstance(info, dict) and info.get("kind") == "policy":
-        kinds |= {"reward_model": str, "function": str, "monitor": str}
-    if not isinstance(info, dict) or not all(fits(info.get(name), kind) for name, kind in kinds.items()):
-        raise InputError(f"{folder / 'ppo_rlhf.json'} does not describe a model that was trained here")
-    return info
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -760,19 +500,18 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
         return Path(label_dataset)
     if label_dataset and Path(label_dataset).is_dir():
         raise InputError(f"{flag('label_dataset')} {label_dataset}: that is a folder")
-    if query_dataset == "tales":
-        path = tales.find_world() / "labels" / label_dataset
-        if path.is_file():
-            return path
-        there = ", ".join(f"{name}/offline_5k.json" for name in tales.ANNOTATORS)
-        raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file, and tales has {there}")
+    if (labels := Path(query_dataset, "labels")).is_dir():  # beside the texts of a world
+        if (labels / label_dataset).is_file():
+            return labels / label_dataset
+        there = ", ".join(sorted(path.relative_to(labels).as_posix() for path in labels.glob("*/offline_5k.json")))
+        raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file, and {labels} has {there}")
     remedy = "give the path of a label file, or use --preset tales"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*\.json", label_dataset):  # the hub's have such names
         raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file; {remedy}")
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f"{flag('label_dataset')} {label_dataset}", remedy):
-        return Path(hf_hub_download(OPENAI_REPOSITORY, label_dataset, repo_type="dataset"))
+    with hub.hub_errors(f"{flag('label_dataset')} {label_dataset}", remedy):
+        return Path(hf_hub_download(hub.OPENAI_REPOSITORY, label_dataset, repo_type="dataset"))
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
@@ -780,7 +519,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        meta = read_json(path)
+        meta = files.read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(meta, dict):
@@ -848,12 +587,12 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
     GPT-2's, and must all lie in its vocabulary if it is not. Without a padding_id, 50259 is padding, as in OpenAI's
     files; where that is a token, padding_id must be given, and be no token.
     """
-    # [D19] openai/lm-human-preferences lm_human_preferences/label_types.py#L33-L55 @cbfd210
-    # [D21] openai/lm-human-preferences lm_human_preferences/label_types.py#L58-L120 @cbfd210
+    # [D19] label_types.py#L33-L55
+    # [D21] label_types.py#L58-L120
     path = find_label_file(label_dataset, task.query_dataset)
-    what, vocab_size = f"{flag('label_dataset')} {path}", vocabulary_size(tokenizer)
+    what, vocab_size = f"{flag('label_dataset')} {path}", models.vocabulary_size(tokenizer)
     try:
-        rows = read_json(path)
+        rows = files.read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{what}: {error}") from error
     meta = read_sidecar(path.with_suffix(".meta.json"))
@@ -896,220 +635,3 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
         ceiling=meta.get("ceiling"),
         kind=kind,
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Pretrained models
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a base model."""
-    with model_errors(base_model) as (path, revision):
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-        if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
-            raise OSError("it has no tokenizer")
-        return tokenizer
-
-
-def load_pretrained(
-    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
-) -> PreTrainedModel:
-    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings."""
-    with model_errors(base_model) as (path, revision):
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-        # [D18] Dropout is never active, neither in rollouts nor in training.
-        #       openai/lm-human-preferences lm_human_preferences/policy.py#L48 @cbfd210
-        own_settings = dict(vars(config))
-        for name, value in own_settings.items():
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
-        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
-        #       openai/lm-human-preferences lm_human_preferences/language/model.py#L14-L73 @cbfd210
-        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
-        for name, value in own_settings.items():
-            if value == "gelu_new":
-                setattr(config, name, "gelu_pytorch_tanh")
-        changed = {name: value for name, value in own_settings.items() if getattr(config, name) != value}
-        if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
-            raise OSError(f"its attention is code from the hub; {flag('trust_remote_code')} runs it, if you trust it")
-        if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):
-            raise OSError("it is one process's part of a distributed checkpoint; save it with save_pretrained")
-        with without_pickles():
-            model, loading = auto_class.from_pretrained(
-                path,
-                revision=revision,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                # The library would load adapters that lie beside the weights. They are looked for where none can be.
-                adapter_kwargs={"subfolder": "config.json"},
-            )
-        if loading["missing_keys"]:
-            missing = ", ".join(sorted(loading["missing_keys"])[:3])
-            raise OSError(f"its weights lack {missing}")
-        if loading["mismatched_keys"]:
-            name, there, wanted = sorted(loading["mismatched_keys"])[0]
-            raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
-        if not all(parameter.isfinite().all() for parameter in model.parameters()):
-            raise OSError("its weights hold numbers that are not finite")
-        model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
-        for name, value in changed.items():
-            setattr(model.config, name, value)
-        return model
-
-
-@contextlib.contextmanager
-def without_pickles() -> Iterator[None]:
-    """Keep the library from loading pickles, which an index of safetensors or config.json may name all the same."""
-
-    def refuse(file: Any, *_: Any, **__: Any) -> None:
-        raise OSError(f"its weights lie in {Path(file).name}, which is a pickle; only safetensors are read")
-
-    load, torch.load = torch.load, refuse
-    try:
-        yield
-    finally:
-        torch.load = load
-
-
-@contextlib.contextmanager
-def own_code_errors(model: str) -> Iterator[None]:
-    """Turns the library's refusal to run code that comes with a model into one line of ours."""
-    try:
-        yield
-    except (OSError, ValueError, ImportError) as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise InputError(
-            f"{model} needs Python code that comes with it; {flag('trust_remote_code')} runs that code, "
-            f"if you trust it"
-        ) from error
-
-
-@contextlib.contextmanager
-def safetensors_errors(base_model: str, name: str) -> Iterator[None]:
-    """Says what to do if a model on the hub, or this revision of it, has pickles only."""
-    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # else the library asks a service to convert them, and waits
-    try:
-        yield
-    except OSError as error:
-        if "cannot be loaded with `safetensors`" not in str(error):
-            raise
-        raise InputError(
-            f"{flag('base_model')} {base_model} has no safetensors on the hub; {flag('base_model')} {name}@<revision>"
-            f" takes those of another revision (often refs/pr/<number>), or convert it with save_pretrained and give "
-            f"the folder"
-        ) from error
-
-
-@contextlib.contextmanager
-def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
-    """Yields a base model's folder and None, or its name on the hub and the revision, None where none is given.
-
-    Turns what goes wrong in loading it into one line.
-    """
-    if not base_model:
-        raise InputError(f"{flag('base_model')} is empty; give a folder, a name on the hub, or tales")
-    path = local_folder(base_model)
-    if base_model in WORLDS and not path.is_dir():
-        raise InputError(f"{path.parent} is damaged; remove that folder, and the world is built anew")
-    remedy = "give the folder of a downloaded model, or use --preset tales"
-    if not path.is_dir() and not HUB_NAME.fullmatch(base_model):
-        raise InputError(f"{flag('base_model')} {base_model}: no such folder; {remedy}")
-    if not path.is_dir():
-        name, _, revision = base_model.partition("@")
-        with (
-            hub_errors(f"{flag('base_model')} {base_model}", remedy),
-            own_code_errors(base_model),
-            safetensors_errors(base_model, name),
-        ):
-            yield name, revision or None
-        return
-    from huggingface_hub.errors import StrictDataclassError
-
-    what_the_library_raises = (
-        *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError),
-        *(SafetensorError, StrictDataclassError),
-    )
-    try:
-        with own_code_errors(str(path)):
-            yield str(path), None
-    except InputError:
-        raise
-    except what_the_library_raises as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
-
-
-def check_vocabulary(info: dict[str, Any], what: str, base_model: str, vocab_size: int) -> None:
-    """Raise if a reward model, which info describes, was trained with another tokenizer."""
-    if info["vocab_size"] != vocab_size:
-        raise InputError(
-            f"{what}: its tokenizer has {info['vocab_size']} tokens, that of {base_model} {vocab_size}; "
-            f"both must start from the same kind of model"
-        )
-
-
-def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) -> None:
-    """Raise if a model cannot read so many tokens or ids. what: the argument that names it, and its value."""
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < vocab_size:
-        raise InputError(f"{what} has an embedding of {rows} rows for a tokenizer of {vocab_size}")
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        raise InputError(
-            f"{what} reads at most {longest} tokens, but query and response are {length}; "
-            f"shorten {flag('task.query_length')} or {flag('task.response_length')}"
-        )
-
-
-@torch.no_grad()
-def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
-    """Raise if a base model cannot read so many tokens or ids, or if reading them our way gives other logits.
-
-    Our way: with padding anywhere, which must not matter. vocab_size is the padding id, too. read_tokens: of the
-    script, (model, tokens, pad_id, columns) -> hidden states.
-    """
-    what = f"{flag('base_model')} {base_model}"
-    check_size(model, what, length, vocab_size)
-    tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
-    logits, output_layer = model(input_ids=tokens).logits, model.get_output_embeddings()
-    if not same_logits(output_layer(model.base_model(tokens).last_hidden_state), logits):
-        raise InputError(f"{what} changes its logits after the output layer, which is not supported")
-
-    def agrees(places: torch.Tensor) -> bool:
-        """Whether the first tokens, at these columns with padding in all others, have the logits from above."""
-        row = torch.full_like(tokens, vocab_size)
-        row[:, places] = tokens[:, : len(places)]
-        hidden_states = read_tokens(model, row, vocab_size, slice(None))
-        return same_logits(output_layer(hidden_states[:, places]), logits[:, : len(places)])
-
-    columns, half, quarter = torch.arange(length, device=model.device), length // 2, length // 4
-    try:
-        at_all = agrees(columns)
-        after_padding = agrees(columns[half:])
-        around_padding = agrees(torch.cat([columns[:quarter], columns[quarter + half :]]))
-    except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise InputError(f"{what} cannot be read with an attention mask of 4 dimensions: {error}") from error
-    if not at_all:
-        raise InputError(
-            f"{what} does not attend to all of {length} tokens, query and response, which is not supported; if it "
-            f"attends within a window, shorten {flag('task.query_length')} or {flag('task.response_length')}"
-        )
-    if not (after_padding and around_padding):
-        raise InputError(
-            f"{what} gives a text other logits when padding stands "
-            f"{'inside' if after_padding else 'before'} it, which is not supported: it reads tokens one after the "
-            f"other (Mamba, RWKV) or takes distances from columns instead of position ids (ALiBi as in MPT; a window "
-            f"as in GPT-Neo, which {flag('task.query_length')} and {flag('task.response_length')} below it avoid)"
-        )
-
-
-def same_logits(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits (batch, length, ids) agree at each position, to a thousandth of what they vary over the ids."""
-    distance = (logits - expected).square().mean(2).sqrt()  # (batch, length)
-    return bool((distance <= 1e-3 * expected.std(2, correction=0)).all())

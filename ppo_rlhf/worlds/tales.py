@@ -13,7 +13,7 @@ really learns from comparisons, and yet the thing that people want is known in c
 
 The comparisons are written as JSON in the format of OpenAI's label files, and read by the same code.
 
-    python ppo_rlhf/tales.py    # build the world, unless it is there, and read a little of it
+    python ppo_rlhf/worlds/tales.py    # build the world, unless it is there, and read a little of it
 """
 
 import dataclasses
@@ -35,15 +35,8 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.run import (
-    InputError,
-    above_zero,
-    at_least,
-    check_values,
-    environment_number,
-    read_json,
-    run_script,
-)
+from ppo_rlhf.lib import cli, errors, files, lm, texts
+from ppo_rlhf.lib.errors import InputError
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -307,25 +300,21 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
     Returns, for each task, the ceiling of accuracy on the held-out comparisons, and mean and deviation of the
     language model's own gold score.
     """
-    # Imported here because train_policy reads the world through data.py.
-    from ppo_rlhf.data import OPENAI_PAD_ID, QueryStream, TaskArgs, to_texts
-    from ppo_rlhf.train_policy import generate, keyed_generator, truncate_at
-
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     model = GPT2LMHeadModel.from_pretrained(folder / "model").to(device)
     pad_id, count = len(tokenizer), args.train_comparisons + args.test_comparisons
-    task = TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=args.query_length)
+    task = texts.TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=args.query_length)
     try:
-        queries = QueryStream(task, tokenizer).next_batch(count, pad_id)  # (count, query_length)
+        queries = texts.QueryStream(task, tokenizer).next_batch(count, pad_id)  # (count, query_length)
     except InputError as error:
         raise InputError(f"no story has a sentence of query_length {args.query_length} tokens or fewer") from error
-    generator = keyed_generator(args.seed, "comparisons")
+    generator = lm.keyed_generator(args.seed, "comparisons")
     uniforms = torch.rand(4, count, args.response_length, generator=generator, dtype=torch.float64)
     samples = torch.stack(
         [
             torch.cat(
                 [
-                    generate(model, q.to(device), u.to(device), pad_id, pad_id, args.temperature)[0].cpu()
+                    lm.generate(model, q.to(device), u.to(device), pad_id, pad_id, args.temperature)[0].cpu()
                     for q, u in zip(queries.split(512), noise.split(512), strict=True)
                 ]
             )
@@ -334,14 +323,14 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
         dim=1,
     )  # (count, 4, response_length)
     stop_id = tokenizer.encode(".")[0]
-    samples = truncate_at(samples.flatten(0, 1), stop_id, args.truncate_after, pad_id)
-    query_texts, texts = to_texts(tokenizer, queries, pad_id), to_texts(tokenizer, samples, pad_id)
+    samples = lm.truncate_at(samples.flatten(0, 1), stop_id, args.truncate_after, pad_id)
+    query_texts, sample_texts = (texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, samples))
     samples = samples.unflatten(0, (count, 4))
     facts = {}
     for name, annotator in ANNOTATORS.items():
-        gold_scores = torch.tensor(annotator.gold_scores(query_texts, texts)).view(count, 4)
+        gold_scores = torch.tensor(annotator.gold_scores(query_texts, sample_texts)).view(count, 4)
         best, largest_probability = annotator.choose_best(
-            gold_scores, args.annotator_temperature, keyed_generator(args.seed, "annotator", name)
+            gold_scores, args.annotator_temperature, lm.keyed_generator(args.seed, "annotator", name)
         )
         facts[name] = {
             "ceiling": largest_probability[args.train_comparisons :].mean().item(),
@@ -351,8 +340,8 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
         rows = [
             {"query": query, **{f"sample{i}": ids for i, ids in enumerate(row)}, "best": choice}
             for query, row, choice in zip(
-                queries.masked_fill(queries == pad_id, OPENAI_PAD_ID).tolist(),
-                samples.masked_fill(samples == pad_id, OPENAI_PAD_ID).tolist(),
+                queries.masked_fill(queries == pad_id, texts.OPENAI_PAD_ID).tolist(),
+                samples.masked_fill(samples == pad_id, texts.OPENAI_PAD_ID).tolist(),
                 best.tolist(),
                 strict=True,
             )
@@ -430,9 +419,9 @@ def find_world(args: TalesArgs | None = None) -> Path:
     processes the first one builds and the others wait.
     """
     args = args or TalesArgs()
-    check_values(args)
-    at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
-    above_zero("", args, "lm_lr", "temperature", "annotator_temperature")
+    cli.check_values(args)
+    cli.at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
+    cli.above_zero("", args, "lm_lr", "temperature", "annotator_temperature")
     if args.width % args.heads:
         raise InputError(f"heads {args.heads} does not divide width {args.width}")
     for name, length in (
@@ -446,7 +435,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
     key = json.dumps([dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES, repr(ANNOTATORS)])
     folder = cache / f"tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not folder.exists() and environment_number("RANK", default=0, least=0) == 0:
+    if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
         build_world(folder, args)
     while not folder.exists():
         time.sleep(1)
@@ -456,7 +445,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
 def main() -> None:
     world = find_world(tyro.cli(TalesArgs, description=__doc__))
     try:
-        facts = read_json(world / "world.json")
+        facts = files.read_json(world / "world.json")
     except (OSError, ValueError) as error:
         raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
     print(
@@ -467,4 +456,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    errors.run_script(main)

@@ -1,0 +1,277 @@
+"""The command line: presets, --resume, checks of arguments, and several stages in a row."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import shutil
+import sys
+import typing
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+from accelerate.utils import broadcast_object_list
+
+from ppo_rlhf.lib import errors, files, processes, run
+from ppo_rlhf.lib.errors import InputError, flag, typed, typed_as
+
+# ----------------------------------------------------------------------------------------------------------------
+# Presets and --resume
+# ----------------------------------------------------------------------------------------------------------------
+
+Args = TypeVar("Args")
+
+# What may differ when a run goes on: its length, memory, tracking, output. All else would make it another run.
+MAY_CHANGE = {
+    "ppo.total_episodes",
+    "resume",
+    "track",
+    "wandb_project_name",
+    "wandb_entity",
+    "upload_model",
+    "hf_entity",
+    "log_interval",
+    "save_interval",
+    "ppo.local_micro_batch_size",
+    "ppo.local_rollout_batch_size",
+    "local_micro_batch_size",
+    "local_rollout_batch_size",
+}
+
+
+def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:
+    """Read the command line: --preset chooses the defaults, every other flag overrides one.
+
+    With --resume runs/<run>, the defaults are the arguments that the run was started with.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    resume, preset = flag_value(argv, "--resume"), flag_value(argv, "--preset")
+    if resume:
+        saved = saved_args(type(next(iter(presets.values()))), Path(resume), files.read_meta(Path(resume))["args"])
+        args = tyro.cli(
+            type(saved), args=argv, default=dataclasses.replace(saved, resume=resume), description=description
+        )
+        check_same_arguments(saved, args)
+        return args
+    if preset is not None and preset not in presets:
+        raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
+    default = presets[preset] if preset else next(iter(presets.values()))
+    return tyro.cli(type(default), args=argv, default=default, description=description)
+
+
+def run_script(train: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
+    """Train with the arguments of the command line; what is the user's to mend ends in one line and exit status 2."""
+    errors.run_script(lambda: train(parse(sys.argv[1:])))
+
+
+def flag_value(argv: list[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`, the last one if there are several."""
+    value = None
+    for i, word in enumerate(argv):
+        if word == name and i + 1 < len(argv):
+            value = argv[i + 1]
+        elif word.startswith(name + "="):
+            value = word.split("=", 1)[1]
+    return value
+
+
+def saved_args(cls: type[Args], folder: Path, values: dict[str, Any]) -> Args:
+    """The arguments that meta.json in a run's folder holds."""
+    try:
+        args = from_dict(cls, values)
+        check_values(args)
+        return args
+    except InputError as error:
+        raise InputError(
+            f"--resume {folder}: meta.json is not that of this script's runs, or damaged: {error}"
+        ) from error
+
+
+def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
+    """The inverse of dataclasses.asdict for nested dataclasses."""
+    hints = typing.get_type_hints(cls)
+    if not isinstance(values, dict) or set(values) != set(hints):
+        differing = sorted(set(hints) ^ set(values if isinstance(values, dict) else ()))
+        raise InputError(f"its arguments differ in {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}")
+    arguments = {}
+    for name, hint in hints.items():
+        nested = dataclasses.is_dataclass(hint)
+        arguments[name] = from_dict(hint, values[name]) if nested else values[name]
+        if not nested and not files.fits(values[name], hint):
+            raise InputError(f"its argument {name} is {values[name]!r}, which it cannot be")
+    return cls(**arguments)
+
+
+def check_same_arguments(saved: Any, args: Any) -> None:
+    """Refuse to go on with other arguments than the saved ones, but for those that may change; print those."""
+    old, new = files.flatten(dataclasses.asdict(saved)), files.flatten(dataclasses.asdict(args))
+    allowed, refused = [], []
+    for name in old:
+        if old[name] != new[name] and name != "resume":
+            may_change = re.sub(r"^(sft|reward|policy)\.", "", name) in MAY_CHANGE
+            (allowed if may_change else refused).append(f"{name} {old[name]} -> {new[name]}")
+    if refused:
+        raise InputError(
+            f"--resume {args.resume}: {', '.join(refused)} would make it another run; "
+            f"only these may change: {', '.join(sorted(MAY_CHANGE - {'resume'}))}"
+        )
+    if allowed and errors.is_first_process():
+        print(f"resumed with {', '.join(allowed)}")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Several stages in a row
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def flags_of(part: str, args: Any, shared: Collection[str]) -> contextlib.AbstractContextManager[None]:
+    """Within the block, messages name a stage's arguments as they are typed: ppo.lr is policy.ppo.lr.
+
+    shared: arguments that all stages get and that keep their names.
+    """
+    own = [name for name in files.flatten(dataclasses.asdict(args)) if name.split(".")[0] not in (*shared, "resume")]
+    return typed_as({name: f"{part}.{name}" for name in own})
+
+
+def is_finished(folder: Path, args: Any) -> bool:
+    """Whether a run has reached its end, and these arguments do not move that end."""
+    meta = files.read_meta(folder)
+    ppo = getattr(args, "ppo", None)  # other stages have none; their length does not change
+    return meta.get("finished", False) and (not ppo or ppo.total_episodes == meta["args"]["ppo"]["total_episodes"])
+
+
+class Stages:
+    """Trains one stage after another under one time stamp; goes on with the stage that was cut off."""
+
+    def __init__(self, args: Any, shared: Collection[str]):
+        """args: of the script that runs the stages; args.resume is the folder of one of their runs, or empty.
+
+        root: the folder that holds runs/ and models/.
+        """
+        self.resume, self.shared, self.accelerator = args.resume, shared, processes.make_accelerator()
+        self.runs, self.timestamp = Path("runs").absolute(), run.shared_timestamp()
+        if args.resume:
+            folder, meta = files.absolute(args.resume), files.read_meta(Path(args.resume))
+            if folder.name != meta.get("name", folder.name):
+                raise InputError(
+                    f"--resume {args.resume}: this run began as {meta['name']}, and the stages find each other by "
+                    f"their names; give its folder that name again"
+                )
+            self.runs, self.timestamp = folder.parent, meta["joint"]["timestamp"]
+        self.root = self.runs.parent
+        self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
+
+    def run_folder(self, args: Any) -> Path:
+        """The folder of a stage's run, given the stage's arguments."""
+        return self.runs / run.run_name(args, self.timestamp)
+
+    def train(self, train: Callable[[Any, dict], Path], args: Any, part: str, kind: str) -> Path:
+        """Train one stage, go on with it, or skip it if it is finished; returns models/<run>/<kind>."""
+        folder = self.run_folder(args)
+        model = self.root / "models" / folder.name / kind
+        begun = bool(self.resume) and (folder / "meta.json").exists()
+        begun, finished = broadcast_object_list([(begun, begun and is_finished(folder, args))])[0]
+        if finished:
+            return model
+        if self.resume and not begun and self.accelerator.is_main_process:
+            if list(folder.glob("checkpoints/*")):
+                raise InputError(f"{files.shown(folder)} has checkpoints but no meta.json; it cannot go on")
+            if model.exists():
+                raise InputError(
+                    f"{files.shown(model)} is there, but its run {files.shown(folder)} is not; bring that back"
+                )
+            shutil.rmtree(folder, ignore_errors=True)  # cut off before it had written anything to go on from
+        with flags_of(part, args, self.shared):
+            return train(dataclasses.replace(args, resume=str(folder) if begun else ""), self.joint)
+
+
+def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, description: str | None) -> Args:
+    """The command line with --resume runs/<run>, one of several stages: the defaults are that script's arguments."""
+    joint = files.read_meta(folder).get("joint")
+    if not joint:
+        raise InputError(f"--resume {folder}: {script} did not start that run; resume it with its own script")
+    saved = dataclasses.replace(saved_args(cls, folder, joint["args"]), resume=str(folder))
+    args = tyro.cli(cls, args=argv, default=saved, description=description)
+    check_same_arguments(saved, args)
+    return args
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Checks
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def above_zero(prefix: str, group: Any, *fields: str) -> None:
+    """Check that these fields of a dataclass are above 0. prefix: of their names on the command line."""
+    for field in fields:
+        if not getattr(group, field) > 0:
+            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be above 0")
+
+
+def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
+    """Check that these fields of a dataclass are not too small. prefix: of their names on the command line."""
+    for field in fields:
+        if getattr(group, field) < least:
+            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be at least {least}")
+
+
+WANDB_MODES = ("online", "offline", "shared", "disabled")
+
+
+def check_values(args: Any) -> None:
+    """Check what holds for every script's arguments: finite numbers, texts that are Unicode, and the like."""
+    values = files.flatten(dataclasses.asdict(args))
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{flag(name)} is {value}; it must be a finite number")
+        if isinstance(value, int) and not abs(value) < 2**63:
+            number = value if abs(value) < 10**30 else "a number of many digits"
+            raise InputError(f"{flag(name)} is {number}; it must be below 2^63")
+        if isinstance(value, str) and value.encode(errors="replace").decode() != value:
+            raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
+    if args.seed < 0:
+        raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
+    if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
+        raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
+    if values.get("upload_model"):
+        check_repository_name(args)
+    if values.get("track") and os.environ.get("WANDB_MODE", "online") not in WANDB_MODES:
+        raise InputError(
+            f"{flag('track')}: WANDB_MODE is {os.environ['WANDB_MODE']!r}; it must be one of {', '.join(WANDB_MODES)}"
+        )
+
+
+def check_repository_name(args: Any) -> None:
+    """Refuse, before the training, names of run and owner that the hub would refuse after it."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    longest = f"{args.hf_entity or 'owner'}/{run.run_name(args, 10**9)}-policy"
+    try:
+        validate_repo_id(longest)
+    except HFValidationError as error:
+        raise InputError(
+            f"{flag('upload_model')}: {error} {flag('exp_name')} and {flag('hf_entity')} say what it is called"
+        ) from error
+
+
+def check_updates(made: int, updates: int, batch: int) -> None:
+    """Refuse to go on with a run that has made more updates than its arguments ask for."""
+    if made > updates:
+        raise InputError(
+            f"{flag('ppo.total_episodes')} makes {updates} updates, but this run has made {made}; "
+            f"{flag('ppo.total_episodes')} {made * batch} is the least"
+        )
+
+
+def check_horizon(horizon: int, episodes: int) -> None:
+    """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
+    if episodes >= 5 * horizon:
+        raise InputError(
+            f"{flag('rewards.adaptive_kl.horizon')} {horizon}: an update of {flag('ppo.batch_size')} {episodes} "
+            f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
+            f"{episodes // 5 + 1} would do"
+        )

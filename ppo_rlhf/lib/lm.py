@@ -1,0 +1,216 @@
+"""How a model reads and writes tokens.
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import contextlib
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, StaticCache
+
+# ----------------------------------------------------------------------------------------------------------------
+# Models
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+
+    mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
+    """
+    # [D15] A position sees itself and the real tokens before it, padding too.   language/model.py#L101-L159
+    itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+    visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
+    return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
+    """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
+
+    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
+    """
+    # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
+    mask = tokens != pad_id  # (batch, sequence_length)
+    input_ids = tokens.masked_fill(~mask, 0)
+    # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
+    position_ids = mask.cumsum(1) - mask.long()
+    attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
+    hidden_states = lm_backbone.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state  # (batch, sequence_length, width)
+    # [D16] Padding shows what the real token to its left shows: columns [0, 0, 0, 3].   language/model.py#L333-L341
+    real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
+    last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)
+    return hidden_states.gather(1, last_real.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
+
+
+def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_size: int, temperature: float) -> Tensor:
+    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
+    # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
+    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
+    # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def response_logprobs(
+    lm_backbone: PreTrainedModel,
+    context_responses: Tensor,
+    pad_id: int,
+    context_length: int,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a language model says of responses that it reads.
+
+    context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
+    gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
+    """
+    # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
+    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
+    responses = context_responses[:, context_length:]
+    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
+    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
+    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
+    with torch.no_grad():
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+    return logprobs, entropies, hidden_states
+
+
+def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
+    """The head's number for each hidden state: (..., width) gives (...). In full precision even in bfloat16 runs."""
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
+
+
+def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
+    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
+
+
+class RewardModel(nn.Module):
+    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
+
+    def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
+        """low_precision: whether matrix products are in bfloat16."""
+        super().__init__()
+        self.lm_backbone, self.low_precision = lm_backbone, low_precision
+        width = lm_backbone.config.hidden_size
+        # [D29] A small random head: about 1 / sqrt(width) in every weight.   language/model.py#L248-L258
+        self.reward_head = nn.Linear(width, 1)
+        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
+        nn.init.zeros_(self.reward_head.bias)
+        # [D31] [D32] Gain and bias are trainable parameters.   rewards.py#L48-L71
+        self.gain = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+        # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
+        with mixed_precision(query_responses.device, enabled=self.low_precision):
+            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+            return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Tokens: pad, generate, truncate
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
+    """Move the padding of each row to its left; the order of the other tokens stays.
+
+    tokens: (batch, length). [[5, P, 6, P]] gives [[P, P, 5, 6]].
+    """
+    # [D08] A stable sort by "is a real token".
+    return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+class KeyValueCache(StaticCache):
+    """Keys and values, both in the precision of the values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens; return those of all tokens."""
+        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
+@torch.no_grad()
+def generate(
+    lm_backbone: PreTrainedModel, contexts: Tensor, uniforms: Tensor, pad_id: int, vocab_size: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample responses with a key-value cache.
+
+    contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
+    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
+    state before each token (batch, response_length, width).
+    """
+    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
+    tokens = left_pad(contexts, pad_id)
+    mask = tokens != pad_id  # (batch, context_length)
+    position_ids = mask.cumsum(1) - mask.long()
+    tokens = tokens.masked_fill(~mask, 0)
+    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
+    length = contexts.shape[1] + uniforms.shape[1]
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
+    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
+    responses, logprobs, hidden_states = [], [], []
+    # [D22] [D24] Always response_length tokens; no top-k, no top-p.   language/sample.py#L24-L84
+    for column in range(uniforms.shape[1]):
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=masks[column],
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (batch, width)
+        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
+        # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
+        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
+        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        # [D25] Log-probs are recorded as the tokens are sampled.   policy.py#L108-L112
+        responses.append(tokens)
+        logprobs.append(all_logprobs.gather(1, tokens))
+        hidden_states.append(hidden)
+        position_ids = position_ids[:, -1:] + 1
+    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:
+    """Replace everything after the first stop token at index >= after by padding; the stop token itself stays.
+
+    responses: (batch, response_length). stop_id None: unchanged.
+    """
+    # [D48] What follows the stop token becomes padding; without one, nothing changes.   lm_tasks.py#L39-L52
+    if stop_id is None:
+        return responses
+    stops = (responses == stop_id) & (torch.arange(responses.shape[1], device=responses.device) >= after)
+    stops_before = stops.cumsum(1) - stops.long()  # (batch, response_length)
+    return responses.masked_fill(stops_before > 0, pad_id)
+
+
+def has_stop(responses: Tensor, stop_id: int | None, after: int) -> Tensor:
+    """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
+    # [D50] A stop token before index `after` does not count.   lm_tasks.py#L58-L65
+    if stop_id is None:
+        return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
+    return (responses[:, after:] == stop_id).any(1)
+
+
+def episode_noise(seed: int, update: int, batch: int, response_length: int) -> Tensor:
+    """Uniform random numbers (batch, response_length) of a whole batch, the same at any number of processes."""
+    # [X01] The original seeds each process; here the noise belongs to the episode.
+    generator = keyed_generator(seed, "policy", update)
+    return torch.rand(batch, response_length, generator=generator, dtype=torch.float64)

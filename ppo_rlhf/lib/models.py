@@ -1,0 +1,503 @@
+"""Pretrained models and our own: load, check, save.
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_rlhf.lib import files, hub, lm, processes
+from ppo_rlhf.lib.errors import InputError, flag
+
+
+def weight_files(args: Any) -> dict[str, list[Path]]:
+    """The files with the weights of the models that a script's arguments name, as find_paths gives them.
+
+    Of a model from the hub, those that were downloaded.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    rewards = getattr(args, "rewards", None)  # the policies' scripts have some
+    models = {"base_model": args.base_model}
+    models |= {f"rewards.{name}": getattr(rewards, name, "") for name in ("trained_model", "value_model")}
+    files = {}
+    for name, model in models.items():
+        if not model:
+            continue
+        folder = Path(model)
+        if not folder.is_dir():
+            repository, _, revision = model.partition("@")
+            config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+            folder = Path(config).parent if isinstance(config, str) else folder
+        files[name] = sorted(folder.absolute().glob("*.safetensors"))
+    return files
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One above a tokenizer's largest id, which is its length unless its ids have holes; also our padding id.
+
+    An id in a hole may be sampled, as any row of the output layer that stands for no text, and is decoded as nothing.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """What ppo_rlhf.json beside the weights of one of our models says of it."""
+    try:
+        info = files.read_json(folder / "ppo_rlhf.json")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not the folder of a model that was trained here: {error}") from error
+    kinds = {"kind": str, "base_model": str, "vocab_size": int, "task": dict}
+    if isinstance(info, dict) and info.get("kind") == "policy":
+        kinds |= {"reward_model": str, "function": str, "monitor": str}
+    if not isinstance(info, dict) or not all(files.fits(info.get(name), kind) for name, kind in kinds.items()):
+        raise InputError(f"{folder / 'ppo_rlhf.json'} does not describe a model that was trained here")
+    return info
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Load
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def weights_dtype(dtype: str) -> torch.dtype:
+    """The precision of the weights where a script's `dtype` is this; bfloat16 is that of matrix products alone."""
+    return torch.float64 if dtype == "float64" else torch.float32
+
+
+def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base model."""
+    with model_errors(base_model) as (path, revision):
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
+            raise OSError("it has no tokenizer")
+        return tokenizer
+
+
+def load_pretrained(
+    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings."""
+    with model_errors(base_model) as (path, revision):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
+        own_settings = dict(vars(config))
+        for name, value in own_settings.items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
+        #       language/model.py#L14-L73
+        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        for name, value in own_settings.items():
+            if value == "gelu_new":
+                setattr(config, name, "gelu_pytorch_tanh")
+        changed = {name: value for name, value in own_settings.items() if getattr(config, name) != value}
+        if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
+            raise OSError(f"its attention is code from the hub; {flag('trust_remote_code')} runs it, if you trust it")
+        if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):
+            raise OSError("it is one process's part of a distributed checkpoint; save it with save_pretrained")
+        with without_pickles():
+            model, loading = auto_class.from_pretrained(
+                path,
+                revision=revision,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                # The library would load adapters that lie beside the weights. They are looked for where none can be.
+                adapter_kwargs={"subfolder": "config.json"},
+            )
+        if loading["missing_keys"]:
+            missing = ", ".join(sorted(loading["missing_keys"])[:3])
+            raise OSError(f"its weights lack {missing}")
+        if loading["mismatched_keys"]:
+            name, there, wanted = sorted(loading["mismatched_keys"])[0]
+            raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
+        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+            raise OSError("its weights hold numbers that are not finite")
+        model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
+        for name, value in changed.items():
+            setattr(model.config, name, value)
+        return model
+
+
+@contextlib.contextmanager
+def without_pickles() -> Iterator[None]:
+    """Keep the library from loading pickles, which an index of safetensors or config.json may name all the same."""
+
+    def refuse(file: Any, *_: Any, **__: Any) -> None:
+        raise OSError(f"its weights lie in {Path(file).name}, which is a pickle; only safetensors are read")
+
+    load, torch.load = torch.load, refuse
+    try:
+        yield
+    finally:
+        torch.load = load
+
+
+@contextlib.contextmanager
+def own_code_errors(model: str) -> Iterator[None]:
+    """Turns the library's refusal to run code that comes with a model into one line of ours."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(
+            f"{model} needs Python code that comes with it; {flag('trust_remote_code')} runs that code, "
+            f"if you trust it"
+        ) from error
+
+
+@contextlib.contextmanager
+def safetensors_errors(base_model: str, name: str) -> Iterator[None]:
+    """Says what to do if a model on the hub, or this revision of it, has pickles only."""
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # else the library asks a service to convert them, and waits
+    try:
+        yield
+    except OSError as error:
+        if "cannot be loaded with `safetensors`" not in str(error):
+            raise
+        raise InputError(
+            f"{flag('base_model')} {base_model} has no safetensors on the hub; {flag('base_model')} {name}@<revision>"
+            f" takes those of another revision (often refs/pr/<number>), or convert it with save_pretrained and give "
+            f"the folder"
+        ) from error
+
+
+@contextlib.contextmanager
+def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
+    """Yields a base model's folder and None, or its name on the hub and the revision, None where none is given.
+
+    Turns what goes wrong in loading it into one line.
+    """
+    if not base_model:
+        raise InputError(f"{flag('base_model')} is empty; give a folder, a name on the hub, or tales")
+    path = Path(base_model)
+    remedy = "give the folder of a downloaded model, or use --preset tales"
+    if not path.is_dir() and not hub.HUB_NAME.fullmatch(base_model):
+        raise InputError(f"{flag('base_model')} {base_model}: no such folder; {remedy}")
+    if not path.is_dir():
+        name, _, revision = base_model.partition("@")
+        with (
+            hub.hub_errors(f"{flag('base_model')} {base_model}", remedy),
+            own_code_errors(base_model),
+            safetensors_errors(base_model, name),
+        ):
+            yield name, revision or None
+        return
+    from huggingface_hub.errors import StrictDataclassError
+
+    what_the_library_raises = (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError),
+        *(SafetensorError, StrictDataclassError),
+    )
+    try:
+        with own_code_errors(str(path)):
+            yield str(path), None
+    except InputError:
+        raise
+    except what_the_library_raises as error:
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Check
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def check_vocabulary(info: dict[str, Any], what: str, base_model: str, vocab_size: int) -> None:
+    """Raise if a reward model, which info describes, was trained with another tokenizer."""
+    if info["vocab_size"] != vocab_size:
+        raise InputError(
+            f"{what}: its tokenizer has {info['vocab_size']} tokens, that of {base_model} {vocab_size}; "
+            f"both must start from the same kind of model"
+        )
+
+
+def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) -> None:
+    """Raise if a model cannot read so many tokens or ids. what: the argument that names it, and its value."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < vocab_size:
+        raise InputError(f"{what} has an embedding of {rows} rows for a tokenizer of {vocab_size}")
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise InputError(
+            f"{what} reads at most {longest} tokens, but query and response are {length}; "
+            f"shorten {flag('task.query_length')} or {flag('task.response_length')}"
+        )
+
+
+@torch.no_grad()
+def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
+    """Raise if a base model cannot read so many tokens or ids, or if reading them our way gives other logits.
+
+    Our way: with padding anywhere, which must not matter. vocab_size is the padding id, too. read_tokens: of the
+    script, (model, tokens, pad_id, columns) -> hidden states.
+    """
+    what = f"{flag('base_model')} {base_model}"
+    check_size(model, what, length, vocab_size)
+    tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
+    logits, output_layer = model(input_ids=tokens).logits, model.get_output_embeddings()
+    if not same_logits(output_layer(model.base_model(tokens).last_hidden_state), logits):
+        raise InputError(f"{what} changes its logits after the output layer, which is not supported")
+
+    def agrees(places: torch.Tensor) -> bool:
+        """Whether the first tokens, at these columns with padding in all others, have the logits from above."""
+        row = torch.full_like(tokens, vocab_size)
+        row[:, places] = tokens[:, : len(places)]
+        hidden_states = read_tokens(model, row, vocab_size, slice(None))
+        return same_logits(output_layer(hidden_states[:, places]), logits[:, : len(places)])
+
+    columns, half, quarter = torch.arange(length, device=model.device), length // 2, length // 4
+    try:
+        at_all = agrees(columns)
+        after_padding = agrees(columns[half:])
+        around_padding = agrees(torch.cat([columns[:quarter], columns[quarter + half :]]))
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        raise InputError(f"{what} cannot be read with an attention mask of 4 dimensions: {error}") from error
+    if not at_all:
+        raise InputError(
+            f"{what} does not attend to all of {length} tokens, query and response, which is not supported; if it "
+            f"attends within a window, shorten {flag('task.query_length')} or {flag('task.response_length')}"
+        )
+    if not (after_padding and around_padding):
+        raise InputError(
+            f"{what} gives a text other logits when padding stands "
+            f"{'inside' if after_padding else 'before'} it, which is not supported: it reads tokens one after the "
+            f"other (Mamba, RWKV) or takes distances from columns instead of position ids (ALiBi as in MPT; a window "
+            f"as in GPT-Neo, which {flag('task.query_length')} and {flag('task.response_length')} below it avoid)"
+        )
+
+
+def same_logits(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits (batch, length, ids) agree at each position, to a thousandth of what they vary over the ids."""
+    distance = (logits - expected).square().mean(2).sqrt()  # (batch, length)
+    return bool((distance <= 1e-3 * expected.std(2, correction=0)).all())
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Our own models
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def load_reward_model(
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool = False, model_class: type | None = None
+) -> lm.RewardModel:
+    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit.
+
+    model_class: the script's own RewardModel, if it has one.
+    """
+    # [D44] train_reward.py#L292-L329
+    head_file = folder / "reward_head.safetensors"
+    if not folder.is_dir():
+        raise InputError(f"reward model {folder}: no such folder")
+    if not head_file.is_file():
+        raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
+    backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
+    reward_model = (model_class or lm.RewardModel)(backbone).to(dtype)
+    try:
+        head = load_file(head_file)
+        missing = {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head)
+        unexpected = reward_model.load_state_dict(head, strict=False).unexpected_keys
+    except (SafetensorError, RuntimeError) as error:
+        raise InputError(f"{head_file} does not fit the model beside it: {error}") from error
+    if missing or unexpected:
+        raise InputError(f"{head_file} does not fit the model beside it: {', '.join([*missing, *unexpected])}")
+    if not all(tensor.isfinite().all() for tensor in head.values()):
+        raise InputError(f"{head_file} holds numbers that are not finite")
+    return reward_model.requires_grad_(False)
+
+
+def config_for_plots(given: Any, args: Any) -> dict[str, Any]:
+    """What Weights & Biases gets besides a policy's arguments: the label file that its reward model learned from.
+
+    The plotting command of lm-human-preference-details selects runs by it. given: the arguments as they were typed;
+    args: with the paths that they mean.
+    """
+    folder = args.rewards.trained_model
+    info = read_info(Path(folder)) if folder else {}
+    return {"rewards": dataclasses.asdict(given.rewards) | {"label_dataset": info.get("label_dataset")}}
+
+
+def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """The base model that a script's arguments name, in the precision of its weights."""
+    return load_pretrained(args.base_model, weights_dtype(args.dtype), args.trust_remote_code, auto_class)
+
+
+def load_scalar_model(args: Any, field: str, vocab_size: int, model_class: type | None = None) -> lm.RewardModel:
+    """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
+    folder = Path(getattr(args.rewards, field))
+    what = f"{flag(f'rewards.{field}')} {folder}"
+    model = load_reward_model(folder, weights_dtype(args.dtype), args.trust_remote_code, model_class)
+    check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
+    check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
+    return model
+
+
+class MixedPrecision(nn.Module):
+    """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
+
+    low_precision = False
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The precision of what is computed within the block."""
+        return lm.mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """For rollouts and evaluations: the precision of the training, no gradients, whole weights if sharded."""
+        with torch.no_grad(), self.autocast(), processes.gathered(self):
+            yield
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Adapters
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoraArgs:
+    rank: int = 0
+    """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all of its own"""
+    alpha: float = 16.0
+    """the adapters' output is scaled by alpha / rank"""
+    target_modules: str = ""
+    """layers that get adapters, names separated by commas, or all-linear; empty: peft's choice for the model"""
+
+
+def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.Module:
+    """Freeze a model and put low-rank adapters into its layers. Returns peft's handle, which can switch them off."""
+    from peft import LoraConfig, TaskType, get_peft_model  # slow, and used by few runs
+
+    names = [name.strip() for name in lora.target_modules.split(",")]
+    target_modules = None if not lora.target_modules else "all-linear" if names == ["all-linear"] else names
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM, r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules
+    )
+    torch.manual_seed(seed)  # the same adapters on every process
+    try:
+        return get_peft_model(lm_backbone, config)
+    except ValueError as error:
+        raise InputError(
+            f"{flag('lora.target_modules')} {lora.target_modules!r} does not fit the base model: {error}"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Save
+# ----------------------------------------------------------------------------------------------------------------
+
+
+FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
+
+
+def unsharded(reward_model: lm.RewardModel, trust_remote_code: bool = False) -> lm.RewardModel:
+    """A reward model with whole weights: itself, unless it is sharded. Every process must call this."""
+    if not any(isinstance(module, FSDPModule) for module in reward_model.modules()):
+        return reward_model
+    weights, config = processes.full_state_dict(reward_model), reward_model.lm_backbone.config
+    plain = lm.RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
+    plain.to(reward_model.gain.dtype).load_state_dict(weights, strict=False)  # tied weights come once
+    return plain
+
+
+def save_language_model(
+    folder: Path,
+    lm_backbone: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict,
+) -> None:
+    """Save as an ordinary causal language model, with its tokenizer and ppo_rlhf.json. weights: its state, whole."""
+    lm_backbone.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+    files.write_json(folder / "ppo_rlhf.json", info)
+
+
+def save_reward_model(
+    folder: Path,
+    reward_model: lm.RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict,
+    trust_remote_code: bool = False,
+) -> None:
+    """Save as an ordinary sequence-classification model that gives the same scores, gain and bias included.
+
+    The score of such a model is linear in the final hidden state and has no constant. So the gain goes into the
+    weight w of the score, and the constant c into the bias of the final layer norm, along w: w (h + c w / |w|^2)
+    = w h + c. Where that norm has no bias, c stands in the configuration as `score_constant` and must be added.
+    `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
+    """
+    # [D44] train_reward.py#L292-L329
+    backbone, pad_id = reward_model.lm_backbone.base_model, vocabulary_size(tokenizer)
+    kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
+    weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
+    constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
+    # Some models refuse a padding id beyond their embedding, so it is set once the embedding has a row for it.
+    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"pad_token_id": None})
+    config.num_labels = 1
+    norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
+    config.score_constant = 0.0 if norm_bias else constant
+    classifier = AutoModelForSequenceClassification.from_config(
+        config, dtype=weight.dtype, trust_remote_code=trust_remote_code
+    ).to(weight.device)
+    classifier.base_model.load_state_dict(backbone.state_dict())
+    with torch.no_grad():
+        classifier.score.weight.copy_(weight)
+        if norm_bias:
+            kept[f"lm_backbone.{norm_bias}"] = backbone.state_dict()[norm_bias].clone()
+            classifier.base_model.state_dict()[norm_bias].add_(constant * weight[0] / (weight**2).sum())
+        rows = classifier.get_input_embeddings().num_embeddings
+        if rows <= pad_id:
+            classifier.resize_token_embeddings(pad_id + 1, mean_resizing=False)
+            classifier.get_input_embeddings().weight[rows:] = 0.0
+    classifier.config.pad_token_id = pad_id
+    classifier.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(kept, folder / "reward_head.safetensors")
+    files.write_json(folder / "ppo_rlhf.json", info)
+
+
+def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
+    """Save as an ordinary causal language model, with the value head and ppo_rlhf.json beside the weights.
+
+    policy: a PolicyWithValueHead; args: of its script, as they were given.
+    """
+    policy.lm_backbone.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+    info = {
+        "kind": "policy",
+        "base_model": args.base_model,
+        "reward_model": args.rewards.trained_model,
+        "function": args.rewards.function,
+        "monitor": args.rewards.monitor,
+        "vocab_size": vocabulary_size(tokenizer),
+        "task": dataclasses.asdict(args.task),
+    }
+    files.write_json(folder / "ppo_rlhf.json", info)

@@ -1,0 +1,285 @@
+"""The processes that train together: their number, their shares, what they add up; sharded weights.
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
+
+# How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=3)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a tensor leaves for the next tensor, instead of giving it back to the kernel.
+
+    Otherwise a large tensor is new memory each time, which the kernel clears page by page as it is touched: a fifth
+    of the training time of GPT-2 on a CPU. glibc only; elsewhere nothing happens.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "mallopt"):
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        library.mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
+        library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
+
+
+def make_accelerator(*, sharding: bool = True) -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU.
+
+    sharding: whether the script can shard, should the launcher ask for it.
+    """
+    errors.environment_number("RANK", default=0, least=0)
+    started = errors.environment_number("WORLD_SIZE", default=1, least=1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+    share = max(1, cores // errors.environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
+    threads = errors.environment_number("PPO_RLHF_THREADS", default=share, least=1, most=1024)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
+    if not sharding and started > 1 and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        raise InputError(
+            "chapter 1 keeps whole models on every process; launch without FSDP: benchmark/accelerate/ddp.yaml"
+        )
+    patience = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
+    try:
+        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
+    except ValueError as error:
+        raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
+    if accelerator.num_processes != started:
+        raise InputError(
+            f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
+            f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
+        )
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+    return accelerator
+
+
+def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Reduce 0-d tensors over all processes, in one flat vector."""
+    # [D75] [X13] utils/core.py#L491-L524
+    flat = torch.stack([value.detach().double() for value in values.values()])
+    return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
+
+
+def sum_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Add up 0-d tensors over all processes, in one flat vector: what each adds is a share of the whole."""
+    flat = torch.stack([value.detach().double() for value in values.values()])
+    return dict(zip(values, accelerator.reduce(flat, "sum").tolist(), strict=True))
+
+
+def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
+    """Raise a NumericalError that names what is not finite, in the order given: causes first."""
+    if broken := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+        others = f" (and {len(broken) - 4} more)" if len(broken) > 4 else ""
+        raise NumericalError(
+            f"{', '.join(broken[:4])}{others} in step {step}; the run stops and saves nothing more; {remedy}"
+        )
+
+
+def anew_with_lower(argument: str) -> str:
+    """What to do about a training that diverged: the remedy of check_finite."""
+    return f"if it happens again after --resume, begin anew with a lower {flag(argument)}"
+
+
+FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
+
+
+def check_update(means: dict[str, float], update: int, dtype: str) -> None:
+    """Raise a NumericalError if the means of an update of PPO, over all processes, cannot be right."""
+    check_finite(means, update, anew_with_lower("ppo.lr"))
+    # [D25] Before the first step, the policy that trains is the one that sampled.
+    if means["ppo/val/first_ratio_gap"] > FIRST_RATIO_TOLERANCE[dtype]:
+        raise NumericalError(
+            f"the ratio is off 1 by {means['ppo/val/first_ratio_gap']:.2g} on the first pass of update {update}: the "
+            f"sampler and the training pass disagree about the policy; the run stops and saves nothing more"
+        )
+
+
+def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
+    """Raise a NumericalError on every process if a number is not the same on all of them, bit for bit."""
+    if accelerator.num_processes > 1:
+        values = accelerator.gather(torch.tensor([value], dtype=torch.float64, device=accelerator.device))
+        if (values != values[0]).any():
+            raise NumericalError(f"{name} differs between processes: {values.tolist()}; the run stops")
+
+
+def fail_together(problem: str) -> None:
+    """Raise an InputError on every process if one of them has a problem; an empty text is none.
+
+    For what may go wrong on one process alone, which the others would wait for.
+    """
+    problems: list[str] = [problem]
+    if torch.distributed.is_initialized():
+        problems = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem)
+    if problem := next(filter(None, problems), ""):
+        raise InputError(problem)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sharding: a process keeps a slice of every weight, gradient and Adam moment
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def shard(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -> None:
+    """Shard a model over all processes (FSDP2) if the launcher asks for it.
+
+    layers: class names of the parts that are gathered one by one. With `fsdp_reshard_after_forward: false` the
+    weights stay whole from forward to backward, and only gradients and moments are sliced: ZeRO-2. A parameter that
+    is a single number, such as a gain, stays whole, and must not learn.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and accelerator.num_processes > 1:
+        if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
+            raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+        scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
+        for module in [*(m for m in model.modules() if type(m).__name__ in layers), model]:
+            fully_shard(module, reshard_after_forward=reshards_after_forward(), ignored_params=scalars)
+        # FSDP takes the first module that is called for the outermost one. A rollout calls inner ones, so here is a
+        # call of the outermost before; and back to slices, or what it has gathered now would stay for ever.
+        model.begin = lambda: None
+        register_fsdp_forward_method(model, "begin")
+        model.begin()
+        model.reshard()
+
+
+def reshards_after_forward() -> bool:
+    return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """All weights whole, on every process, for generation, which needs them at each token."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in sharded:
+        module.set_reshard_after_forward(reshards_after_forward(), recurse=False)
+        module.reshard()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor from the slices of all processes, which must all call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model saves, tied weights once, from the slices of all processes, which must all call this."""
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return {name: gather_for_saving(tensor) for name, tensor in model.state_dict().items() if name in names}
+
+
+def gather_for_saving(tensor: torch.Tensor) -> torch.Tensor:
+    """As full_tensor, but on the CPU, where all of them have room."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The inverse of full_tensor: this process's slice of a tensor, if `other` is one."""
+    if isinstance(other, DTensor):
+        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
+    return tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Shares
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def split_evenly(field: str, value: int, parts: int, what: str) -> int:
+    """value / parts, if that is exact. what: what the parts are, for the message."""
+    if value % parts:
+        offer = math.ceil(value / parts) * parts
+        raise InputError(f"{typed(field)} {value} does not divide by {parts} ({what}); {flag(field)} {offer} does")
+    return value // parts
+
+
+def rows_at_a_time(field: str, value: int, whole: int) -> int:
+    """A memory knob: how many of the rows to take at a time; 0: all."""
+    size = value or whole
+    if whole % size:
+        offer = math.gcd(size, whole)
+        raise InputError(
+            f"{typed(field)} {value} does not divide the {whole} of one process; {flag(field)} {offer} does"
+        )
+    return size
+
+
+def deal(inds: torch.Tensor, batch: int, rank: int, processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One process's share of a batch: indices (batch / processes,), and which of them count, bool of that shape.
+
+    The last batch of a pass may be short. It is filled up with index 0, which counts as nothing, so that all
+    processes take the same number of steps and every row of the data counts once.
+    """
+    filled = torch.zeros(batch, dtype=torch.long)
+    filled[: len(inds)] = inds
+    counts = torch.arange(batch) < len(inds)
+    share = slice(rank * batch // processes, (rank + 1) * batch // processes)
+    return filled[share], counts[share]
+
+
+def map_rows(
+    function: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    rows: int,
+    local_batch: int,
+    accelerator: Accelerator,
+) -> tuple[torch.Tensor, ...]:
+    """Apply a function to the indices of all rows, shared among the processes, a local batch at a time.
+
+    function: indices (local_batch,) -> tensors (local_batch, ...). Returns those of all rows, in order, on every
+    process and on the CPU; every process must call this.
+    """
+    batch, chunks = local_batch * accelerator.num_processes, []
+    for inds in torch.arange(rows).split(batch):
+        share, _ = deal(inds, batch, accelerator.process_index, accelerator.num_processes)
+        gathered_rows = (accelerator.gather(tensor.contiguous())[: len(inds)].cpu() for tensor in function(share))
+        chunks.append(tuple(gathered_rows))
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Gradients
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
+    """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that.
+
+    Where a model is sharded, the backward pass has done so.
+    """
+    # [D73] utils/core.py#L468-L488
+    if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        nn.utils.vector_to_parameters(mean, gradients)
+
+
+def gradient_norm(model: nn.Module) -> torch.Tensor:
+    """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
+    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
+def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
+    chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
+    if isinstance(chunks[0], torch.Tensor):
+        return torch.cat(chunks)
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))

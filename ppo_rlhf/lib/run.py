@@ -1,0 +1,604 @@
+"""A run's folder: logs, samples, pictures, checkpoints; and how a run goes on.
+
+A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
+
+    meta.json             arguments, derived sizes, commit, versions, device, wall time, results
+    metrics.csv           one row per step, all metrics; TensorBoard event files hold the same
+    samples.jsonl         the samples that were printed
+    learning_curves.png   a picture of metrics.csv
+    checkpoints/<step>/   everything needed to go on: tensors in safetensors, the rest in JSON
+
+A run survives what may happen to it: kill -9 at any moment, a full disk, a signal to stop. `--resume runs/<run>` goes
+on from its newest checkpoint and gives the numbers of a run that nothing happened to.
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ppo_rlhf.lib import errors, files, processes
+from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
+
+KEEP_CHECKPOINTS = 2
+absolute, read_meta, shown = files.absolute, files.read_meta, files.shown  # for scripts
+
+
+def seconds_since(started: float) -> float:
+    """Seconds since time.monotonic() was `started`; above 0, also where the clock stands still."""
+    return max(time.monotonic() - started, 1e-9)
+
+
+def commit() -> str:
+    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    command = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class Run:
+    """The folder of one run, and everything that is written to it. Only the main process writes.
+
+    The folder is absolute, because a reward function may change the current one.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        sizes: dict[str, int],
+        joint: dict[str, Any] | None = None,
+        weights: dict[str, list[Path]] | None = None,
+    ):
+        """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs; weights: files of
+        the models that the arguments name, which must be the same when the run goes on.
+
+        Nothing is written before start_logging.
+        """
+        self.args = args
+        self.accelerator, self.is_main = accelerator, accelerator.is_main_process
+        self.started = time.monotonic()
+        if args.resume:
+            self.folder = files.absolute(args.resume)
+        else:
+            runs, timestamp = (joint["runs"], joint["timestamp"]) if joint else ("runs", shared_timestamp())
+            self.folder = Path(runs).absolute() / run_name(args, timestamp)
+        self.model_folder = self.folder.parent.parent / "models" / self.folder.name
+        self.rows: list[dict[str, float]] = []
+        self._writers: list[Callable[[int, dict[str, float]], None]] = []
+        self._sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
+        self._closers: list[Callable[[], None]] = []
+        self._unlock: Callable[[], None] = lambda: None
+        self._progress: Any = None
+        self._told_to_stop = self._stopping = False
+        previous = files.read_meta(self.folder) if args.resume else {}
+        self._was_finished = previous.get("finished", False)
+        device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
+        # [D82] train_policy.py#L422-L436
+        self.meta: dict[str, Any] = {
+            "name": previous.get("name", self.folder.name),
+            "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
+            "args": dataclasses.asdict(args),
+            "joint": {name: joint[name] for name in ("args", "timestamp")} if joint else previous.get("joint"),
+            "sizes": sizes,
+            "num_processes": accelerator.num_processes,
+            "threads": torch.get_num_threads(),
+            "device": f"{accelerator.device.type}: {device}",
+            "commit": commit(),
+            "tags": [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "accelerate": importlib.metadata.version("accelerate"),
+            },
+            "wall_time": previous.get("wall_time", 0.0),
+            "finished": False,
+            "wandb_id": previous.get("wandb_id"),
+            "results": {},
+            "weights": self._check_weights(weights or {}, previous.get("weights", {})),
+        }
+
+    def _check_weights(self, weights: dict[str, list[Path]], before: dict[str, str]) -> dict[str, str]:
+        """Checksums of the models' weights, on the main process; an InputError if the run began with others."""
+        sums = {name: files.checksum(paths) for name, paths in weights.items() if paths} if self.is_main else {}
+        other = [name for name, value in sums.items() if before.get(name, value) != value]
+        processes.fail_together(
+            f"--resume {self.args.resume}: the weights in {files.shown(weights[other[0]][0].parent)} are not those "
+            f"of the {flag(other[0])} that this run began with; bring those back"
+            if other
+            else ""
+        )
+        return before | sums
+
+    def seconds(self) -> float:
+        """Wall time of the run so far, with the time before it was resumed."""
+        return self.meta["wall_time"] + seconds_since(self.started)
+
+    def save_meta(self, **changes: Any) -> None:
+        if self.is_main:
+            self.meta |= changes
+            files.write_json(self.folder / "meta.json", self.meta)
+
+    def start_logging(self, first_step: int, config: dict[str, Any] | None = None) -> None:
+        """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
+
+        config: what Weights & Biases gets besides the arguments.
+        """
+        if not self.is_main:
+            return
+        for parent in (self.folder.parent, self.model_folder.parent):
+            if (parent.is_symlink() or parent.exists()) and not parent.is_dir():
+                raise InputError(f"{files.shown(parent)} is a file or a link to nothing, not a folder; move it away")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
+        except FileExistsError as error:
+            raise InputError(
+                f"{files.shown(self.folder)} exists already; did another run begin in the same second?"
+            ) from error
+        if (lock := files.lock_folder(self.folder)) is not None:
+            self._unlock = weakref.finalize(self, os.close, lock)
+        errors.how_to_go_on = f"--resume {files.shown(self.folder)} goes on"
+        self._cut_logs(first_step)
+        self.save_meta()
+        sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
+        print_table(self.meta["name"], sizes, show_lines=False)
+        self._open_csv()
+        self._open_tensorboard()
+        if self.args.track:
+            self._open_wandb(config or {})
+
+    def _close_logs(self) -> None:
+        for close in self._closers:
+            close()
+
+    def _cut_logs(self, first_step: int) -> None:
+        """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
+        metrics_file, samples_file = self.folder / "metrics.csv", self.folder / "samples.jsonl"
+        try:
+            lines = metrics_file.read_text().splitlines(keepends=True) if first_step else []
+            samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
+            rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
+            kept = [row for row in rows if float(row["step"]) < first_step]
+            self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
+            samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
+        if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
+            raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
+        files.replace_file(metrics_file, "".join(lines[: first_step + 1] if first_step else []))
+        files.replace_file(samples_file, "".join(samples))
+
+    def _open_csv(self) -> None:
+        file = (self.folder / "metrics.csv").open("a", newline="")
+        writer = csv.writer(file, lineterminator="\n")
+
+        def write(step: int, metrics: dict[str, float]) -> None:
+            if file.tell() == 0:
+                writer.writerow(["step", *metrics])
+            writer.writerow([step, *metrics.values()])
+            file.flush()
+
+        self._writers.append(write)
+        self._closers.append(file.close)
+
+    def _open_tensorboard(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        for event_file in self.folder.glob("events.out.tfevents.*"):
+            event_file.unlink()
+        # [D78] Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
+        board = SummaryWriter(str(self.folder))
+        board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
+
+        def write(step: int, metrics: dict[str, float]) -> None:
+            for name, value in metrics.items():
+                board.add_scalar(name, value, step)
+
+        for row in self.rows:
+            write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        self._writers.append(write)
+        self._closers.append(board.close)
+
+    def _open_wandb(self, config: dict[str, Any]) -> None:
+        import wandb
+
+        try:
+            tracked = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                name=self.meta["name"],
+                id=self.meta["wandb_id"],
+                resume="allow",
+                config=self.meta["args"] | config | {"commit": self.meta["commit"]},
+                dir=str(self.folder),
+                settings=wandb.Settings(disable_code=True, disable_git=True),  # a remote's address may hold a token
+            )
+        except wandb.errors.Error as error:
+            if not self.args.resume:
+                shutil.rmtree(self.folder)
+            raise InputError(f"{flag('track')}: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
+        self.save_meta(wandb_id=tracked.id)
+
+        def write_samples(step: int, samples: list[dict[str, Any]]) -> None:
+            rows = [list(sample.values()) for sample in samples]
+            tracked.log({"samples": wandb.Table(columns=list(samples[0]), data=rows)}, step=step)
+
+        def close() -> None:
+            if (picture := self.folder / "learning_curves.png").exists():
+                tracked.summary["learning_curves"] = wandb.Image(str(picture))
+            tracked.finish()
+
+        self._writers.append(lambda step, metrics: tracked.log(metrics, step=step))
+        self._sample_writers.append(write_samples)
+        self._closers.append(close)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one row of metrics, on the main process. step: 0-based."""
+        if self.is_main:
+            metrics = {name: float(value) for name, value in metrics.items()}
+            self.rows.append({"step": step, **metrics})
+            for write in self._writers:
+                write(step, metrics)
+
+    def last_mean(self, name: str, steps: int = 10) -> float | None:
+        """Mean of a metric over the last steps; None on other processes than the main one."""
+        values = [row[name] for row in self.rows[-steps:]]
+        return sum(values) / len(values) if values else None
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Append samples to samples.jsonl and print them as a table."""
+        if self.is_main:
+            with (self.folder / "samples.jsonl").open("a") as file:
+                file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
+            for write in self._sample_writers:
+                write(step, samples)
+            rows = [{name: one_line(value) for name, value in sample.items()} for sample in samples]
+            print_table(f"step {step}", rows, console=self._progress and self._progress.console)
+
+    def write_evaluation(self, split: str, rows: list[dict[str, Any]]) -> None:
+        """What held-out posts were answered: evaluation.jsonl for the validation split, evaluation_<split>.jsonl."""
+        if self.is_main:
+            name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
+            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int, done: int = 0):
+        """For the time of a loop: a bar with the time left; and SIGTERM waits for the checkpoint after the step.
+
+        Yields advance(text), to be called once per step.
+        """
+
+        def on_sigterm(signal_number: int, frame: Any) -> None:
+            self._told_to_stop = True
+
+        with errors.handler_of_sigterm(on_sigterm), self._bar(title, total, done) as advance:
+            yield advance
+        if self._told_to_stop:  # after the last step
+            raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; {errors.how_to_go_on}")
+
+    @contextlib.contextmanager
+    def _bar(self, title: str, total: int, done: int):
+        # [D79] [X16] train_policy.py#L311-L316
+        if not self.is_main:
+            yield lambda text: None
+            return
+        if not sys.stdout.isatty():
+            step, every = done, max(1, total // 20)
+
+            def advance_plain(text: str) -> None:
+                nonlocal step
+                step += 1
+                if step % every == 0 or step == total:
+                    left = seconds_since(begun) / (step - done) * (total - step)
+                    print(f"{title} {step}/{total}, {left / 60:.1f} min left, {text}", flush=True)
+
+            begun = time.monotonic()
+            yield advance_plain
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        with Progress(*columns) as self._progress:
+            task = self._progress.add_task(title, total=total, completed=done, text="")
+            yield lambda text: self._progress.update(task, advance=1, text=text)
+        self._progress = None
+
+    def finish(self, panels: dict[str, list[str]], **results: Any) -> None:
+        """Close the logs, draw the learning curves, record the results."""
+        if not self.is_main:
+            return
+        draw_learning_curves(self.folder, self.rows, panels)
+        self._close_logs()
+        self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
+        self._unlock()
+
+    def upload(self, *parts: str) -> None:
+        """Push models/<run>/<part> to the hub, if the arguments say so. Every process must call this."""
+        if self.args.upload_model and self.is_main:
+            for part in parts:
+                name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
+                upload_model(self.model_folder / part, self.args.hf_entity, name)
+        self.accelerator.wait_for_everyone()
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def is_time_to_save(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint is due after so many steps: at intervals, at the end, or because the run shall stop.
+
+        SIGTERM, which clusters send before they take a machine away, may reach one process only.
+        """
+        told_to_stop = torch.tensor([float(self._told_to_stop)], device=self.accelerator.device)
+        self._stopping = self.accelerator.reduce(told_to_stop, "sum").item() > 0
+        return self._stopping or step == last_step or step % (self.args.save_interval or last_step) == 0
+
+    def save_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Write checkpoints/<step> completely, then give it its name; keep the newest few [X05].
+
+        Ends the run by raising Stopped if it was told to stop.
+        """
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
+        if self.is_main:
+            self._write_checkpoint(step, tensors, state)
+        if self._stopping:
+            self._close_logs()
+            self._unlock()
+            raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; {errors.how_to_go_on}")
+
+    def _write_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        folder = self.folder / "checkpoints"
+        temporary = folder / f"{step}.tmp"
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            save_file(contiguous, temporary / "tensors.safetensors")
+            state = {"run": self.meta["id"], "step": step, **state}
+            files.write_json(temporary / "state.json", sealed(state, temporary / "tensors.safetensors"))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise InputError(
+                f"the checkpoint of step {step} cannot be written ({error}); those before it are kept"
+            ) from error
+        shutil.rmtree(folder / str(step), ignore_errors=True)
+        temporary.rename(folder / str(step))
+        for old in checkpoint_steps(self.folder)[:-KEEP_CHECKPOINTS]:
+            shutil.rmtree(folder / str(old))
+        files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
+
+    def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """Tensors and state of the newest checkpoint, on every process; None if there is none."""
+        steps = broadcast_object_list([checkpoint_steps(self.folder)])[0]
+        if not self.args.resume:
+            return None
+        if not steps:
+            if self._was_finished:
+                raise InputError(f"--resume {self.args.resume}: the run is finished, and its checkpoints are gone")
+            return None
+        folder = self.folder / "checkpoints" / str(steps[-1])
+        file = folder / "tensors.safetensors"
+        try:
+            state = files.read_json(folder / "state.json")
+            if not isinstance(state, dict) or state.get("step") != steps[-1]:
+                raise ValueError("state.json does not name its step")
+            unsealed = {name: value for name, value in state.items() if name != "sha256"}
+            if sealed(unsealed, file) != state:
+                raise ValueError("its files are not what was written")
+            if unsealed.pop("run", self.meta["id"]) != self.meta["id"]:
+                raise ValueError("it belongs to another run")
+            return load_file(file), unsealed
+        except (OSError, ValueError, SafetensorError) as error:
+            raise InputError(
+                f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
+                f"remove that folder to go on from the one before"
+            ) from error
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Put model and optimiser where the newest checkpoint left them. Its state; {"step": 0} if there is none."""
+        checkpoint = self.load_checkpoint()
+        if not checkpoint:
+            return {"step": 0}
+        tensors, state = checkpoint
+        restore_training_state(model, optimizer, tensors)
+        return state
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def sealed(state: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A checkpoint's state with a checksum of itself and of the file with its tensors."""
+    with file.open("rb") as tensors:
+        digest = hashlib.file_digest(tensors, "sha256")
+    digest.update(json.dumps(state).encode())
+    return state | {"sha256": digest.hexdigest()}
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that learn, under their names."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What learns, and the optimiser's moments, under flat names, for a checkpoint. Every process must call this."""
+    tensors = {f"model.{name}": parameter for name, parameter in trained_parameters(model).items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
+    return {name: processes.gather_for_saving(tensor) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def restore_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """The inverse of training_state. The optimiser must have the model's trained parameters, in their order."""
+    trained = trained_parameters(model)
+    parameters = list(trained.values())
+    shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        names = (f"optimizer.{i}.{moment}" for i in optimizer.state_dict()["param_groups"][0]["params"])
+        shapes |= {
+            name: parameter.shape for name, parameter in zip(names, parameters, strict=True) if name in tensors
+        }
+    steps = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
+    if len(steps) != 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
+        raise InputError("the checkpoint holds other tensors than the model that its arguments name")
+    for name, parameter in trained.items():
+        parameter.copy_(processes.sliced_like(tensors[f"model.{name}"], parameter))
+    state = optimizer.state_dict()
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, moment = name.split(".")
+            slices = tensor if moment == "step" else processes.sliced_like(tensor, parameters[int(index)])
+            state["state"].setdefault(int(index), {})[moment] = slices
+    for group in state["param_groups"]:
+        if "steps" in group:  # an AdamTensorFlowStyle counts them
+            (group["steps"],) = steps
+    optimizer.load_state_dict(state)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Names, tables, pictures
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def run_name(args: Any, timestamp: int) -> str:
+    return f"{args.exp_name}__{args.preset}__{args.seed}__{timestamp}"
+
+
+def shared_timestamp() -> int:
+    """Seconds since 1970 that name no run yet, the main process's on every process."""
+    timestamp = int(time.time())
+    while list(Path("runs").glob(f"*__{timestamp}")):
+        timestamp += 1
+    return broadcast_object_list([timestamp])[0]
+
+
+def one_line(value: Any) -> Any:
+    """A text with its line breaks shown as marks, for a table; anything else as it is."""
+    return value.replace("\n", "⏎") if isinstance(value, str) else value
+
+
+def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, show_lines: bool = True) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(errors.visible(title)), show_lines=show_lines)
+    for name in rows[0]:
+        numeric = all(isinstance(row[name], float | int) for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)
+    for row in rows:
+        cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        table.add_row(*(Text(errors.visible(cell)) for cell in cells))
+    (console or Console()).print(table)
+
+
+def upload_model(folder: Path, entity: str, name: str) -> None:
+    """Push a model's folder to the Hugging Face hub, with a model card."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repository = f"{entity}/{name}" if entity else name
+    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` beside the weights names base model and task.\n"
+    (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
+    try:
+        api = HfApi()
+        repository = api.create_repo(repository, exist_ok=True).repo_id
+        api.upload_folder(repo_id=repository, folder_path=str(folder))
+    except (OSError, HfHubHTTPError, ValueError) as error:
+        raise InputError(f"{folder} is saved, but could not be pushed to {repository}: {error}") from error
+
+
+def draw_learning_curves(folder: Path, rows: list[dict[str, float]], panels: dict[str, list[str]]) -> None:
+    """learning_curves.png: one panel per entry of {title: metrics}."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        title: drawn
+        for title, names in panels.items()
+        if (drawn := [name for name in names if rows and name in rows[0]])
+    }
+    if not panels:
+        return
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.4 * columns, 2.5 * lines), layout="constrained")
+    for axes, (title, names) in zip(
+        figure.subplots(lines, columns, squeeze=False).flat, panels.items(), strict=False
+    ):
+        for name in names:
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
+        axes.set_title(title, fontsize=10)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        if len(names) > 1:
+            axes.legend(fontsize=7)
+    for axes in figure.axes[len(panels) :]:
+        axes.set_axis_off()
+    figure.savefig(folder / "learning_curves.png", dpi=110)
+
+
+def scheduled_lr(lr: float, schedule: str, step: int, steps: int) -> float:
+    """The learning rate of a step (0-based) out of so many, without warm-up; it would be 0 after the last.
+
+    cosine: lr * (1 + cos(pi * step / steps)) / 2        linear: lr * (1 - step / steps)
+    """
+    if schedule == "cosine":
+        return lr * (1 + math.cos(math.pi * step / steps)) / 2
+    return lr * (1 - step / steps) if schedule == "linear" else lr

@@ -1,0 +1,61 @@
+"""Small worlds with a known truth, and what a run's paths mean.
+
+A world is a plain folder, read like any local files. Its name may stand for what lies in it: `--base_model tales` is
+the language model of tales.py, `--task.posts tales` are the posts of posts.py. Scripts put the paths in place of the
+names (`find_paths`), so that nothing else needs to know of worlds.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ppo_rlhf.lib import files, texts
+from ppo_rlhf.worlds import posts, tales
+
+# The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
+WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
+    "base_model": {
+        "tales": lambda: tales.find_world() / "model",
+        "tldr-tales": lambda: posts.find_world() / "model",
+    },
+    "label_dataset": {},
+    "task.query_dataset": {"tales": lambda: tales.find_world()},
+    "task.posts": {"tales": lambda: posts.find_world()},
+    "task.comparisons": {"tales": lambda: posts.find_world()},
+    "rewards.trained_model": {},
+    "rewards.value_model": {},
+}
+OTHER_NAMES = {
+    "task.query_dataset": {*texts.HUB_TEXTS, "dummy"},
+    "task.posts": {"tldr"},
+    "task.comparisons": {"tldr"},
+}
+
+
+def find_value(argument: str, value: str, root: Path) -> str:
+    """The value of an argument of a run with this root; a path or a world becomes the path that it means.
+
+    A world that is not there is built.
+    """
+    if value in WORLDS[argument]:
+        return str(WORLDS[argument][value]())
+    return str(files.find_path(value, root)) if value and value not in OTHER_NAMES.get(argument, ()) else value
+
+
+def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> Any:
+    """A script's arguments, with the paths that they mean. joint: as the script's train() gets it.
+
+    unused: arguments that the script does not read; no world is built for them. A run keeps its arguments as they
+    were given, so that its folder and what lies beside it can be moved together.
+    """
+    root = files.root_of(args.resume, joint)
+
+    def found(group: Any, prefix: str) -> Any:
+        values = {field.name: getattr(group, field.name) for field in fields(group)}
+        parts = {name: found(part, f"{prefix}{name}.") for name, part in values.items() if is_dataclass(part)}
+        read = [name for name in values if prefix + name in WORLDS and prefix + name not in unused]
+        paths = {name: find_value(prefix + name, values[name], root) for name in read}
+        return replace(group, **parts, **paths)
+
+    return found(args, "")

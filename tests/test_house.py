@@ -1,0 +1,124 @@
+"""The house: who may import whom, how a script imports, and how long it may be."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import ppo_rlhf
+
+PACKAGE = Path(ppo_rlhf.__file__).parent
+TRAINING = ("train_reward", "train_policy", "tldr_sft", "tldr_reward", "tldr_policy")
+Sources = dict[str, str]  # name of a module below ppo_rlhf -> its text
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+SOURCES: Sources = {name_of(path): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+
+def imports(source: str, names: set[str]) -> tuple[set[str], set[str]]:
+    """What a module imports from ppo_rlhf, anywhere in it: modules, and bare names as module:name."""
+    modules, bare = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {
+                name.name.removeprefix("ppo_rlhf.") for name in node.names if name.name.startswith("ppo_rlhf.")
+            }
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ppo_rlhf":
+            place = node.module.removeprefix("ppo_rlhf").removeprefix(".")
+            for name in node.names:
+                whole = f"{place}.{name.name}".removeprefix(".")
+                if whole in names:
+                    modules.add(whole)
+                else:
+                    bare.add(f"{place}:{name.name}")
+    return modules, bare
+
+
+def graph(sources: Sources) -> dict[str, set[str]]:
+    """The modules that each module needs. A package stands for what its __init__ holds."""
+    found = {}
+    for name, source in sources.items():
+        modules, bare = imports(source, set(sources))
+        found[name] = modules | {place.split(":")[0] for place in bare}
+    return found
+
+
+def circle(sources: Sources) -> list[str]:
+    """Modules that import each other in a circle; an empty list if none do."""
+    try:
+        TopologicalSorter(graph(sources)).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def trespasses(sources: Sources) -> set[tuple[str, str]]:
+    """Imports that go the wrong way: lib a script or a world, a world a script."""
+    scripts = {name for name in sources if "." not in name} - {"lib", "worlds", ""}
+    return {
+        (name, other)
+        for name, others in graph(sources).items()
+        for other in others
+        if (name.startswith("lib") and (other in scripts or other.startswith("worlds")))
+        or (name.startswith("worlds") and other in scripts)
+    }
+
+
+def test_nothing_goes_in_a_circle():
+    assert circle(SOURCES) == []
+
+
+def test_lib_knows_no_script_and_no_world_and_a_world_no_script():
+    assert trespasses(SOURCES) == set()
+    assert {"lib.errors", "lib.lm", "worlds.tales", "train_policy"} <= set(SOURCES)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in SOURCES if name and "." not in name))
+def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
+    if name in ("lib", "worlds"):
+        return
+    modules, bare = imports(SOURCES[name], set(SOURCES))
+    assert bare <= {f"lib.errors:{error}" for error in ("InputError", "NumericalError", "Stopped")}
+    assert len(modules) <= 8, sorted(modules)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Negative controls
+# ----------------------------------------------------------------------------------------------------------------
+
+HOUSE = {"": "", "lib": "", "lib.a": "", "lib.b": "from ppo_rlhf.lib import a", "worlds": "", "script": ""}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("lib.a", "from ppo_rlhf.lib import b"),
+        ("lib.a", "def f():\n    from ppo_rlhf.lib.b import name"),
+        ("lib.a", "import ppo_rlhf.lib.b"),
+    ],
+)
+def test_a_circle_is_found(module, source):
+    assert circle(HOUSE) == [] and set(circle(HOUSE | {module: source})) == {"lib.a", "lib.b"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "other"),
+    [
+        ("lib.a", "from ppo_rlhf import script", "script"),
+        ("lib.a", "from ppo_rlhf import worlds", "worlds"),
+        ("lib.a", "from ppo_rlhf.script import name", "script"),
+        ("worlds", "from ppo_rlhf import script", "script"),
+    ],
+)
+def test_an_import_that_goes_the_wrong_way_is_found(module, source, other):
+    assert trespasses(HOUSE) == set() and trespasses(HOUSE | {module: source}) == {(module, other)}
+
+
+def test_a_bare_name_is_found():
+    modules, bare = imports("from ppo_rlhf.lib import a\nfrom ppo_rlhf.lib.b import name", set(HOUSE))
+    assert (modules, bare) == ({"lib.a"}, {"lib.b:name"})

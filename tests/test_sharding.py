@@ -1,0 +1,93 @@
+"""FSDP2, which chapter 2 has and chapter 1 refuses: two processes with half of everything each, and the same run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from processes import SCRIPTS, launch, launch_together
+from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
+
+RUN = Path(__file__).parent / "sharded_run.py"
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+POLICY = (
+    "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.nminibatches 2 --ppo.noptepochs 2 --ppo.lr 1e-3 "
+    "--save_interval 2 --eval_interval 0 --eval_posts 8 --log_interval 0 --dtype float64 "
+    "--rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.monitor "
+)
+
+
+def policy_words(world: Path) -> list[str]:
+    return [*posts_arguments(world), "--base_model", str(world / "model"), *POLICY.split(), ""]
+
+
+def check_same(run: Path, expected: Path) -> None:
+    rows, expected_rows = metrics_of(run), metrics_of(expected)
+    assert len(rows) == len(expected_rows) == 4
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-9, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    result = launch("tldr_policy.py", *policy_words(tiny_posts), folder=folder)
+    assert result.status == 0, result.stderr
+    return only(folder, "runs/*")
+
+
+def run_two(folder: Path, *arguments: str, **environment: str) -> Path:
+    results = launch_together(2, RUN, str(SCRIPTS / "tldr_policy.py"), *arguments, folder=folder, **environment)
+    assert [result.status for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    return only(folder, "runs/*")
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_each_process_keeps_half(reshard: str, alone: Path, tiny_posts: Path, tmp_path: Path):
+    """The weights given back between forward and backward, or not: policy, critic and reference."""
+    run = run_two(tmp_path, *policy_words(tiny_posts), **SHARDED, FSDP_RESHARD_AFTER_FORWARD=reshard)
+    check_same(run, alone)
+    for rank in range(2):
+        networks = json.loads((tmp_path / f"sharding/{rank}.json").read_text())
+        assert len(networks) == 2  # the reference, and policy and critic together
+        for network in networks:
+            assert network["parts"] >= 2  # layers, and what is around them
+            assert network["share"] == pytest.approx(0.5, abs=0.02)  # odd rows go to one process
+
+
+def test_two_processes_without_sharding_keep_everything(alone: Path, tiny_posts: Path, tmp_path: Path):
+    check_same(run_two(tmp_path, *policy_words(tiny_posts)), alone)
+    networks = json.loads((tmp_path / "sharding/0.json").read_text())
+    assert [(network["parts"], network["share"]) for network in networks] == [(0, 1.0)] * 2
+
+
+def test_two_sharded_processes_go_on_as_one_and_one_as_two(alone: Path, tiny_posts: Path, tmp_path: Path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    run = run_two(two, *policy_words(tiny_posts), **SHARDED)
+    shutil.rmtree(run / "checkpoints" / "4")
+    assert launch("tldr_policy.py", "--resume", str(run), folder=two).status == 0
+    check_same(run, alone)
+
+    shutil.copytree(alone.parent.parent, one)
+    run = only(one, "runs/*")
+    shutil.rmtree(run / "checkpoints" / "4")
+    run_two(one, "--resume", str(run), **SHARDED)
+    check_same(run, alone)
+    assert json.loads((run / "meta.json").read_text())["num_processes"] == 2
+
+
+@pytest.mark.parametrize("script", ["train_reward.py", "train_policy.py"])
+def test_chapter_1_refuses_it(script: str, tiny_world: Path, tmp_path: Path):
+    own = reward_arguments(tiny_world) if script == "train_reward.py" else policy_arguments()
+    first, second = launch_together(2, script, *world_arguments(tiny_world), *own, folder=tmp_path, **SHARDED)
+    assert (first.status, second.status) == (2, 2)
+    assert first.stderr.startswith("error: chapter 1 keeps whole models") and len(first.stderr.splitlines()) == 1
+    assert (second.stdout, second.stderr) == ("", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_has_nothing_to_share(tiny_world: Path, tmp_path: Path):
+    arguments = [*world_arguments(tiny_world), *reward_arguments(tiny_world)]
+    assert launch("train_reward.py", *arguments, folder=tmp_path, **SHARDED).status == 0
