@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 import benchmark
 from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.errors import InputError, exit_with, run_script
-from ppo_rlhf.lib.files import read_meta
+from ppo_rlhf.lib.run import read_meta
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both")

@@ -38,8 +38,8 @@ import tyro
 
 from ppo_rlhf.lib import run as ppo_run
 from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import lock_folder, read_json, write_json
-from ppo_rlhf.lib.run import print_table
+from ppo_rlhf.lib.files import read_json, write_json
+from ppo_rlhf.lib.run import lock_folder, print_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_LINES = 15  # of a command that failed

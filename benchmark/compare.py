@@ -49,7 +49,8 @@ from matplotlib.lines import Line2D
 from rliable import library as rliable
 
 from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import read_meta, write_json
+from ppo_rlhf.lib.files import write_json
+from ppo_rlhf.lib.run import read_meta
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 GRID = 10_000  # points per curve, and

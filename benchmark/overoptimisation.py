@@ -35,7 +35,7 @@ from compare import COLORS, markdown
 from matplotlib.figure import Figure
 
 from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import find_path, read_meta
+from ppo_rlhf.lib.run import find_path, read_meta
 
 WINDOW = 5  # updates of a run that are averaged for a point of the picture
 RESAMPLINGS = 2000

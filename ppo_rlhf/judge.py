@@ -210,7 +210,7 @@ def text_of(summary: str) -> str:
 
 def read_pairs(args: Args) -> tuple[list[Pair], str]:
     """What is to be judged, and the unit of length: tokens if all rows of both sides have them, else words."""
-    # [T54] eval/oai.py#L70-L100, eval/oai2.py#L80-L148
+    # [T54] Summaries of the same post, cut at the end of text.   eval/oai.py#L70-L100, eval/oai2.py#L80-L148
     file = file_of(args.candidate)
     if args.baseline == "reference":
         rows = read_rows(file, "--candidate", "query", "response", "reference")[: args.n or None]
@@ -715,7 +715,7 @@ def results_folder(args: Args) -> Path:
 
 def statistics_of(pairs: Sequence[Pair], results: Sequence[float | None]) -> dict[str, Any]:
     """Win rates, counts and mean lengths, over the rows that have a result."""
-    # [T59] eval/rlhf_scale.py#L205
+    # [T59] Lengths stand beside every win rate.   eval/rlhf_scale.py#L205
     judged = [(pair, result) for pair, result in zip(pairs, results, strict=True) if result is not None]
     known = [result for _, result in judged]
     differences = [pair.candidate_length - pair.baseline_length for pair, _ in judged]

@@ -106,7 +106,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    given, args = args, worlds.find_paths(args, joint)  # given: what meta.json and the saved models name
+    given = args  # what meta.json and the saved models name
+    args = worlds.find_paths(given, joint)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
@@ -274,7 +275,7 @@ def agreement(
 
 @torch.no_grad()
 def shift_to_references(
-    reward_model: lm.RewardModel, held_out: posts.Posts, pad_id: int, chunk: int, accelerator: Accelerator
+    reward_model: lm.RewardModel, some_posts: posts.Posts, pad_id: int, chunk: int, accelerator: Accelerator
 ) -> dict[str, float]:
     """Set the bias so that the reference summaries of these posts have a mean score of 0; the scale stays.
 
@@ -284,10 +285,10 @@ def shift_to_references(
     device = accelerator.device
 
     def score(inds: Tensor) -> tuple[Tensor, ...]:
-        tokens = posts.trim_padding(held_out.queries[inds], held_out.references[inds], pad_id=pad_id)
+        tokens = posts.trim_padding(some_posts.queries[inds], some_posts.references[inds], pad_id=pad_id)
         return (reward_model(tokens.to(device), pad_id),)
 
-    (scores,) = processes.map_rows(score, len(held_out), chunk, accelerator)
+    (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator)
     mean = scores.double().mean().item()
     reward_model.bias.sub_(mean)
     # [X33] Of the scores after the shift, with the biased deviation.   reward.py#L495

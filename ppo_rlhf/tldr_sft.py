@@ -113,10 +113,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    given, args = (
-        args,
-        worlds.find_paths(args, joint, unused=["task.comparisons"]),
-    )  # given: what meta.json and the saved models name
+    given = args  # what meta.json and the saved models name
+    args = worlds.find_paths(given, joint, unused=["task.comparisons"])
     task, device = args.task, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
@@ -266,8 +264,14 @@ def summarise_held_out(
     generator = lm.keyed_generator(args.seed, "evaluate", split)
     with model.sampling():
         responses, logprobs, counts = posts.summarise(
-            *(model.lm_backbone, held_out, ids, args.task, generator),
-            *(args.local_rollout_batch_size, accelerator, loss_of),
+            model.lm_backbone,
+            held_out,
+            ids,
+            args.task,
+            generator,
+            args.local_rollout_batch_size,
+            accelerator,
+            measure=loss_of,
         )
     finished = lm.has_stop(responses, ids.stop, 0)  # (posts,)
     rows = posts.evaluation_rows(tokenizer, ids.pad, held_out.queries, responses, held_out.references)

@@ -183,15 +183,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
     accelerator = processes.make_accelerator(sharding=False)
     check_arguments(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given, args = args, worlds.find_paths(args, joint)  # given: what meta.json and the saved models name
+    given = args  # what meta.json and the saved models name
+    args = worlds.find_paths(given, joint)
     task, ppo, device, dtype = args.task, args.ppo, accelerator.device, models.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = texts.task_ids(task, tokenizer)
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
     stream = texts.QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
-    score = load_scorer(args, tokenizer, dtype, device)
-    monitor = load_monitor(args, tokenizer)
+    score, monitor = load_scorer(args, tokenizer, dtype, device), load_monitor(args, tokenizer)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))

@@ -126,8 +126,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator(sharding=False)
     sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
-    given, args = args, worlds.find_paths(args, joint)  # given: what meta.json and the saved models name
-    device, dtype = accelerator.device, torch.float64 if args.dtype == "float64" else torch.float32
+    given = args  # what meta.json and the saved models name
+    args = worlds.find_paths(given, joint)
+    device, dtype = accelerator.device, models.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = texts.task_ids(args.task, tokenizer)
     labels = load_labels(args, tokenizer)

@@ -317,13 +317,13 @@ def test_the_folder_is_locked_until_the_last_word_is_written(accelerator, run, m
 
     def write(path: Path, value: dict) -> None:
         with pytest.raises(InputError, match="in use"):
-            files.lock_folder(run.folder)
+            run_module.lock_folder(run.folder)
         written.append(value)
 
     monkeypatch.setattr(files, "write_json", write)
     log(run, range(2))
     assert [meta["finished"] for meta in written] == [True]
-    assert files.lock_folder(run.folder) is not None
+    assert run_module.lock_folder(run.folder) is not None
 
 
 def train_a_little(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -386,14 +386,14 @@ def test_a_path_is_looked_for_beside_the_run_first(tmp_path, monkeypatch):
         path.mkdir(parents=True)
     (there / "texts.txt").write_text("x")
     monkeypatch.chdir(here)
-    assert files.root_of("../there/runs/a") == there
-    assert files.root_of("", {"runs": "../there/runs"}).resolve() == there
-    assert files.root_of("") == files.root_of("", {"runs": "runs"}) == here
-    found = {path: files.find_path(path, there) for path in ("both", "theirs", "ours", "texts.txt", "x" * 999)}
+    assert run_module.root_of("../there/runs/a") == there
+    assert run_module.root_of("", {"runs": "../there/runs"}).resolve() == there
+    assert run_module.root_of("") == run_module.root_of("", {"runs": "runs"}) == here
+    found = {path: run_module.find_path(path, there) for path in ("both", "theirs", "ours", "texts.txt", "x" * 999)}
     assert found["both"] == there / "both" and found["theirs"] == there / "theirs"
     assert found["texts.txt"] == there / "texts.txt"
     assert found["ours"] == Path("ours") and found["x" * 999] == Path("x" * 999)
-    assert files.find_path(str(here / "both"), there) == here / "both"
+    assert run_module.find_path(str(here / "both"), there) == here / "both"
 
 
 def test_a_run_goes_on_with_the_weights_that_it_began_with(accelerator, tmp_path):

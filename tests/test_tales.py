@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib.texts import QueryStream, TaskArgs, read_labels, to_texts
-from ppo_rlhf.worlds import posts, tales
+from ppo_rlhf.worlds import building, posts, tales
 
 SENTENCES = 14
 
@@ -326,7 +326,7 @@ def test_only_the_first_process_builds(tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "1")
 
     monkeypatch.setattr(tales, "build_world", lambda folder, args: folder.mkdir(parents=True))
-    monkeypatch.setattr(tales.time, "sleep", first_process_builds)
+    monkeypatch.setattr(building.time, "sleep", first_process_builds)
     assert tales.find_world().exists()
     assert len(waits) == 1
 

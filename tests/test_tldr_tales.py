@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.posts import TASKS
+from ppo_rlhf.worlds import building, tales
 from ppo_rlhf.worlds import posts as posts_world
-from ppo_rlhf.worlds import tales
 from ppo_rlhf.worlds.posts import PostsArgs
 
 DEFAULT = PostsArgs()
@@ -444,7 +444,7 @@ def test_only_the_first_process_builds(cache, monkeypatch):
         posts_world.find_world()
         monkeypatch.setenv("RANK", "1")
 
-    monkeypatch.setattr(posts_world.time, "sleep", first_process_builds)
+    monkeypatch.setattr(building.time, "sleep", first_process_builds)
     assert posts_world.find_world().exists()
     assert len(waits) == 1
 

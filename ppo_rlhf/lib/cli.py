@@ -1,4 +1,7 @@
-"""The command line: presets, --resume, checks of arguments, and several stages in a row."""
+"""The command line: presets, --resume, checks of arguments, and several stages in a row.
+
+`flag`, `typed` and `typed_as` say how arguments are named in messages; scripts find them here.
+"""
 
 import contextlib
 import dataclasses
@@ -50,7 +53,7 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
     argv = sys.argv[1:] if argv is None else argv
     resume, preset = flag_value(argv, "--resume"), flag_value(argv, "--preset")
     if resume:
-        saved = saved_args(type(next(iter(presets.values()))), Path(resume), files.read_meta(Path(resume))["args"])
+        saved = saved_args(type(next(iter(presets.values()))), Path(resume), run.read_meta(Path(resume))["args"])
         args = tyro.cli(
             type(saved), args=argv, default=dataclasses.replace(saved, resume=resume), description=description
         )
@@ -62,9 +65,9 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
     return tyro.cli(type(default), args=argv, default=default, description=description)
 
 
-def run_script(train: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
-    """Train with the arguments of the command line; what is the user's to mend ends in one line and exit status 2."""
-    errors.run_script(lambda: train(parse(sys.argv[1:])))
+def run_script(main: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
+    """main(arguments of the command line); what is the user's to mend ends in one line and exit status 2."""
+    errors.run_script(lambda: main(parse(sys.argv[1:])))
 
 
 def flag_value(argv: list[str], name: str) -> str | None:
@@ -138,7 +141,7 @@ def flags_of(part: str, args: Any, shared: Collection[str]) -> contextlib.Abstra
 
 def is_finished(folder: Path, args: Any) -> bool:
     """Whether a run has reached its end, and these arguments do not move that end."""
-    meta = files.read_meta(folder)
+    meta = run.read_meta(folder)
     ppo = getattr(args, "ppo", None)  # other stages have none; their length does not change
     return meta.get("finished", False) and (not ppo or ppo.total_episodes == meta["args"]["ppo"]["total_episodes"])
 
@@ -154,7 +157,7 @@ class Stages:
         self.resume, self.shared, self.accelerator = args.resume, shared, processes.make_accelerator()
         self.runs, self.timestamp = Path("runs").absolute(), run.shared_timestamp()
         if args.resume:
-            folder, meta = files.absolute(args.resume), files.read_meta(Path(args.resume))
+            folder, meta = run.absolute(args.resume), run.read_meta(Path(args.resume))
             if folder.name != meta.get("name", folder.name):
                 raise InputError(
                     f"--resume {args.resume}: this run began as {meta['name']}, and the stages find each other by "
@@ -178,10 +181,10 @@ class Stages:
             return model
         if self.resume and not begun and self.accelerator.is_main_process:
             if list(folder.glob("checkpoints/*")):
-                raise InputError(f"{files.shown(folder)} has checkpoints but no meta.json; it cannot go on")
+                raise InputError(f"{run.shown(folder)} has checkpoints but no meta.json; it cannot go on")
             if model.exists():
                 raise InputError(
-                    f"{files.shown(model)} is there, but its run {files.shown(folder)} is not; bring that back"
+                    f"{run.shown(model)} is there, but its run {run.shown(folder)} is not; bring that back"
                 )
             shutil.rmtree(folder, ignore_errors=True)  # cut off before it had written anything to go on from
         with flags_of(part, args, self.shared):
@@ -190,7 +193,7 @@ class Stages:
 
 def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, description: str | None) -> Args:
     """The command line with --resume runs/<run>, one of several stages: the defaults are that script's arguments."""
-    joint = files.read_meta(folder).get("joint")
+    joint = run.read_meta(folder).get("joint")
     if not joint:
         raise InputError(f"--resume {folder}: {script} did not start that run; resume it with its own script")
     saved = dataclasses.replace(saved_args(cls, folder, joint["args"]), resume=str(folder))

@@ -38,11 +38,11 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    rewards = getattr(args, "rewards", None)  # the policies' scripts have some
-    models = {"base_model": args.base_model}
-    models |= {f"rewards.{name}": getattr(rewards, name, "") for name in ("trained_model", "value_model")}
-    files = {}
-    for name, model in models.items():
+    of_rewards = getattr(args, "rewards", None)  # the policies' scripts have some
+    named = {"base_model": args.base_model}
+    named |= {f"rewards.{name}": getattr(of_rewards, name, "") for name in ("trained_model", "value_model")}
+    found = {}
+    for name, model in named.items():
         if not model:
             continue
         folder = Path(model)
@@ -50,8 +50,8 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
             repository, _, revision = model.partition("@")
             config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
             folder = Path(config).parent if isinstance(config, str) else folder
-        files[name] = sorted(folder.absolute().glob("*.safetensors"))
-    return files
+        found[name] = sorted(folder.absolute().glob("*.safetensors"))
+    return found
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -312,7 +312,7 @@ def load_reward_model(
 
     model_class: the script's own RewardModel, if it has one.
     """
-    # [D44] train_reward.py#L292-L329
+    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     head_file = folder / "reward_head.safetensors"
     if not folder.is_dir():
         raise InputError(f"reward model {folder}: no such folder")
@@ -429,11 +429,14 @@ def unsharded(reward_model: lm.RewardModel, trust_remote_code: bool = False) -> 
 def save_language_model(
     folder: Path,
     lm_backbone: PreTrainedModel,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor] | None,
     tokenizer: PreTrainedTokenizerBase,
     info: dict,
 ) -> None:
-    """Save as an ordinary causal language model, with its tokenizer and ppo_rlhf.json. weights: its state, whole."""
+    """Save as an ordinary causal language model, with its tokenizer and ppo_rlhf.json.
+
+    weights: its whole state where it is sharded; None: as it is.
+    """
     lm_backbone.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     files.write_json(folder / "ppo_rlhf.json", info)
@@ -453,7 +456,7 @@ def save_reward_model(
     = w h + c. Where that norm has no bias, c stands in the configuration as `score_constant` and must be added.
     `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
     """
-    # [D44] train_reward.py#L292-L329
+    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     backbone, pad_id = reward_model.lm_backbone.base_model, vocabulary_size(tokenizer)
     kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
     weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
@@ -488,9 +491,6 @@ def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, a
 
     policy: a PolicyWithValueHead; args: of its script, as they were given.
     """
-    policy.lm_backbone.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
     info = {
         "kind": "policy",
         "base_model": args.base_model,
@@ -500,4 +500,5 @@ def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, a
         "vocab_size": vocabulary_size(tokenizer),
         "task": dataclasses.asdict(args.task),
     }
-    files.write_json(folder / "ppo_rlhf.json", info)
+    save_language_model(folder, policy.lm_backbone, None, tokenizer, info)
+    save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")

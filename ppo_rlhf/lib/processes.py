@@ -73,7 +73,7 @@ def make_accelerator(*, sharding: bool = True) -> Accelerator:
 
 def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
     """Reduce 0-d tensors over all processes, in one flat vector."""
-    # [D75] [X13] utils/core.py#L491-L524
+    # [D75] [X13] The mean of each metric, in float64.   utils/core.py#L491-L524
     flat = torch.stack([value.detach().double() for value in values.values()])
     return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
 
@@ -101,14 +101,17 @@ def anew_with_lower(argument: str) -> str:
 FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
 
 
-def check_update(means: dict[str, float], update: int, dtype: str) -> None:
-    """Raise a NumericalError if the means of an update of PPO, over all processes, cannot be right."""
-    check_finite(means, update, anew_with_lower("ppo.lr"))
+def check_update(metrics: dict[str, float], update: int, dtype: str, gap: str = "ppo/val/first_ratio_gap") -> None:
+    """Raise a NumericalError if the metrics of an update of PPO, over all processes, cannot be right.
+
+    gap: the one that says how far the ratio is off 1 before the first step.
+    """
+    check_finite(metrics, update, anew_with_lower("ppo.lr"))
     # [D25] Before the first step, the policy that trains is the one that sampled.
-    if means["ppo/val/first_ratio_gap"] > FIRST_RATIO_TOLERANCE[dtype]:
+    if metrics[gap] > FIRST_RATIO_TOLERANCE[dtype]:
         raise NumericalError(
-            f"the ratio is off 1 by {means['ppo/val/first_ratio_gap']:.2g} on the first pass of update {update}: the "
-            f"sampler and the training pass disagree about the policy; the run stops and saves nothing more"
+            f"the ratio is off 1 by {metrics[gap]:.2g} on the first pass of update {update}: rollout and training "
+            f"pass disagree about the policy; the run stops and saves nothing more"
         )
 
 
@@ -265,7 +268,7 @@ def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
 
     Where a model is sharded, the backward pass has done so.
     """
-    # [D73] utils/core.py#L468-L488
+    # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
     if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")

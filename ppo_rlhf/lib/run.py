@@ -48,7 +48,81 @@ from ppo_rlhf.lib import errors, files, processes
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 KEEP_CHECKPOINTS = 2
-absolute, read_meta, shown = files.absolute, files.read_meta, files.shown  # for scripts
+
+
+def absolute(path: str) -> Path:
+    """An absolute path. A link at its end is followed; one on the way, such as runs/ on another disk, is not."""
+    folder = Path(os.path.abspath(path))
+    while folder.is_symlink():
+        folder = Path(os.path.abspath(folder.parent / folder.readlink()))
+    return folder
+
+
+def shown(path: Path) -> Path:
+    """An absolute path as messages name it: relative to the current folder, if it lies there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def root_of(resume: str, joint: dict[str, Any] | None = None) -> Path:
+    """The folder that holds runs/ and models/ of a run that goes on or, without `resume`, begins.
+
+    joint: of a stage of several.
+    """
+    if joint:
+        return Path(joint["runs"]).absolute().parent
+    return absolute(resume).parent.parent if resume else Path.cwd()
+
+
+def find_path(path: str, root: Path) -> Path:
+    """Where a path lies that a run was given: beside the run, in its root, or else in the current folder."""
+    return root / path if root != Path.cwd() and os.path.exists(root / path) else Path(path)
+
+
+def checksum(paths: list[Path]) -> str:
+    """One SHA-256 of several files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    try:
+        meta = files.read_json(folder / "meta.json")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not the folder of a run: {error}") from error
+    if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
+        raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
+    kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
+    kinds |= {"name": str, "id": str, "weights": dict}
+    values = {name: meta[name] for name in kinds if name in meta}
+    if meta.get("joint"):
+        kinds |= {"joint.args": dict, "joint.timestamp": int}
+        values |= {name: meta["joint"].get(name.removeprefix("joint.")) for name in kinds if "." in name}
+    if broken := [name for name, value in values.items() if not files.fits(value, kinds[name])]:
+        raise InputError(f"{folder / 'meta.json'} was damaged: {broken[0]} is {values[broken[0]]!r}")
+    return meta
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Keep other processes from writing to a folder, until this one ends; None where the file system has no locks."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise InputError(
+            f"{shown(folder)} is in use: another process is writing to it; stop that one first"
+        ) from error
+    except OSError:
+        os.close(descriptor)
+        return None
 
 
 def seconds_since(started: float) -> float:
@@ -98,7 +172,7 @@ class Run:
         self.accelerator, self.is_main = accelerator, accelerator.is_main_process
         self.started = time.monotonic()
         if args.resume:
-            self.folder = files.absolute(args.resume)
+            self.folder = absolute(args.resume)
         else:
             runs, timestamp = (joint["runs"], joint["timestamp"]) if joint else ("runs", shared_timestamp())
             self.folder = Path(runs).absolute() / run_name(args, timestamp)
@@ -110,10 +184,10 @@ class Run:
         self._unlock: Callable[[], None] = lambda: None
         self._progress: Any = None
         self._told_to_stop = self._stopping = False
-        previous = files.read_meta(self.folder) if args.resume else {}
+        previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
-        # [D82] train_policy.py#L422-L436
+        # [D82] The arguments stand beside what the run makes.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
             "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
@@ -140,10 +214,10 @@ class Run:
 
     def _check_weights(self, weights: dict[str, list[Path]], before: dict[str, str]) -> dict[str, str]:
         """Checksums of the models' weights, on the main process; an InputError if the run began with others."""
-        sums = {name: files.checksum(paths) for name, paths in weights.items() if paths} if self.is_main else {}
+        sums = {name: checksum(paths) for name, paths in weights.items() if paths} if self.is_main else {}
         other = [name for name, value in sums.items() if before.get(name, value) != value]
         processes.fail_together(
-            f"--resume {self.args.resume}: the weights in {files.shown(weights[other[0]][0].parent)} are not those "
+            f"--resume {self.args.resume}: the weights in {shown(weights[other[0]][0].parent)} are not those "
             f"of the {flag(other[0])} that this run began with; bring those back"
             if other
             else ""
@@ -168,16 +242,16 @@ class Run:
             return
         for parent in (self.folder.parent, self.model_folder.parent):
             if (parent.is_symlink() or parent.exists()) and not parent.is_dir():
-                raise InputError(f"{files.shown(parent)} is a file or a link to nothing, not a folder; move it away")
+                raise InputError(f"{shown(parent)} is a file or a link to nothing, not a folder; move it away")
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
         except FileExistsError as error:
             raise InputError(
-                f"{files.shown(self.folder)} exists already; did another run begin in the same second?"
+                f"{shown(self.folder)} exists already; did another run begin in the same second?"
             ) from error
-        if (lock := files.lock_folder(self.folder)) is not None:
+        if (lock := lock_folder(self.folder)) is not None:
             self._unlock = weakref.finalize(self, os.close, lock)
-        errors.how_to_go_on = f"--resume {files.shown(self.folder)} goes on"
+        errors.how_to_go_on = f"--resume {shown(self.folder)} goes on"
         self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
@@ -320,7 +394,7 @@ class Run:
 
     @contextlib.contextmanager
     def _bar(self, title: str, total: int, done: int):
-        # [D79] [X16] train_policy.py#L311-L316
+        # [D79] [X16] Progress and speed, on the first process.   train_policy.py#L311-L316
         if not self.is_main:
             yield lambda text: None
             return

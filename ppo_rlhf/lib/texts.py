@@ -111,7 +111,7 @@ TASKS = {
 
 def clean_cnndm(text: str) -> str:
     """Remove bylines, datelines, update notices and highlights from a CNN/Daily Mail story."""
-    # [D03] datasets/cnndm.py#L70-L103
+    # [D03] In the original's order.   datasets/cnndm.py#L70-L103
     if text.startswith("By"):
         text = "\n".join(text.split("\n")[2:])
     text = re.sub(r"(?s).*\(CNN\) +--", "", text)
@@ -124,7 +124,7 @@ def clean_cnndm(text: str) -> str:
 
 def clean_tldr(text: str) -> str:
     """Mend broken characters, leave at most one empty line in a row."""
-    # [D04] datasets/tldr.py#L24-L29
+    # [D04] Broken characters, line breaks, space at both ends.   datasets/tldr.py#L24-L29
     return re.sub(r"\n{3,}", "\n\n", ftfy.fix_text(text)).strip()
 
 
@@ -252,7 +252,7 @@ def read_text_file(path: Path) -> list[str]:
 
 def dummy_texts() -> list[str]:
     """Random strings of 40 letters and full stops."""
-    # [D86] language/datasets.py#L109-L116
+    # [D86] For tests without downloads.   language/datasets.py#L109-L116
     rng = random.Random(0)
     return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz.", k=40)) for _ in range(10_000)]
 
@@ -271,9 +271,9 @@ class Subset(Sequence):
 def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     """The texts of a data set, in the order of its files. split: train, or test for texts that PPO never sees [X12].
 
-    Local files and `dummy` have one split only.
+    Of books and worlds, every 50th text is held out. Local files and `dummy` have one split only.
     """
-    # [D01] datasets/books.py#L7-L17
+    # [D01] The name says where texts come from.   datasets/books.py#L7-L17
     if query_dataset in HUB_TEXTS:
         texts: Sequence[str] = HubTexts(query_dataset, split)
         if query_dataset != "books":
@@ -324,16 +324,16 @@ def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_i
     Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
     `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
     """
-    # [D05] language/datasets.py#L49-L55
+    # [D05] After the first start token; if that is the last one, from the beginning.   language/datasets.py#L49-L55
     if start_id is not None:
         if start_id not in tokens:
             return None
         first = tokens.index(start_id)
         if first < len(tokens) - 1:
             tokens = tokens[first + 1 :]
-    # [D06] language/datasets.py#L57
+    # [D06] At most so many of them.   language/datasets.py#L57
     tokens = tokens[:query_length]
-    # [D07] language/datasets.py#L59-L64
+    # [D07] Up to the last end token within the cut.   language/datasets.py#L59-L64
     if end_id is not None:
         if end_id not in tokens:
             return None
@@ -443,7 +443,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
 
 def add_affixes(queries: torch.Tensor, prefix: list[int], suffix: list[int]) -> torch.Tensor:
     """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
-    # [D09] lm_tasks.py#L68-L80
+    # [D09] Padding may stand between query and suffix.   lm_tasks.py#L68-L80
     parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
     before, after = (part.expand(len(queries), -1) for part in parts)
     return torch.cat([before, queries, after], dim=1)
@@ -462,7 +462,7 @@ def sample_rows(
     **numbers: torch.Tensor,
 ) -> list[dict]:
     """The first three episodes as texts, with their numbers (batch,)."""
-    # [D80] train_policy.py#L264-L279
+    # [D80] What the log shows at times.   train_policy.py#L264-L279
     columns = {
         "query": to_texts(tokenizer, queries[:3], ids.pad),
         "response": to_texts(tokenizer, responses[:3], ids.pad),
@@ -587,8 +587,8 @@ def read_labels(label_dataset: str, task: TaskArgs, tokenizer: PreTrainedTokeniz
     GPT-2's, and must all lie in its vocabulary if it is not. Without a padding_id, 50259 is padding, as in OpenAI's
     files; where that is a token, padding_id must be given, and be no token.
     """
-    # [D19] label_types.py#L33-L55
-    # [D21] label_types.py#L58-L120
+    # [D19] Choices among samples.   label_types.py#L33-L55
+    # [D21] Ratings and differences.   label_types.py#L58-L120
     path = find_label_file(label_dataset, task.query_dataset)
     what, vocab_size = f"{flag('label_dataset')} {path}", models.vocabulary_size(tokenizer)
     try:

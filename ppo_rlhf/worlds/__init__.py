@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import files, texts
+from ppo_rlhf.lib import run, texts
 from ppo_rlhf.worlds import posts, tales
 
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
@@ -40,7 +40,7 @@ def find_value(argument: str, value: str, root: Path) -> str:
     """
     if value in WORLDS[argument]:
         return str(WORLDS[argument][value]())
-    return str(files.find_path(value, root)) if value and value not in OTHER_NAMES.get(argument, ()) else value
+    return str(run.find_path(value, root)) if value and value not in OTHER_NAMES.get(argument, ()) else value
 
 
 def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> Any:
@@ -49,7 +49,7 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
     unused: arguments that the script does not read; no world is built for them. A run keeps its arguments as they
     were given, so that its folder and what lies beside it can be moved together.
     """
-    root = files.root_of(args.resume, joint)
+    root = run.root_of(args.resume, joint)
 
     def found(group: Any, prefix: str) -> Any:
         values = {field.name: getattr(group, field.name) for field in fields(group)}

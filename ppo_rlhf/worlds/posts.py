@@ -30,15 +30,11 @@ All of it is written in the formats of the data sets that chapter 2 reads from t
 """
 
 import dataclasses
-import hashlib
 import json
 import math
-import os
 import random
 import re
-import shutil
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +43,9 @@ import torch
 import tyro
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, files
+from ppo_rlhf.lib import cli, errors
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.worlds import tales
+from ppo_rlhf.worlds import building, tales
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -383,38 +379,24 @@ def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
 
 def build_world(folder: Path, args: PostsArgs) -> None:
     """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
-    started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    building = tales.begin_building(folder)
-    try:
+    with building.new_world(folder, "tldr tales") as place:
         print(f"tldr tales: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
-        facts = write_texts(building, args)
+        facts = write_texts(place, args)
         rng = random.Random(f"{args.seed} threads")
         quotes = [write_quotes(rng) for _ in range(args.lm_quotes)]
         threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
         tokenizer = tales.train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
         print("tldr tales: training a GPT-NeoX", flush=True)
         model, loss = train_language_model(quotes, threads, tokenizer, args, device)
-        model.save_pretrained(building / "model")
-        tokenizer.save_pretrained(building / "model")
+        model.save_pretrained(place / "model")
+        tokenizer.save_pretrained(place / "model")
         facts |= {"settings": dataclasses.asdict(args), "parameters": model.num_parameters(), "lm_loss": loss}
-        (building / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
-        try:
-            building.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another run has built the same world in the meantime
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    print(f"tldr tales: {folder} is ready after {time.monotonic() - started:.0f} s", flush=True)
+        (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def find_world(args: PostsArgs | None = None) -> Path:
-    """The folder of the world with these settings; it is built if it does not exist.
-
-    It lies under $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf, under a hash of its settings and its grammar. With several
-    processes the first one builds and the others wait.
-    """
+    """The folder of the world with these settings; it is built if it does not exist."""
     args = args or PostsArgs()
     cli.check_values(args)
     sizes = {name for name, value in dataclasses.asdict(args).items() if type(value) is int} - {"seed", "asides"}
@@ -422,28 +404,19 @@ def find_world(args: PostsArgs | None = None) -> Path:
     cli.at_least(0, "", args, "asides")
     cli.above_zero("", args, "lm_lr", "lm_quote_loss", "annotator_temperature")
     cli.at_least(3, "", args, "facts")
-    if args.facts >= len(tales.NAMES.split()):
-        raise InputError(f"facts is {args.facts}; it must be below {len(tales.NAMES.split())}, the number of names")
+    names = len(tales.NAMES.split())
+    if args.facts >= names:
+        raise InputError(f"facts is {args.facts}; it must be below {names}, the number of names")
     if args.width % (2 * args.heads):
         raise InputError(f"heads {args.heads} does not divide width {args.width} into even parts")
-    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
-    key = json.dumps(
-        [dataclasses.asdict(args), tales.SLOTS, tales.NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
-    )
-    folder = cache / f"tldr-tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
-        build_world(folder, args)
-    while not folder.exists():
-        time.sleep(1)
-    return folder
+    grammar = [tales.SLOTS, tales.NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
+    made_of = [dataclasses.asdict(args), *grammar]
+    return building.find("tldr-tales", made_of, lambda folder: build_world(folder, args))
 
 
 def main() -> None:
     world = find_world(tyro.cli(PostsArgs, description=__doc__))
-    try:
-        facts = files.read_json(world / "world.json")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
+    facts = building.read_facts(world)
     with (world / "posts_train.jsonl").open() as file:
         post = json.loads(file.readline())
     print(f"{world}: a GPT-NeoX of {facts['parameters']:,} parameters (loss {facts['lm_loss']:.2f} nats per token).")

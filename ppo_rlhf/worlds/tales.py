@@ -17,16 +17,11 @@ The comparisons are written as JSON in the format of OpenAI's label files, and r
 """
 
 import dataclasses
-import hashlib
 import json
 import math
-import os
-import platform
 import random
 import re
-import shutil
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +30,9 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, files, lm, texts
+from ppo_rlhf.lib import cli, errors, lm, texts
 from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.worlds import building
 
 # ----------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -353,71 +349,31 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
     return facts
 
 
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # sends nothing
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        return True
-    return True
-
-
-def begin_building(folder: Path) -> Path:
-    """A new folder beside that of a world, to build it in; what killed processes have left of it is removed.
-
-    The name holds machine and process: several may build at once, and machines may share the cache.
-    """
-    machine = platform.node()
-    pattern = re.compile(rf"{re.escape(folder.name)}\.(?:{re.escape(machine)}\.)?(\d{{1,9}})\.tmp")
-    for path in folder.parent.glob("*.tmp"):
-        name = pattern.fullmatch(path.name)
-        if name and (int(name[1]) == os.getpid() or not is_running(int(name[1]))):
-            shutil.rmtree(path, ignore_errors=True)
-    building = folder.with_name(f"{folder.name}.{machine}.{os.getpid()}.tmp")
-    building.mkdir(parents=True)
-    return building
-
-
 def build_world(folder: Path, args: TalesArgs) -> None:
     """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
-    started = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    building = begin_building(folder)
-    try:
+    with building.new_world(folder, "tales") as place:
         print(f"tales: writing {args.stories:,} stories", flush=True)
         rng = random.Random(args.seed)
         stories = [write_story(rng, args.sentences_per_story) for _ in range(args.stories)]
-        (building / "stories.txt").write_text("".join(story + "\n" for story in stories))
+        (place / "stories.txt").write_text("".join(story + "\n" for story in stories))
         tokenizer = train_tokenizer(stories, args.vocab_size)
-        tokenizer.save_pretrained(building / "model")
+        tokenizer.save_pretrained(place / "model")
         print(f"tales: training a GPT-2 on them, {args.lm_steps} steps", flush=True)
         model, loss = train_language_model(stories, tokenizer, args, device)
-        model.save_pretrained(building / "model")
+        model.save_pretrained(place / "model")
         print(f"tales: simulating {args.train_comparisons + args.test_comparisons:,} comparisons", flush=True)
         facts = {
             "settings": dataclasses.asdict(args),
             "parameters": model.num_parameters(),
             "lm_loss": loss,
-            **simulate_comparisons(building, args, device),
+            **simulate_comparisons(place, args, device),
         }
-        (building / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
-        try:
-            building.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another run has built the same world in the meantime
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    print(f"tales: {folder} is ready after {time.monotonic() - started:.0f} s", flush=True)
+        (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def find_world(args: TalesArgs | None = None) -> Path:
-    """The folder of the world with these settings; it is built if it does not exist.
-
-    It lies under $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf, under a hash of its settings and its grammar. With several
-    processes the first one builds and the others wait.
-    """
+    """The folder of the world with these settings; it is built if it does not exist."""
     args = args or TalesArgs()
     cli.check_values(args)
     cli.at_least(1, "", args, *(name for name, value in dataclasses.asdict(args).items() if type(value) is int))
@@ -432,22 +388,13 @@ def find_world(args: TalesArgs | None = None) -> Path:
             raise InputError(f"{name} is {length}; it must be at most max_positions {args.max_positions}")
     if args.truncate_after > args.response_length:
         raise InputError(f"truncate_after is {args.truncate_after}; it must be in 1..{args.response_length}")
-    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
-    key = json.dumps([dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES, repr(ANNOTATORS)])
-    folder = cache / f"tales-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
-        build_world(folder, args)
-    while not folder.exists():
-        time.sleep(1)
-    return folder
+    made_of = [dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES, repr(ANNOTATORS)]
+    return building.find("tales", made_of, lambda folder: build_world(folder, args))
 
 
 def main() -> None:
     world = find_world(tyro.cli(TalesArgs, description=__doc__))
-    try:
-        facts = files.read_json(world / "world.json")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
+    facts = building.read_facts(world)
     print(
         f"{world}: {facts['settings']['stories']:,} stories, a GPT-2 of {facts['parameters']:,} parameters", end=" "
     )
