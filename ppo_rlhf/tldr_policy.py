@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,9 +49,7 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib import cli, lm, models, posts, processes, rewards, run
 from ppo_rlhf.lib.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,21 +120,14 @@ class PpoArgs:
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, tales"""
     exp_name: str = "tldr_policy"
-    """name of this experiment"""
     seed: int = 44413
     """seed of the sampling noise, the order of the posts and the minibatches"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the base model"""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products; the paper's choice"""
-    resume: str = ""
-    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
     save_interval: int = 50
@@ -148,16 +138,8 @@ class Args:
     """held-out posts of such an evaluation"""
     eval_posts: int = 0
     """held-out posts to summarise after training; 0: all"""
-    track: bool = False
-    """log to Weights & Biases"""
-    wandb_project_name: str = "ppo_rlhf"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
     upload_model: bool = False
     """push the trained policy and the critic to the Hugging Face hub"""
-    hf_entity: str = ""
-    """user or organisation on the hub; empty: whoever is logged in"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -199,8 +181,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     ids = posts.task_ids(task, tokenizer)
     train_posts = posts.read_posts(task, tokenizer, "train")
     held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
-    score, monitor = load_scorer(args, tokenizer, ids, device), load_monitor(args, tokenizer, ids)
     actor_critic, reference = load_networks(args, tokenizer, accelerator)
+    score, monitor = load_scorers(args, tokenizer, ids, device)
     # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
     trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
@@ -262,12 +244,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # 8. Log, and adapt the KL coefficient.
             monitored = {name: function(queries, responses, references) for name, function in monitor.items()}
             metrics = update_metrics(rollout, steps, monitored, this_run, update, controller.value, lr)
+            controller.update(metrics["objective/kl"], sizes.batch)
             this_run.log(update, metrics | evaluation)
             if args.log_interval and update % args.log_interval == 0:
                 tokens = (queries[:3], responses[:3], references[:3])
                 samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
                 this_run.log_samples(update, posts.sample_table(samples))
-            controller.update(metrics["objective/kl"], sizes.batch)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
@@ -282,9 +264,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return this_run.model_folder / "policy"
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The networks
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The networks ----------------------------------------------------------------------------------------------
 
 
 class ActorCritic(models.MixedPrecision):
@@ -418,9 +398,7 @@ def evaluate_splits(evaluate: Callable, held_out: dict[str, posts.Posts], update
     return results
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Rollout
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Rollout ---------------------------------------------------------------------------------------------------
 
 
 def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tensor:
@@ -534,9 +512,7 @@ class Rollout:
     sampler_gap: Tensor  # (local_batch, response_length), distance of log-probs from the sampler's
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Update
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Update ----------------------------------------------------------------------------------------------------
 
 
 def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nminibatches: int) -> Tensor:
@@ -856,9 +832,7 @@ PANELS = {
     "approximate KL of the update (nats)": ["policy/approxkl_avg"],
 }
 
-# ----------------------------------------------------------------------------------------------------------------
-# Plumbing: sizes, networks and scorers to load, the saved models
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Plumbing: sizes, networks and scorers to load, the saved models -------------------------------------------
 
 
 def check_arguments(args: Args) -> None:
@@ -871,9 +845,7 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "lora.", args.lora, "rank")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "adam_eps")
     cli.above_zero("lora.", args.lora, "alpha")
-    if args.rewards.adaptive_kl.target is not None:
-        cli.above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
-        cli.check_horizon(args.rewards.adaptive_kl.horizon, args.ppo.batch_size)
+    cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
@@ -910,13 +882,9 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         updates=ppo.total_episodes // ppo.batch_size,
         batch=ppo.batch_size,
         local_batch=local_batch,
-        local_rollout_batch=processes.rows_at_a_time(
-            "ppo.local_rollout_batch_size", ppo.local_rollout_batch_size, local_batch
-        ),
+        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
         local_minibatch=local_minibatch,
-        local_micro_batch=processes.rows_at_a_time(
-            "ppo.local_micro_batch_size", ppo.local_micro_batch_size, local_minibatch
-        ),
+        local_micro_batch=processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch),
     )
 
 
@@ -924,20 +892,17 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
-    device, length = accelerator.device, args.task.query_length + args.task.response_length
-    vocab_size = models.vocabulary_size(tokenizer)
+    critic, device = load_critic(args, tokenizer).to(accelerator.device), accelerator.device
+    length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args).to(device)
     models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
-    critic = load_critic(args, tokenizer).to(device)
-    layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
-    if args.lora.rank:
-        reference = Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
-    else:
-        frozen = models.load_base_model(args).to(device).requires_grad_(False)
-        processes.shard(frozen, layers, accelerator)
-        reference = Reference(frozen, None)
+    adapters = models.add_adapters(lm_backbone, args.lora, args.seed) if args.lora.rank else None
+    frozen = None if adapters else models.load_base_model(args).to(device).requires_grad_(False)
+    reference = Reference(frozen or lm_backbone, adapters)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
-    processes.shard(actor_critic, layers, accelerator)
+    layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
+    for network in filter(None, (frozen, actor_critic)):
+        processes.shard(network, layers, accelerator)
     if args.lora.rank and isinstance(actor_critic, FSDPModule):
         raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
     return actor_critic, reference
@@ -951,21 +916,31 @@ def load_critic(args: Args, tokenizer: PreTrainedTokenizerBase) -> lm.RewardMode
         critic = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer))
     else:
         torch.manual_seed(args.seed)  # for the head, the same on every process
-        critic = lm.RewardModel(models.load_base_model(args, AutoModel)).to(models.weights_dtype(args.dtype))
+        backbone = models.load_base_model(args, AutoModel)
+        critic = lm.RewardModel(backbone).to(backbone.dtype)
     critic.requires_grad_(True)
     critic.gain.requires_grad_(False)
     critic.bias.requires_grad_(False)
     return critic
 
 
-def load_scorer(
+# Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
+TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "reference_scores", *posts.COLUMNS}
+
+
+def load_scorers(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, device: torch.device
-) -> rewards.Scorer:
-    """What scores (queries, truncated responses, reference summaries); a reward model does not look at the last."""
+) -> tuple[rewards.Scorer, dict[str, rewards.Scorer]]:
+    """What scores (queries, truncated responses, reference summaries), and what is only logged, under its name.
+
+    A reward model does not look at the reference summaries.
+    """
+    of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
+    monitor = rewards.load_monitor(args.rewards.monitor, TAKEN, of_texts)
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if args.rewards.function:
-        return posts.text_scorer(args.rewards.function, "rewards.function", tokenizer, ids)
+        return of_texts(args.rewards.function, "rewards.function"), monitor
     reward_model = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer)).to(device)
 
     @torch.no_grad()
@@ -973,23 +948,7 @@ def load_scorer(
         # [T37] The post with the truncated summary.   ppo.py#L635-L641
         return reward_model(posts.trim_padding(queries, responses, pad_id=ids.pad), ids.pad)
 
-    return score
-
-
-# Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
-TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "reference_scores", *posts.COLUMNS}
-
-
-def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds) -> dict[str, rewards.Scorer]:
-    """The function that is only logged, under its name; an empty dictionary if there is none."""
-    if not args.rewards.monitor:
-        return {}
-    name = re.split("[:.]", args.rewards.monitor)[-1]
-    if name in TAKEN:
-        raise InputError(
-            f"{cli.flag('rewards.monitor')} {args.rewards.monitor}: the name {name} is taken; rename the function"
-        )
-    return {name: posts.text_scorer(args.rewards.monitor, "rewards.monitor", tokenizer, ids)}
+    return score, monitor
 
 
 def save_policy_and_critic(

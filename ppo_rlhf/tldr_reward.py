@@ -37,39 +37,20 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib import cli, lm, models, posts, processes, run
 from ppo_rlhf.lib.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, tales"""
     exp_name: str = "tldr_reward"
-    """name of this experiment"""
     seed: int = 44413
     """seed of the head and of the order of the comparisons"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the base model"""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products; the paper's choice"""
-    resume: str = ""
-    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     save_interval: int = 200
     """steps between checkpoints; 0: one at the end"""
-    track: bool = False
-    """log to Weights & Biases"""
-    wandb_project_name: str = "ppo_rlhf"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    upload_model: bool = False
-    """push the trained model to the Hugging Face hub"""
-    hf_entity: str = ""
-    """user or organisation on the hub; empty: whoever is logged in"""
     num_train: int = 0
     """comparisons to train on, the first of the data set; 0: all"""
     batch_size: int = 64
@@ -303,9 +284,7 @@ PANELS = {
     "learning rate": ["train/rm/lr"],
 }
 
-# ----------------------------------------------------------------------------------------------------------------
-# Plumbing: sizes, data, the model to start from
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Plumbing: sizes, data, the model to start from ------------------------------------------------------------
 
 
 def check_arguments(args: Args) -> None:
@@ -341,9 +320,7 @@ def pair_sizes(args: Args, comparisons: int, num_processes: int) -> PairSizes:
         steps=math.ceil(comparisons / args.batch_size),
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=processes.rows_at_a_time(
-            "local_micro_batch_size", args.local_micro_batch_size, local_batch
-        ),
+        local_micro_batch=processes.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
     )
 
 

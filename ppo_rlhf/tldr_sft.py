@@ -34,39 +34,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import cli, lm, models, posts, processes, run
 
-# ----------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, tales"""
     exp_name: str = "tldr_sft"
-    """name of this experiment"""
     seed: int = 44413
     """seed of the order of the posts and of the sampling noise"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
     """causal language model to start from: a folder, a name on the hub, or `tldr-tales`"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the base model"""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products; the paper's choice"""
-    resume: str = ""
-    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     save_interval: int = 200
     """steps between checkpoints; 0: one at the end"""
-    track: bool = False
-    """log to Weights & Biases"""
-    wandb_project_name: str = "ppo_rlhf"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    upload_model: bool = False
-    """push the trained model to the Hugging Face hub"""
-    hf_entity: str = ""
-    """user or organisation on the hub; empty: whoever is logged in"""
     num_train: int = 0
     """posts to train on, the first of the data set; 0: all"""
     epochs: int = 1
@@ -286,9 +267,7 @@ PANELS = {
     "gradient norm": ["train/sft/gradient_norm"],
 }
 
-# ----------------------------------------------------------------------------------------------------------------
-# Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass)
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass) -----------
 
 
 def check_arguments(args: Args) -> None:
@@ -321,9 +300,7 @@ def sft_sizes(args: Args, posts: int, num_processes: int) -> SftSizes:
         steps=args.epochs * steps_per_epoch,
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=processes.rows_at_a_time(
-            "local_micro_batch_size", args.local_micro_batch_size, local_batch
-        ),
+        local_micro_batch=processes.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
     )
 
 

@@ -27,32 +27,27 @@ file and line stand beside the mark. [X01] and the like are places where we diff
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, processes, rewards, run, texts
+from ppo_rlhf.lib import cli, models, precision, processes, rewards, run, texts
 from ppo_rlhf.lib.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,37 +106,18 @@ class PpoArgs:
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(cli.RunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness"""
     exp_name: str = "train_policy"
-    """name of this experiment"""
     seed: int = 1
     """seed of the sampling noise and the permutations"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the base model"""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
     compile: bool = False
     """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
-    resume: str = ""
-    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
-    save_interval: int = 50
-    """updates between checkpoints; 0: one at the end"""
-    track: bool = False
-    """log to Weights & Biases"""
-    wandb_project_name: str = "ppo_rlhf"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    upload_model: bool = False
-    """push the trained model to the Hugging Face hub"""
-    hf_entity: str = ""
-    """user or organisation on the hub; empty: whoever is logged in"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -150,29 +126,25 @@ class Args:
     """the optimisation"""
 
 
-def tales_rewards(annotator: str) -> RewardsArgs:
-    gold = f"ppo_rlhf.worlds.tales:{annotator}.gold_scores"
-    return RewardsArgs(adaptive_kl=AdaptiveKLArgs(horizon=1_000), monitor=gold)
-
-
-FIXED = AdaptiveKLArgs(target=None)
+FIXED, QUICK = AdaptiveKLArgs(target=None), AdaptiveKLArgs(horizon=1_000)
 # [D87] [X09] Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
-TALES_PPO = PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)
+TALES = {"base_model": "tales", "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
+GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(),  # with another reward model
     "cnndm": Args(rewards=RewardsArgs(kl_coef=0.01, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
     "tldr": Args(rewards=RewardsArgs(kl_coef=0.03, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
-    "tales": Args(base_model="tales", rewards=tales_rewards("sentiment"), ppo=TALES_PPO),
-    "tales-descriptiveness": Args(base_model="tales", rewards=tales_rewards("descriptiveness"), ppo=TALES_PPO),
+    "tales": Args(rewards=RewardsArgs(adaptive_kl=QUICK, monitor=GOLD.format("sentiment")), **TALES),
+    "tales-descriptiveness": Args(
+        rewards=RewardsArgs(adaptive_kl=QUICK, monitor=GOLD.format("descriptiveness")), **TALES
+    ),
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Train
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Train -----------------------------------------------------------------------------------------------------
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
@@ -185,18 +157,21 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     given = args  # what meta.json and the saved models name
     args = worlds.find_paths(given, joint)
-    task, ppo, device, dtype = args.task, args.ppo, accelerator.device, models.weights_dtype(args.dtype)
+    task, ppo, device, dtype = args.task, args.ppo, accelerator.device, precision.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = texts.task_ids(task, tokenizer)
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
     stream = texts.QueryStream(task, tokenizer)
-    policy, reference = load_policy_and_reference(args, tokenizer, dtype, device)
-    score, monitor = load_scorer(args, tokenizer, dtype, device), load_monitor(args, tokenizer)
+    policy, reference = load_policy_and_reference(args, ids, dtype, device)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
+    score = partial(processes.in_chunks, load_scorer(args, tokenizer, device), sizes.local_rollout_batch)
+    monitor = load_monitor(args, tokenizer)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
-    first_update = resume(this_run, policy, optimizer, controller, stream, sizes)
+    state = this_run.resume(policy, optimizer)
+    first_update, stream.position = state["step"], state.get("query_position", stream.position)
+    controller.value = state.get("kl_coef", controller.value)
     this_run.start_logging(first_update, models.config_for_plots(given, args))
     # [X04] A process takes a contiguous slice of the batch, and the groups in it.
     rank = accelerator.process_index
@@ -206,10 +181,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     with this_run.progress("PPO", sizes.updates, first_update) as advance:
         for update in range(first_update, sizes.updates):
             started = time.monotonic()
-            optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            with torch.no_grad(), mixed_precision(device, enabled=policy.low_precision):
+            with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
                 queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
+                optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate responses. The sampler knows their log-probs and values.
@@ -225,7 +200,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 4. Truncate and score.
                 responses = context_responses[:, ids.context_length :]  # (local_batch, response_length)
                 truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-                raw_scores = processes.in_chunks(score, sizes.local_rollout_batch, queries, truncated_responses)
+                raw_scores = score(queries, truncated_responses)  # (local_batch,)
                 # [D50] Without a stop token: the penalty instead of the score.   train_policy.py#L384-L390
                 stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
                 scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
@@ -233,34 +208,32 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 5. Per-token rewards.
                 # [D53] With the coefficient that the last update left.   train_policy.py#L293-L297
                 rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
-
-            # 6. Advantages and returns, and
-            # 7. PPO epochs over minibatches.
-            rollout = Rollout(context_responses, logprobs, values, rewards)
-            permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
-            stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
-
-            # 8. Adapt the KL coefficient and log.
             monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
             lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
             of_episodes = objectives(
                 scores, raw_scores, stopped, lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
             )
+
+            # 6. Advantages and returns, and 7. PPO epochs over minibatches.
+            rollout = Rollout(context_responses, logprobs, values, rewards)
+            permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
+            stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
+
+            # 8. Adapt the KL coefficient and log.
             means = processes.mean_over_processes(of_episodes | stats, accelerator)
-            means |= processes.sum_over_processes(
-                {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}, accelerator
-            )
+            counts = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
+            means |= processes.sum_over_processes(counts, accelerator)
             processes.check_update(means, update, args.dtype)
             processes.check_equal("objective/kl_coef", controller.value, accelerator)
             seconds = run.seconds_since(started), this_run.seconds()
             metrics = finish_metrics(means, update, args, controller.value, *seconds)
+            # [D70] [D71] It sees the mean over all processes, once the metrics are made.   train_policy.py#L299-L305
+            controller.update(metrics["objective/kl"], sizes.batch)
             this_run.log(update, metrics)
             if args.log_interval and update % args.log_interval == 0:
                 total = scores + non_score_rewards.sum(1)  # [X06] With the coefficient that these rewards have.
                 shown = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
                 this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
-            # [D70] [D71] It sees the mean over all processes, once the update is logged.   train_policy.py#L299-L305
-            controller.update(metrics["objective/kl"], sizes.batch)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508
@@ -269,17 +242,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 this_run.save_checkpoint(update + 1, run.training_state(policy, optimizer), state)
 
     folder = this_run.model_folder / "policy"
-    if accelerator.is_main_process:
-        models.save_policy(folder, policy, tokenizer, given)
+    models.save_policy(folder, policy, tokenizer, given)
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
     this_run.finish(PANELS, **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     this_run.upload("policy")
     return folder
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Steps 1 to 3: how a model writes and reads tokens
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Steps 1 to 3: how a model writes and reads tokens ---------------------------------------------------------
 
 
 def episode_noise(seed: int, update: int, batch: int, response_length: int) -> Tensor:
@@ -333,7 +303,7 @@ def generate(
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
-    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
     masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []
@@ -358,15 +328,6 @@ def generate(
         hidden_states.append(hidden)
         position_ids = position_ids[:, -1:] + 1
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
-
-
-class KeyValueCache(StaticCache):
-    """Keys and values, both in the precision of the values."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens; return those of all tokens."""
-        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
 def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
@@ -458,11 +419,6 @@ def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
         return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
 
 
-def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
-    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
-
-
 class PolicyWithValueHead(nn.Module):
     """A causal language model with a scalar head on its final hidden state: actor and critic share the trunk."""
 
@@ -486,7 +442,7 @@ class PolicyWithValueHead(nn.Module):
 
         query_responses: (batch, context_length + response_length). Returns three of (batch, response_length).
         """
-        with mixed_precision(query_responses.device, enabled=self.low_precision):
+        with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
             logprobs, entropies, hidden_states = response_logprobs(
                 self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
             )
@@ -513,14 +469,12 @@ class RewardModel(nn.Module):
     def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
-        with mixed_precision(query_responses.device, enabled=self.low_precision):
+        with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
             last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Steps 4 to 7: scores, rewards, advantages, losses
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Steps 4 to 7: scores, rewards, advantages, losses ---------------------------------------------------------
 
 
 def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:
@@ -784,9 +738,7 @@ def learning_rate(ppo: PpoArgs, update: int) -> float:
     return ppo.lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Step 8: metrics, KL coefficient
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Step 8: metrics, KL coefficient ---------------------------------------------------------------------------
 
 
 SQUARED_RATIO_GAP = "mean of (ratio - 1)^2"  # not logged itself; the variance of the ratio is made of it
@@ -808,17 +760,17 @@ def objectives(
     scores, raw_scores, stopped, lengths and what the monitor says: (batch,); the others (batch, response_length).
     """
     of_episodes = {
-        "objective/kl": kl.sum(1),
-        "objective/entropy": -logprobs.sum(1),
-        "objective/score": scores,
-        "objective/non_score_reward": non_score_rewards.sum(1),
-        "objective/raw_score": raw_scores,
-        "objective/stopped": stopped,
-        "objective/response_length": lengths,
-        "objective/sampler_gap": sampler_gap,
+        "kl": kl.sum(1),
+        "entropy": -logprobs.sum(1),
+        "score": scores,
+        "non_score_reward": non_score_rewards.sum(1),
+        "raw_score": raw_scores,
+        "stopped": stopped,
+        "response_length": lengths,
+        "sampler_gap": sampler_gap,
         **monitored,
     }
-    return {name: values.double().mean() for name, values in of_episodes.items()}
+    return {f"objective/{name}": values.double().mean() for name, values in of_episodes.items()}
 
 
 def finish_metrics(
@@ -838,15 +790,12 @@ def finish_metrics(
     metrics["ppo/val/var_explained"] = 1 - means["ppo/val/error"] / max(means["ppo/returns/var"], 1e-12)
     for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/clipfrac", "val/clipfrac"):
         metrics[f"ppo/{name}_avg"] = means[f"ppo/{name}"]
-    serial_steps = (update + 1) * args.task.response_length
     metrics["ppo/lr"] = learning_rate(ppo, update)
     metrics["ppo/episode"] = metrics["elapsed/episodes"] = (update + 1) * ppo.batch_size
-    metrics["elapsed/updates"] = update + 1
-    metrics["elapsed/steps/serial"] = serial_steps
-    metrics["elapsed/steps/total"] = serial_steps * ppo.batch_size
-    metrics["elapsed/fps"] = int(ppo.batch_size * args.task.response_length / update_seconds)
-    metrics["elapsed/time"] = run_seconds
-    return metrics
+    tokens = ppo.batch_size * args.task.response_length
+    metrics |= {"elapsed/steps/serial": (update + 1) * args.task.response_length}
+    metrics |= {"elapsed/updates": update + 1, "elapsed/steps/total": (update + 1) * tokens}
+    return metrics | {"elapsed/fps": int(tokens / update_seconds), "elapsed/time": run_seconds}
 
 
 class AdaptiveKLController:
@@ -870,9 +819,7 @@ class AdaptiveKLController:
             self.value *= 1 + error * episodes / self.horizon
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Plumbing: sizes, loading, checkpoints
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Plumbing: sizes, loading, checkpoints ---------------------------------------------------------------------
 
 
 def check_arguments(args: Args) -> None:
@@ -882,9 +829,7 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "rewards.", args.rewards, "kl_coef")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
-    if args.rewards.adaptive_kl.target is not None:
-        cli.above_zero("rewards.adaptive_kl.", args.rewards.adaptive_kl, "target", "horizon")
-        cli.check_horizon(args.rewards.adaptive_kl.horizon, args.ppo.batch_size)
+    cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
 
 
 @dataclass(frozen=True)
@@ -932,21 +877,17 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         updates=math.ceil(ppo.total_episodes / ppo.batch_size),
         batch=ppo.batch_size,
         local_batch=local_batch,
-        local_rollout_batch=processes.rows_at_a_time(
-            "ppo.local_rollout_batch_size", ppo.local_rollout_batch_size, local_batch
-        ),
+        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
         local_groups=local_groups,
         group_batch=ppo.batch_size // ppo.whiten_groups,
         group_minibatch=group_minibatch,
         local_minibatch=local_minibatch,
-        local_micro_batch=processes.rows_at_a_time(
-            "ppo.local_micro_batch_size", ppo.local_micro_batch_size, local_minibatch
-        ),
+        local_micro_batch=processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch),
     )
 
 
 def load_policy_and_reference(
-    args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
+    args: Args, ids: texts.TaskIds, dtype: torch.dtype, device: torch.device
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
@@ -954,7 +895,6 @@ def load_policy_and_reference(
     lm_backbone, reference = (
         models.load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
     )
-    ids = texts.task_ids(args.task, tokenizer)
     longest = ids.context_length + args.task.response_length
     models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
     if args.compile:
@@ -964,9 +904,7 @@ def load_policy_and_reference(
     return policy.to(device, dtype), reference.requires_grad_(False)
 
 
-def load_scorer(
-    args: Args, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, device: torch.device
-) -> rewards.Scorer:
+def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> rewards.Scorer:
     """What scores (queries, truncated responses): the reward model or the function that the arguments name."""
     pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
     if bool(function) == bool(args.rewards.trained_model):
@@ -986,42 +924,14 @@ def load_scorer(
 
 
 def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, rewards.Scorer]:
-    """The function that is only logged, under its metric's name; an empty dictionary if there is none."""
-    function = args.rewards.monitor
-    if not function:
-        return {}
-    name = re.split("[:.]", function)[-1]
-    if f"objective/{name}" in metric_names():
-        raise InputError(f"{cli.flag('rewards.monitor')} {function}: the name {name} is taken; rename the function")
+    """The function that is only logged, under its name; an empty dictionary if there is none."""
+    number, token = torch.zeros(1), torch.zeros(1, 1)  # one episode of one token shows which names a run logs anyhow
+    logged = {*objectives(*[number] * 4, *[token] * 4, monitored={})}
+    logged |= {*finish_metrics(defaultdict(float), 0, Args(), 0.0, 1.0, 1.0)}
+    taken = {name.removeprefix("objective/") for name in logged}
     pad_id = models.vocabulary_size(tokenizer)
-    scorer = rewards.text_scorer(function, "rewards.monitor", tokenizer, pad_id, on_all_processes=True)
-    return {f"objective/{name}": scorer}
-
-
-def metric_names() -> set[str]:
-    """Under which names a run logs, found by making the metrics of one episode of one token."""
-    number, token = torch.zeros(1), torch.zeros(1, 1)
-    local = objectives(*[number] * 4, *[token] * 4, monitored={})
-    return {*local, *finish_metrics(defaultdict(float), 0, Args(), 0.0, 1.0, 1.0)}
-
-
-def resume(
-    this_run: run.Run,
-    policy: PolicyWithValueHead,
-    optimizer: AdamTensorFlowStyle,
-    controller: AdaptiveKLController,
-    stream: texts.QueryStream,
-    sizes: PpoSizes,
-) -> int:
-    """Put everything where the run's newest checkpoint left it. Returns the next update; 0 without a checkpoint."""
-    checkpoint = this_run.load_checkpoint()
-    if not checkpoint:
-        return 0
-    tensors, state = checkpoint
-    cli.check_updates(state["step"], sizes.updates, sizes.batch)
-    run.restore_training_state(policy, optimizer, tensors)
-    controller.value, stream.position = state["kl_coef"], state["query_position"]
-    return state["step"]
+    of_texts = partial(rewards.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
+    return rewards.load_monitor(args.rewards.monitor, taken, of_texts)
 
 
 PANELS = {

@@ -18,7 +18,6 @@ file and line stand beside the mark. [X01] and the like are places where we diff
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import math
@@ -26,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,46 +35,26 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StaticCache,
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, processes, run, texts
+from ppo_rlhf.lib import cli, models, precision, processes, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
-# ----------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(cli.RunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness"""
     exp_name: str = "train_reward"
-    """name of this experiment"""
     seed: int = 1
     """seed of the head, the sampling noise and the order of the labels"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the base model"""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
-    resume: str = ""
-    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     save_interval: int = 50
     """steps between checkpoints; 0: one at the end"""
-    track: bool = False
-    """log to Weights & Biases"""
-    wandb_project_name: str = "ppo_rlhf"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    upload_model: bool = False
-    """push the trained model to the Hugging Face hub"""
-    hf_entity: str = ""
-    """user or organisation on the hub; empty: whoever is logged in"""
     label_dataset: str = "sentiment/offline_5k.json"
     """comparisons: a file of OpenAI's labels on the hub, one of tales' under the same names, or a local file"""
     num_train: int = 4_992
@@ -114,9 +92,7 @@ PRESETS = {
 PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Train
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Train -----------------------------------------------------------------------------------------------------
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
@@ -128,7 +104,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
     given = args  # what meta.json and the saved models name
     args = worlds.find_paths(given, joint)
-    device, dtype = accelerator.device, models.weights_dtype(args.dtype)
+    device, dtype = accelerator.device, precision.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = texts.task_ids(args.task, tokenizer)
     labels = load_labels(args, tokenizer)
@@ -154,7 +130,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
         # [D39] Without samples, never.   train_reward.py#L208-L209
         if args.normalize_samples:
-            with mixed_precision(device, enabled=reward_model.low_precision):
+            with precision.mixed_precision(device, enabled=reward_model.low_precision):
                 samples = sample_to_normalize(language_model, stream, ids, args, sizes, stage, rank)
             normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator, target_mean, target_std)
 
@@ -207,9 +183,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return folder
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# 1. and 3. Normalisation
-# ----------------------------------------------------------------------------------------------------------------
+# ---- 1. and 3. Normalisation -----------------------------------------------------------------------------------
 
 
 def target_scale(kind: texts.LabelKind, targets: Tensor) -> tuple[float, float]:
@@ -290,9 +264,7 @@ def gain_and_bias(scores: Tensor, target_mean: float, target_std: float) -> tupl
     return gain, target_mean - gain * mean
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# 2. The update
-# ----------------------------------------------------------------------------------------------------------------
+# ---- 2. The update ---------------------------------------------------------------------------------------------
 
 
 def learning_rate_at(args: Args, step: int) -> float:
@@ -431,9 +403,7 @@ class AdamTensorFlowStyle(torch.optim.Adam):
         return super().step(closure)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# How a model writes and reads tokens
-# ----------------------------------------------------------------------------------------------------------------
+# ---- How a model writes and reads tokens -----------------------------------------------------------------------
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -459,7 +429,7 @@ def generate(
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
-    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
     masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []
@@ -484,15 +454,6 @@ def generate(
         hidden_states.append(hidden)
         position_ids = position_ids[:, -1:] + 1
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
-
-
-class KeyValueCache(StaticCache):
-    """Keys and values, both in the precision of the values."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens; return those of all tokens."""
-        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
 def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
@@ -549,11 +510,6 @@ def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
         return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
 
 
-def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
-    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
-
-
 class RewardModel(nn.Module):
     """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
 
@@ -573,14 +529,12 @@ class RewardModel(nn.Module):
     def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
-        with mixed_precision(query_responses.device, enabled=self.low_precision):
+        with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
             last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Plumbing: batch sizes, loading, curves
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Plumbing: batch sizes, loading, curves --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -622,9 +576,7 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
         steps=args.num_train // args.batch_size,
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=processes.rows_at_a_time(
-            "local_micro_batch_size", args.local_micro_batch_size, local_batch
-        ),
+        local_micro_batch=processes.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
         normalize_samples=normalize_samples,
         local_normalize_samples=normalize_samples // num_processes,
         local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,

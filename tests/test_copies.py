@@ -13,9 +13,7 @@ from torch.testing import assert_close
 import ppo_rlhf
 from ppo_rlhf import tldr_policy, train_policy
 
-# ----------------------------------------------------------------------------------------------------------------
-# The same text
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The same text ---------------------------------------------------------------------------------------------
 
 FOLDER = Path(ppo_rlhf.__file__).parent
 SCRIPTS = {path.name: path.read_text() for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py")])}
@@ -122,9 +120,7 @@ def test_a_repetition_is_found(other, names):
     assert repeated("C = 1\ndef f(x):\n    return x", other) == names
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The same numbers and gradients: an all-true mask, one group, k1, the score on the last token
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The same numbers and gradients: an all-true mask, one group, k1, the score on the last token --------------
 
 ROWS, LENGTH, CONTEXT = 8, 5, 2
 ALL = torch.ones(ROWS, LENGTH, dtype=torch.bool)

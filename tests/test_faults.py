@@ -89,9 +89,7 @@ def test_a_run_that_was_cut_off_goes_on(cut_off, policy_run):
     check_goes_on(cut_off, policy_run)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# SIGTERM and Ctrl-C
-# ----------------------------------------------------------------------------------------------------------------
+# ---- SIGTERM and Ctrl-C ----------------------------------------------------------------------------------------
 
 LONG = ("--ppo.total_episodes", "16000", "--save_interval", "0")
 
@@ -172,9 +170,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_world, tiny_reward, tmp_path):
     assert result.stderr.strip() == f"error: interrupted; --resume runs/{run.name} goes on"
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Two writers
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Two writers -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_being_written_is_not_resumed(tiny_world, tiny_reward, tmp_path):
@@ -193,9 +189,7 @@ def test_a_run_that_is_being_written_is_not_resumed(tiny_world, tiny_reward, tmp
     assert [row["step"] for row in metrics_of(run)] == list(range(checkpoints(run)[-1]))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Disks
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Disks -----------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk(cut_off, policy_run):
@@ -255,9 +249,7 @@ def test_a_run_whose_folder_became_read_only(cut_off, policy_run, which):
     check_goes_on(cut_off, policy_run)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Damaged checkpoints
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Damaged checkpoints ---------------------------------------------------------------------------------------
 
 
 def flip_a_bit(content: bytes) -> bytes:
@@ -304,9 +296,7 @@ def test_weights_that_were_written_anew_are_refused(cut_off):
     assert "its files are not what was written" in error_line(resume(cut_off))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Going on with something else
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Going on with something else ------------------------------------------------------------------------------
 
 
 def test_what_may_change_is_named(cut_off, policy_run):

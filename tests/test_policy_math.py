@@ -12,10 +12,10 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import cli, models
+from ppo_rlhf.lib import cli, models, precision
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.models import check_model, load_pretrained, read_info, same_logits
-from ppo_rlhf.lib.texts import TaskArgs, trim_query
+from ppo_rlhf.lib.texts import TaskArgs, task_ids, trim_query
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     AdaptiveKLController,
@@ -69,9 +69,7 @@ def tiny_policy(tiny_models, architecture: str = "gpt2") -> PolicyWithValueHead:
     return policy
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# By hand: the golden numbers G1 to G9 of the original's semantics
-# ----------------------------------------------------------------------------------------------------------------
+# ---- By hand: the golden numbers G1 to G9 of the original's semantics ------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,9 +174,7 @@ def test_compute_rewards_by_hand():
     assert_close(rewards, double([-0.05, 2.1]))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Slow oracles
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Slow oracles ----------------------------------------------------------------------------------------------
 
 
 def slow_whiten(x: np.ndarray, keep_mean: bool) -> np.ndarray:
@@ -275,9 +271,7 @@ def test_no_stop_token():
     assert has_stop(responses, None, 0).tolist() == [True] * 3
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Update
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Update ----------------------------------------------------------------------------------------------------
 
 
 def make_rollout(episodes: int, dtype=torch.float64) -> Rollout:
@@ -438,9 +432,7 @@ def test_permutations_visit_each_episode_once_and_belong_to_the_group():
     assert torch.equal(draw_permutations(1, 0, 3, range(2, 4), 16), permutations[:, 2:])
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Models: padding
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Models: padding -------------------------------------------------------------------------------------------
 
 UNPADDED = token_ids(5, 1, QUERY - 2 + RESPONSE)
 PLACES = {"left": [0, 1], "inside": [1, 3], "right": [4, 5]}  # columns of the query that hold padding
@@ -663,9 +655,7 @@ def test_value_head_starts_at_zero(tiny_models):
     assert policy(UNPADDED, PAD, QUERY - 2, TEMPERATURE)[2].eq(0).all()
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Sampling
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Sampling --------------------------------------------------------------------------------------------------
 
 
 def prefer(model, ids: slice | int) -> None:
@@ -723,7 +713,7 @@ def test_a_cache_in_eight_bits_is_told_from_one_in_bfloat16(tiny_models, archite
     def coarse(cache, keys, *others):
         return StaticCache.update(cache, keys.to(torch.float8_e4m3fn).bfloat16(), *others)
 
-    monkeypatch.setattr(train_policy.KeyValueCache, "update", coarse)
+    monkeypatch.setattr(precision.KeyValueCache, "update", coarse)
     sampled, trained = bfloat16_errors(tiny_policy(tiny_models, architecture))
     assert size(sampled - trained) > math.sqrt(2) * size(trained)
 
@@ -756,9 +746,8 @@ def test_a_policy_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole,
     prefer(model, slice(29, None))
     model.save_pretrained(tmp_path / "base")
     args = train_policy.Args(base_model=str(tmp_path / "base"), task=TaskArgs(query_length=4, response_length=16))
-    policy, _ = train_policy.load_policy_and_reference(
-        args, tokenizer_with_a_hole, torch.float32, torch.device("cpu")
-    )
+    ids = task_ids(args.task, tokenizer_with_a_hole)
+    policy, _ = train_policy.load_policy_and_reference(args, ids, torch.float32, torch.device("cpu"))
     responses, _, _ = generate(policy.lm_backbone, token_ids(0, 20, 3), uniform(20, 7), 30, policy.vocab_size, 1.0)
     assert responses.eq(29).all()
     models.save_policy(tmp_path / "policy", policy, tokenizer_with_a_hole, args)
@@ -854,9 +843,7 @@ def test_keyed_generators_repeat_and_differ():
     assert len(set(first)) == len(keys)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Metrics
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Metrics ---------------------------------------------------------------------------------------------------
 
 
 def test_metrics_that_follow_from_the_means():

@@ -135,9 +135,7 @@ def test_tales_needs_no_network(name, annotator):
     assert policy.rewards.monitor == f"ppo_rlhf.worlds.tales:{annotator}.gold_scores"
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What follows from the presets
-# ----------------------------------------------------------------------------------------------------------------
+# ---- What follows from the presets -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,9 +222,7 @@ def test_sizes_by_hand():
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Sizes that do not divide: the message offers a value, and the value works
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Sizes that do not divide: the message offers a value, and the value works ---------------------------------
 
 
 def follow_offers(sizes, args, processes, group=""):
@@ -314,9 +310,7 @@ def test_reward_sizes_are_positive(field, value):
         reward_sizes(replace(train_reward.PRESETS["sentiment"], **{field: value}), 1)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Command lines
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Command lines ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

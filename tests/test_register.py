@@ -32,9 +32,7 @@ def test_the_mistakes_are_those_of_the_negative_controls():
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What counts as a mark
-# ----------------------------------------------------------------------------------------------------------------
+# ---- What counts as a mark -------------------------------------------------------------------------------------
 
 SCRIPT = '''"""A module's docstring speaks of marks like [D99]."""
 
@@ -168,9 +166,7 @@ def test_a_reference_may_lack_the_first_folders(reference, same):
     assert register.same_lines(reference, (OPENAI, "lm_human_preferences/utils/core.py#L3")) == same
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Negative controls: each damage to a copy is named
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Negative controls: each damage to a copy is named ---------------------------------------------------------
 
 CODE, GOLDEN = "ppo_rlhf/train_policy.py", "tests/test_golden.py"
 
@@ -276,9 +272,7 @@ def test_a_difference_is_named(difference):
     assert any(problem.startswith(beginning) for problem in new), new
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Mending
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Mending ---------------------------------------------------------------------------------------------------
 
 
 def with_pages(change) -> Files:

@@ -97,9 +97,7 @@ def read_samples(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Logs
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Logs ------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_csv_has_a_header_and_one_row_for_each_step(accelerator):
@@ -201,9 +199,7 @@ def test_a_sample_that_was_cut_off_is_dropped(accelerator):
     assert [sample["step"] for sample in read_samples(before.folder)] == list(range(5))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Checkpoints -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -360,9 +356,7 @@ def test_a_checkpoint_of_another_model_is_refused(other):
     assert "checkpoint" in message
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Paths and weights
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Paths and weights -----------------------------------------------------------------------------------------
 
 
 def test_links_on_the_way_to_a_run_are_not_followed_but_one_to_it_is(tmp_path, accelerator):
@@ -418,9 +412,7 @@ def test_a_run_goes_on_with_the_weights_that_it_began_with(accelerator, tmp_path
         assert f"--resume {run.folder}: the weights in . are not those of the --{next(iter(weights))}" in message
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("script", "name"), [(script, name) for script in SCRIPTS for name in script.PRESETS])
@@ -536,9 +528,7 @@ def test_a_function_that_cannot_be_imported_is_named(name):
     assert f"--rewards.function {name}: " in message
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The script's own process
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The script's own process ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [InputError("label file x.json: no"), NumericalError("loss is nan")])

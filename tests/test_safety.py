@@ -205,9 +205,7 @@ def arguments_of(script: str, world: Path, base_model: Path, work: Path) -> list
     }[script]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Pickles
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Pickles ---------------------------------------------------------------------------------------------------
 
 NAMES_OF_PICKLES = """
     pytorch_model.bin pytorch_model.fp32.bin pytorch_model-00001-of-00002.bin pytorch_model-00002-of-00002.bin
@@ -579,9 +577,7 @@ def test_training_from_beginning_to_end_unpickles_nothing(tiny_world: Path, tmp_
     assert [note for note in notes if not note.startswith("opened ")] == []
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Code that comes with a model
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Code that comes with a model ------------------------------------------------------------------------------
 
 HOSTILE_MODULE = """
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
@@ -738,9 +734,7 @@ def test_no_library_is_taken_from_the_current_folder(tiny_world: Path, tmp_path:
     assert list(here.glob("runs/*/events.out.tfevents.*")) and list(here.glob("runs/*/wandb/offline-run-*"))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Secrets
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Secrets ---------------------------------------------------------------------------------------------------
 
 SECRETS = {
     "HF_TOKEN": "hf_EnvironmentTokenOfTheHub0123456789ab",

@@ -36,9 +36,7 @@ SPEED = ROOT / "benchmark/speed.py"
 VOCAB = PAD = 29
 QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
 
-# ----------------------------------------------------------------------------------------------------------------
-# Nothing inside an update waits for the device
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Nothing inside an update waits for the device -------------------------------------------------------------
 
 
 def update(model, device: str, batch: int = 16, query: int = QUERY, sgd: bool = False) -> None:
@@ -133,9 +131,7 @@ def test_work_of_python_does_not_grow_with_batch_and_length(tiny_models):
     assert counts[0] == counts[1] == counts[2] > 1_000
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# benchmark/speed.py
-# ----------------------------------------------------------------------------------------------------------------
+# ---- benchmark/speed.py ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tales", "gpt2", "pythia-160m"])
@@ -277,9 +273,7 @@ def test_tables_of_committed_results_follow_from_their_runs(file):
     assert report["utilisation"] == speed.utilisation_table(args, ours)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# torch.compile
-# ----------------------------------------------------------------------------------------------------------------
+# ---- torch.compile ---------------------------------------------------------------------------------------------
 
 
 def test_compiled_models_give_the_same_run(tiny_world, tiny_reward, tmp_path):

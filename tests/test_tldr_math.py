@@ -135,9 +135,7 @@ def rollout_of(
     return Rollout(query_responses, logprobs, values, rewards, mask, value_mask, **numbers)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Slow oracles: loops over what counts, which never see what stands beyond the end
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Slow oracles: loops over what counts, which never see what stands beyond the end --------------------------
 
 
 def entries(x, lengths: list[int]) -> list[float]:
@@ -218,9 +216,7 @@ def slow_value_loss(new, old, returns, lengths, cliprange) -> tuple[float, float
     return np.mean(losses), np.mean(clipped), gradient
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# By hand: the golden numbers H2 to H7
-# ----------------------------------------------------------------------------------------------------------------
+# ---- By hand: the golden numbers H2 to H7 ----------------------------------------------------------------------
 
 VALUES = [0.1, 0.2, 0.3, 0.4, 0.5]
 # Response, truncated, tokens that count, values that count, index of the score, and the score where the model says 3.
@@ -324,9 +320,7 @@ def test_h7_estimators_of_the_divergence(estimator: str, expected: float):
     assert_close(rewards, double([-0.1 * expected, 2 - 0.1 * expected]), atol=5e-9, rtol=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What the penalty does to a policy, by going through all 9 sequences of 2 tokens out of 3
-# ----------------------------------------------------------------------------------------------------------------
+# ---- What the penalty does to a policy, by going through all 9 sequences of 2 tokens out of 3 ------------------
 
 SEQUENCES = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # (9, 2)
 ENUMERATION = load_json("kl_enumeration")
@@ -406,9 +400,7 @@ def test_the_gradient_of_k3_vanishes_near_the_reference():
     assert near / nearer == pytest.approx(100, rel=0.05)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Masks, and the end-of-text trick
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Masks, and the end-of-text trick --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -450,9 +442,7 @@ def test_a_custom_stop_token_ends_and_saves_a_response(stop: int):
         assert rewards[i].tolist() == [score if t == min(length, 4) else 0.0 for t in range(5)]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Masked means, whitening, rewards, advantages, losses: loops over ragged responses
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Masked means, whitening, rewards, advantages, losses: loops over ragged responses -------------------------
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -612,9 +602,7 @@ def test_micro_batches_with_the_whole_count_add_up(micro_batch: int):
         assert (abs(np.mean(means) - expected[0]) < 1e-9) == (micro_batch == 12)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Learning rate, posts, minibatches, shares of processes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Learning rate, posts, minibatches, shares of processes ----------------------------------------------------
 
 
 def test_schedules():
@@ -701,9 +689,7 @@ def test_map_rows_gives_every_row_once_and_in_order(processes: int, rows: int):
         assert inds.tolist() == list(range(rows))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Pairs, next tokens, padding, ROUGE
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Pairs, next tokens, padding, ROUGE ------------------------------------------------------------------------
 
 
 def test_pairwise_losses_equal_a_loop():

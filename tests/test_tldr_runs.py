@@ -116,9 +116,7 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     return request.getfixturevalue(request.param)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The world's texts, and what transformers makes of them
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The world's texts, and what transformers makes of them ----------------------------------------------------
 
 
 def world_rows(world: Path, name: str) -> list[dict[str, Any]]:
@@ -161,9 +159,7 @@ def text_logprob(folder: Path, query: str, ids: list[int], temperature: float) -
     return logprobs[-len(ids) :].gather(1, tokens[-len(ids) :, None]).sum().item()
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What a run leaves
-# ----------------------------------------------------------------------------------------------------------------
+# ---- What a run leaves -----------------------------------------------------------------------------------------
 
 KEPT = {"sft": ["4", "6"], "reward": ["2", "3"], "policy": ["2", "4"]}  # checkpoints
 
@@ -252,9 +248,7 @@ def test_learning_rates_follow_their_schedules(sft, reward):
         assert [row[name] for row in metrics_of(trained.run)] == pytest.approx(expected)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The models
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The models ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["sft", "policy", "lora"])
@@ -422,9 +416,7 @@ def test_adapters_change_the_layers_they_are_in_and_nothing_else(lora, sft):
     assert learning and all("lora_" in name for name in learning)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# However the work is divided
-# ----------------------------------------------------------------------------------------------------------------
+# ---- However the work is divided -------------------------------------------------------------------------------
 
 PARTS = {  # of what one of so many processes does at a time
     "sft": {1: "--local_micro_batch_size 5 --local_rollout_batch_size 3", 2: "--local_micro_batch_size 2"},
@@ -640,7 +632,7 @@ def test_a_monitor_replaces_nothing(policy):
     for name in written - gold:
         args = tldr_policy.Args(rewards=tldr_policy.RewardsArgs(monitor=f"mine:{name}"))
         with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
-            tldr_policy.load_monitor(args, None, None)
+            tldr_policy.load_scorers(args, None, None, None)
         # The other column of a monitor is taken only where its own name is.
         assert not name.startswith("reference_") or name.removeprefix("reference_") in written
 
@@ -679,9 +671,7 @@ def test_summaries_that_do_not_end_are_punished(function_runs):
             assert row["scores"] == row["reference_scores"] == 3.0  # evaluations do not punish
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Resume
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Resume ----------------------------------------------------------------------------------------------------
 
 
 def cut_off(run: Path) -> None:
@@ -724,9 +714,7 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(policy, tmp_path):
     assert [row["episode"] for row in metrics_of(run)] == [20, 40, 60, 80, 100]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# All three in a row
-# ----------------------------------------------------------------------------------------------------------------
+# ---- All three in a row ----------------------------------------------------------------------------------------
 
 ALL = (
     "--sft.batch_size 16 --sft.lr 0.03 --sft.save_interval 1 --reward.batch_size 16 --reward.save_interval 1 "
@@ -877,9 +865,7 @@ def test_a_stage_goes_on_from_another_folder(stage, all_three, tmp_path):
     assert metrics_of(run) == expected
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Bad input
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Bad input -------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], None]  # of a folder with world/, sft/ and reward/
 

@@ -153,9 +153,7 @@ class CountingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Policy and critic as they read
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Policy and critic as they read ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -216,9 +214,7 @@ def test_values_up_to_the_end_do_not_see_what_follows(tiny_models, architecture:
     assert ((values - whole_values).abs()[~value_mask] > 1e-3).any()
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Supervised fine-tuning
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Supervised fine-tuning ------------------------------------------------------------------------------------
 
 
 def library_loss(model, tokens: torch.Tensor) -> torch.Tensor:
@@ -309,9 +305,7 @@ def test_rows_that_are_padding_count_as_nothing_in_sft(tiny_models):
         assert_close(actual, expected, atol=1e-12, rtol=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Reward model
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Reward model ----------------------------------------------------------------------------------------------
 
 
 def make_comparisons(count: int = 6) -> Comparisons:
@@ -381,9 +375,7 @@ def test_references_get_a_mean_score_of_zero(tiny_models):
     assert results["eval/rm/normalized_max"] == pytest.approx(after.max())
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# PPO update
-# ----------------------------------------------------------------------------------------------------------------
+# ---- PPO update ------------------------------------------------------------------------------------------------
 
 
 def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[int] = LENGTHS) -> Rollout:
@@ -600,9 +592,7 @@ def test_what_stands_beyond_the_end_changes_nothing(tiny_models):
     assert results[0][1] == results[1][1]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Two processes equal one, however unequal their tokens are
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Two processes equal one, however unequal their tokens are -------------------------------------------------
 
 
 def one_and_two(step: Callable[..., tuple]) -> tuple[tuple, list[tuple]]:
@@ -675,9 +665,7 @@ def test_two_processes_equal_one_on_pairs(tiny_models):
     assert_same_step(*one_and_two(step))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Metrics that follow from the means
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Metrics that follow from the means ------------------------------------------------------------------------
 
 
 STEPS = (  # what the update says of each step, besides the gradient norm
@@ -773,9 +761,7 @@ def test_numbers_too_large_to_be_squared_stop_the_run():
         alone(metrics_on)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Summaries
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Summaries -------------------------------------------------------------------------------------------------
 
 
 def summaries(actor_critic: ActorCritic, ids: TaskIds, temperature: float, rows: int = 64, length: int = 12) -> tuple:
@@ -832,9 +818,7 @@ def test_reserved_ids_are_never_sampled(tiny_models, architecture: str):
     assert logprobs[0, 0].item() == pytest.approx(table[responses[0, 0]], abs=1e-9)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Reference, adapters, the saved models
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Reference, adapters, the saved models ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1016,9 +1000,7 @@ def test_the_critic_starts_as_the_reward_model(saved_models: Path, tiny_models, 
     assert fresh.lm_backbone is not lm_backbone.base_model
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# A whole update, as train() puts it together
-# ----------------------------------------------------------------------------------------------------------------
+# ---- A whole update, as train() puts it together ---------------------------------------------------------------
 
 
 def write_posts(folder: Path, count: int = 20) -> None:

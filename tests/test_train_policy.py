@@ -89,9 +89,7 @@ def policy_args(world: Path, reward: Path) -> Args:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The replay
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The replay ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -272,9 +270,7 @@ def replay(args: Args, world: Path) -> Left:
     return Left(metrics, samples, weights)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# A run is its replay
-# ----------------------------------------------------------------------------------------------------------------
+# ---- A run is its replay ---------------------------------------------------------------------------------------
 
 
 def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
@@ -359,9 +355,7 @@ def test_the_replayed_run_leaves_nothing_out(expected: Left, args: Args):
     assert changes == pytest.approx([-largest, largest * (1 / 1.1 - 1) / 0.2])
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Negative controls: the replay rejects each of these mistakes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
 
 def mistaken(module: ModuleType, name: str, replacements: dict[str, str]) -> Callable:
@@ -392,7 +386,7 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "D28 reward model reads the affixes": (
         "train",
-        {"score, sizes.local_rollout_batch, queries, trunc": "score, sizes.local_rollout_batch, contexts, trunc"},
+        {"score(queries, trunc": "score(contexts, trunc"},
     ),
     "D45 reference is trained too": (
         "train",
@@ -402,7 +396,7 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
         "train",
         {"Rollout(context_responses, logprobs,": "Rollout(context_responses, ref_logprobs,"},
     ),
-    "D49 whole responses are scored": ("train", {"queries, truncated_responses)\n": "queries, responses)\n"}),
+    "D49 whole responses are scored": ("train", {"score(queries, truncated_responses)": "score(queries, responses)"}),
     "D50 penalty is added": (
         "train",
         {"torch.where(stopped, raw_scores, task": "raw_scores + torch.where(stopped, 0.0, task"},
@@ -488,9 +482,7 @@ def test_a_function_without_a_mistake_passes(args: Args, expected: Left, tmp_pat
     check_same(run_in(tmp_path, args, monkeypatch), expected)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What a run shows
-# ----------------------------------------------------------------------------------------------------------------
+# ---- What a run shows ------------------------------------------------------------------------------------------
 
 
 def test_the_console_shows_the_progress_of_every_update(finished: Finished):
@@ -508,13 +500,13 @@ def test_the_console_shows_the_progress_of_every_update(finished: Finished):
         assert kl == f"{row['objective/kl']:.2f}"
 
 
-def test_a_monitor_replaces_nothing(finished: Finished):
+def test_a_monitor_replaces_nothing(finished: Finished, tiny_tokenizer):
     """The names that are refused are those that a run logs anyhow."""
     names = {name.removeprefix("objective/") for name in finished.left.metrics[0] if name.startswith("objective/")}
     assert len(names) == 12
     for name in names - {"gold_scores"}:
         with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
-            train_policy.load_monitor(Args(rewards=RewardsArgs(monitor=f"mine:{name}")), None)
+            train_policy.load_monitor(Args(rewards=RewardsArgs(monitor=f"mine:{name}")), tiny_tokenizer)
 
 
 def test_the_console_shows_the_samples(finished: Finished):
@@ -550,9 +542,7 @@ def test_a_table_shows_sign_two_decimals_and_line_breaks_as_marks(args: Args, tm
     assert samples_of(shown.folder)[0] == {"step": 0, "query": "one\n\ntwo", "score": 1.005, "kl": -0.125}
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What stops a run
-# ----------------------------------------------------------------------------------------------------------------
+# ---- What stops a run ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -642,9 +632,7 @@ def test_what_fails_on_one_process_stops_both(tiny_world: Path, tmp_path: Path):
     assert len(metrics_of(only(tmp_path, "runs/*"))) == 1
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# One source of scores, one task
-# ----------------------------------------------------------------------------------------------------------------
+# ---- One source of scores, one task ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{"function": "math:sqrt"}, {"trained_model": ""}], ids=["two", "none"])
@@ -697,9 +685,7 @@ def test_a_joint_run_gives_both_parts_one_task(tiny_world: Path, tmp_path: Path,
     assert (policy_args.rewards.trained_model, policy_args.rewards.function) == ("reward", "")
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Reading what a policy writes: sample.py
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Reading what a policy writes: sample.py -------------------------------------------------------------------
 
 
 def test_sample_continues_held_out_queries_as_training_does(

@@ -72,9 +72,7 @@ def reward_args(world: Path, labels: Path, kind: LabelKind = "best") -> Args:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The replay
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The replay ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,9 +173,7 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
     return Left(metrics, results | {"ceiling": 0.75, "skipped_queries": 0}, reward_model.state_dict())
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# A run is its replay
-# ----------------------------------------------------------------------------------------------------------------
+# ---- A run is its replay ---------------------------------------------------------------------------------------
 
 
 def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
@@ -233,9 +229,7 @@ def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):
     assert expected["best"].results["test_labels"] == 56  # not whole rollout batches
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Negative controls: the replay rejects each of these mistakes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
 SCORED = "torch.cat([queries.to(responses.device), responses], dim=1)"
 TRUNCATED = ".masked_fill((responses == ids.stop).cumsum(1) > 0, ids.pad)"
@@ -345,9 +339,7 @@ def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path: Path,
     check_same(run_in(tmp_path, all_args["best"], monkeypatch), expected["best"])
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Which labels
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Which labels ----------------------------------------------------------------------------------------------
 
 
 def with_rows(args: Args, file: Path, rows: list[dict]) -> Args:
@@ -410,9 +402,7 @@ def test_two_processes_see_every_label_once(tiny_world: Path, tmp_path: Path):
     assert seen == [[part[rank::2] for part in slices] for rank in range(2)]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Where training begins, and what is saved
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Where training begins, and what is saved ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -440,9 +430,7 @@ def test_a_float64_reward_model_is_loaded_bit_for_bit(all_args, tmp_path: Path, 
         assert torch.equal(loaded.state_dict()[name], left.weights[name]), name
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Ratings and differences by hand
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Ratings and differences by hand ---------------------------------------------------------------------------
 
 
 def test_the_scale_of_ratings_and_of_half_the_differences():

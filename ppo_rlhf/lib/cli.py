@@ -13,7 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tyro
 from accelerate.utils import broadcast_object_list
@@ -21,9 +21,40 @@ from accelerate.utils import broadcast_object_list
 from ppo_rlhf.lib import errors, files, processes, run
 from ppo_rlhf.lib.errors import InputError, flag, typed, typed_as
 
-# ----------------------------------------------------------------------------------------------------------------
-# Presets and --resume
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Presets and --resume --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunArgs:
+    """What every training script can be told of its run; a script adds its own, and other defaults."""
+
+    preset: str = ""
+    """names a set of defaults"""
+    exp_name: str = ""
+    """name of this experiment"""
+    seed: int = 1
+    """seed of all random numbers"""
+    base_model: str = ""
+    """causal language model to start from: a folder, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    resume: str = ""
+    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
+    save_interval: int = 50
+    """updates between checkpoints; 0: one at the end"""
+    track: bool = False
+    """log to Weights & Biases"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on Weights & Biases"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+
 
 Args = TypeVar("Args")
 
@@ -125,9 +156,7 @@ def check_same_arguments(saved: Any, args: Any) -> None:
         print(f"resumed with {', '.join(allowed)}")
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Several stages in a row
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Several stages in a row -----------------------------------------------------------------------------------
 
 
 def flags_of(part: str, args: Any, shared: Collection[str]) -> contextlib.AbstractContextManager[None]:
@@ -202,9 +231,7 @@ def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, desc
     return args
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Checks
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Checks ----------------------------------------------------------------------------------------------------
 
 
 def above_zero(prefix: str, group: Any, *fields: str) -> None:
@@ -261,13 +288,11 @@ def check_repository_name(args: Any) -> None:
         ) from error
 
 
-def check_updates(made: int, updates: int, batch: int) -> None:
-    """Refuse to go on with a run that has made more updates than its arguments ask for."""
-    if made > updates:
-        raise InputError(
-            f"{flag('ppo.total_episodes')} makes {updates} updates, but this run has made {made}; "
-            f"{flag('ppo.total_episodes')} {made * batch} is the least"
-        )
+def check_controller(adaptive_kl: Any, episodes: int) -> None:
+    """Refuse a target or a horizon that cannot be meant, with updates of so many episodes."""
+    if adaptive_kl.target is not None:
+        above_zero("rewards.adaptive_kl.", adaptive_kl, "target", "horizon")
+        check_horizon(adaptive_kl.horizon, episodes)
 
 
 def check_horizon(horizon: int, episodes: int) -> None:

@@ -3,18 +3,17 @@
 Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import contextlib
 import hashlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
-# ----------------------------------------------------------------------------------------------------------------
-# Models
-# ----------------------------------------------------------------------------------------------------------------
+from ppo_rlhf.lib import precision
+
+# ---- Models ----------------------------------------------------------------------------------------------------
 
 
 def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,11 +85,6 @@ def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
         return head(hidden_states.to(head.weight.dtype)).squeeze(-1)
 
 
-def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
-    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
-
-
 class RewardModel(nn.Module):
     """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
 
@@ -110,14 +104,12 @@ class RewardModel(nn.Module):
     def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
-        with mixed_precision(query_responses.device, enabled=self.low_precision):
+        with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
             last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Tokens: pad, generate, truncate
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Tokens: pad, generate, truncate ---------------------------------------------------------------------------
 
 
 def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
@@ -133,15 +125,6 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-
-
-class KeyValueCache(StaticCache):
-    """Keys and values, both in the precision of the values."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens; return those of all tokens."""
-        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
-        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
 @torch.no_grad()
@@ -161,7 +144,7 @@ def generate(
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
-    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
     masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []

@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.lib import files, hub, lm, processes
+from ppo_rlhf.lib import errors, files, hub, lm, precision, processes
 from ppo_rlhf.lib.errors import InputError, flag
 
 
@@ -76,14 +76,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     return info
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Load
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def weights_dtype(dtype: str) -> torch.dtype:
-    """The precision of the weights where a script's `dtype` is this; bfloat16 is that of matrix products alone."""
-    return torch.float64 if dtype == "float64" else torch.float32
+# ---- Load ------------------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -225,9 +218,7 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Check
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Check -----------------------------------------------------------------------------------------------------
 
 
 def check_vocabulary(info: dict[str, Any], what: str, base_model: str, vocab_size: int) -> None:
@@ -300,9 +291,7 @@ def same_logits(logits: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((distance <= 1e-3 * expected.std(2, correction=0)).all())
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Our own models
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Our own models --------------------------------------------------------------------------------------------
 
 
 def load_reward_model(
@@ -346,14 +335,14 @@ def config_for_plots(given: Any, args: Any) -> dict[str, Any]:
 
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
     """The base model that a script's arguments name, in the precision of its weights."""
-    return load_pretrained(args.base_model, weights_dtype(args.dtype), args.trust_remote_code, auto_class)
+    return load_pretrained(args.base_model, precision.weights_dtype(args.dtype), args.trust_remote_code, auto_class)
 
 
 def load_scalar_model(args: Any, field: str, vocab_size: int, model_class: type | None = None) -> lm.RewardModel:
     """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
     folder = Path(getattr(args.rewards, field))
     what = f"{flag(f'rewards.{field}')} {folder}"
-    model = load_reward_model(folder, weights_dtype(args.dtype), args.trust_remote_code, model_class)
+    model = load_reward_model(folder, precision.weights_dtype(args.dtype), args.trust_remote_code, model_class)
     check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
     return model
@@ -366,7 +355,7 @@ class MixedPrecision(nn.Module):
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The precision of what is computed within the block."""
-        return lm.mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
+        return precision.mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
@@ -375,9 +364,7 @@ class MixedPrecision(nn.Module):
             yield
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Adapters
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Adapters --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -408,9 +395,7 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.
         ) from error
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Save
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Save ------------------------------------------------------------------------------------------------------
 
 
 FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
@@ -489,8 +474,10 @@ def save_reward_model(
 def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
     """Save as an ordinary causal language model, with the value head and ppo_rlhf.json beside the weights.
 
-    policy: a PolicyWithValueHead; args: of its script, as they were given.
+    policy: a PolicyWithValueHead; args: of its script, as they were given. Only the first process writes.
     """
+    if not errors.is_first_process():
+        return
     info = {
         "kind": "policy",
         "base_model": args.base_model,

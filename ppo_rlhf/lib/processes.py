@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -136,9 +137,7 @@ def fail_together(problem: str) -> None:
         raise InputError(problem)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Sharding: a process keeps a slice of every weight, gradient and Adam moment
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Sharding: a process keeps a slice of every weight, gradient and Adam moment -------------------------------
 
 
 def shard(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -> None:
@@ -202,9 +201,7 @@ def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Shares
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Shares ----------------------------------------------------------------------------------------------------
 
 
 def split_evenly(field: str, value: int, parts: int, what: str) -> int:
@@ -215,13 +212,16 @@ def split_evenly(field: str, value: int, parts: int, what: str) -> int:
     return value // parts
 
 
-def rows_at_a_time(field: str, value: int, whole: int) -> int:
-    """A memory knob: how many of the rows to take at a time; 0: all."""
-    size = value or whole
+def rows_at_a_time(prefix: str, group: Any, field: str, whole: int) -> int:
+    """A memory knob, a field of a dataclass: how many of the rows to take at a time; 0: all.
+
+    prefix: of its name on the command line.
+    """
+    size, name = getattr(group, field) or whole, prefix + field
     if whole % size:
         offer = math.gcd(size, whole)
         raise InputError(
-            f"{typed(field)} {value} does not divide the {whole} of one process; {flag(field)} {offer} does"
+            f"{typed(name)} {size} does not divide the {whole} of one process; {flag(name)} {offer} does"
         )
     return size
 
@@ -258,9 +258,7 @@ def map_rows(
     return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Gradients
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Gradients -------------------------------------------------------------------------------------------------
 
 
 def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:

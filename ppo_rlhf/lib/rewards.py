@@ -6,9 +6,10 @@ import importlib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -111,3 +112,17 @@ def text_scorer(
     if not all(map(math.isfinite, scores)):
         raise InputError(f"{what} returned {scores} for two texts; scores must be finite")
     return score
+
+
+def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str], Scorer]) -> dict[str, Scorer]:
+    """A function that is only logged, under its own name; an empty dictionary if no function is named.
+
+    taken: names under which a run logs anyway. of_texts: makes a scorer, as text_scorer does, from the function's
+    name and that of the argument.
+    """
+    if not name:
+        return {}
+    own_name = re.split("[:.]", name)[-1]
+    if own_name in taken:
+        raise InputError(f"{flag('rewards.monitor')} {name}: the name {own_name} is taken; rename the function")
+    return {own_name: of_texts(name, "rewards.monitor")}

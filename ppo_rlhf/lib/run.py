@@ -517,18 +517,25 @@ class Run:
             ) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Put model and optimiser where the newest checkpoint left them. Its state; {"step": 0} if there is none."""
+        """Put model and optimiser where the newest checkpoint left them. Its state; {"step": 0} if there is none.
+
+        Raises an InputError if the run has made more updates than its arguments ask for.
+        """
         checkpoint = self.load_checkpoint()
         if not checkpoint:
             return {"step": 0}
         tensors, state = checkpoint
+        made, updates = state["step"], self.meta["sizes"].get("updates", math.inf)
+        if made > updates:
+            raise InputError(
+                f"{flag('ppo.total_episodes')} makes {updates} updates, but this run has made {made}; "
+                f"{flag('ppo.total_episodes')} {made * self.meta['sizes']['batch']} is the least"
+            )
         restore_training_state(model, optimizer, tensors)
         return state
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Checkpoints -----------------------------------------------------------------------------------------------
 
 
 def sealed(state: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -586,9 +593,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Names, tables, pictures
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Names, tables, pictures -----------------------------------------------------------------------------------
 
 
 def run_name(args: Any, timestamp: int) -> str:

@@ -49,13 +49,12 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
     unused: arguments that the script does not read; no world is built for them. A run keeps its arguments as they
     were given, so that its folder and what lies beside it can be moved together.
     """
-    root = run.root_of(args.resume, joint)
 
     def found(group: Any, prefix: str) -> Any:
         values = {field.name: getattr(group, field.name) for field in fields(group)}
         parts = {name: found(part, f"{prefix}{name}.") for name, part in values.items() if is_dataclass(part)}
         read = [name for name in values if prefix + name in WORLDS and prefix + name not in unused]
-        paths = {name: find_value(prefix + name, values[name], root) for name in read}
+        paths = {name: find_value(prefix + name, values[name], run.root_of(args.resume, joint)) for name in read}
         return replace(group, **parts, **paths)
 
     return found(args, "")

@@ -34,9 +34,7 @@ from ppo_rlhf.lib import cli, errors, lm, texts
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building
 
-# ----------------------------------------------------------------------------------------------------------------
-# Arguments
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,7 @@ class TalesArgs:
     """noise of the annotator, in units of gold score: 0 would always pick the best"""
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Stories
-# ----------------------------------------------------------------------------------------------------------------
+# ---- Stories ---------------------------------------------------------------------------------------------------
 
 PLEASANT = {
     "adjective": "lovely gentle cheerful golden sweet bright kind charming splendid cosy merry peaceful noble tender",
@@ -176,9 +172,7 @@ def grammatical_share(texts: list[str]) -> float:
     return sum(bool(SENTENCE.fullmatch(sentence)) for sentence in sentences) / max(1, len(sentences))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The annotator
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The annotator ---------------------------------------------------------------------------------------------
 
 
 def words_of(*lists: str) -> tuple[str, ...]:
@@ -222,9 +216,7 @@ descriptiveness = Annotator(
 )
 ANNOTATORS = {"sentiment": sentiment, "descriptiveness": descriptiveness}
 
-# ----------------------------------------------------------------------------------------------------------------
-# The world
-# ----------------------------------------------------------------------------------------------------------------
+# ---- The world -------------------------------------------------------------------------------------------------
 
 
 def train_tokenizer(stories: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,0 +1,26 @@
+"""What `--dtype` means: the precision of weights, of matrix products, and of what a sampler remembers."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+
+def weights_dtype(dtype: str) -> torch.dtype:
+    """The precision of the weights where a script's `dtype` is this; bfloat16 is that of matrix products alone."""
+    return torch.float64 if dtype == "float64" else torch.float32
+
+
+def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
+    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
+
+
+class KeyValueCache(StaticCache):
+    """Keys and values, both in the precision of the values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens; return those of all tokens."""
+        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
