@@ -27,7 +27,7 @@ Result = dict[str, Any]
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Square matrix products on this device now, in FLOP/s: the median of twenty, on a CPU, which is slow, of five."""
+    """Square matrix products on this device now, in FLOP/s: the median of twenty, on a CPU of five."""
     size, count = (8192, 20) if device.type == "cuda" else (2048, 5)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds = []

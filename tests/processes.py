@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import run
+from matplotlib.figure import Figure
 
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PPO_RLHF_THREADS": "1"}
@@ -39,6 +39,7 @@ IMPORTED += [
     "torch.distributed.run",
 ]
 server.set_forkserver_preload(IMPORTED)
+save_picture = Figure.savefig
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,10 @@ def _is_ours(script: str) -> bool:
     return Path(script).parent in (SCRIPTS, SCRIPTS.parent / "benchmark")
 
 
-def _draw_one_panel(draw: Callable, folder: Path, rows: list, panels: dict[str, list[str]]) -> None:
-    draw(folder, rows, dict(list(panels.items())[:1]))
+def _save_first_panel(figure: Figure, *arguments: Any, **options: Any) -> None:
+    for axes in figure.axes[1:]:
+        axes.remove()
+    save_picture(figure, *arguments, **options)
 
 
 def _run(
@@ -121,14 +124,14 @@ def _run(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     subprocess.Popen = ForkingPopen
     if not pictures:
-        run.draw_learning_curves = functools.partial(_draw_one_panel, run.draw_learning_curves)
+        Figure.savefig = _save_first_panel
     _run_script([script, *arguments], {**os.environ, **environment})
 
 
 class Launched:
     """A process that runs a script of ppo_rlhf/, or any other file.
 
-    pictures: whether it draws learning_curves.png whole. That takes longer than a small run; else the picture has the
+    pictures: whether pictures are drawn whole. Learning curves take longer than a small run; else a picture has its
     first panel only.
     """
 
