@@ -10,7 +10,6 @@ import functools
 import gc
 import multiprocessing
 import os
-import resource
 import runpy
 import shutil
 import signal
@@ -30,14 +29,9 @@ SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PPO_RLHF_THREADS": "1"}
 
 server = multiprocessing.get_context("forkserver")
-IMPORTED = ["ppo_rlhf.train_both", "ppo_rlhf.tldr_all", "torch.utils.tensorboard", "rich.progress", "rich.table"]
-IMPORTED += [
-    "matplotlib.backends.backend_agg",
-    "PIL.PngImagePlugin",
-    "pandas",
-    "scipy.stats",
-    "torch.distributed.run",
-]
+IMPORTED = ["ppo_rlhf.train_both", "ppo_rlhf.tldr_all", "torch.utils.tensorboard", "torch.distributed.run"]
+IMPORTED += ["matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin", "rich.progress"]
+IMPORTED += ["rich.table", "pandas", "scipy.stats", "rliable.library", "tests.warm"]
 server.set_forkserver_preload(IMPORTED)
 save_picture = Figure.savefig
 
@@ -72,7 +66,7 @@ def _run_instead(words: Sequence[str], environment: dict[str, str], kept: Collec
     status = 1
     try:
         above = 3
-        for descriptor in [*sorted(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]:
+        for descriptor in [*sorted(kept), 2**16]:
             os.closerange(above, descriptor)  # what a command that is executed does not get
             above = descriptor + 1
         _run_script(words, environment)
@@ -84,7 +78,7 @@ def _run_instead(words: Sequence[str], environment: dict[str, str], kept: Collec
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)

@@ -95,11 +95,16 @@ def dtype(request):
 
 
 @pytest.fixture(scope="module")
-def kl_target(tmp_path_factory, tiny_world, tiny_reward, dtype, nminibatches) -> float:
+def far_from_target(tmp_path_factory, tiny_world, tiny_reward) -> dict[int, Recorded]:
+    """Runs in float32 that do not reach the KL target, by the number of minibatches."""
+    folder = tmp_path_factory.mktemp("far")
+    return {count: policy_run(folder / str(count), tiny_world, tiny_reward, "float32", count) for count in (1, 4)}
+
+
+@pytest.fixture(scope="module")
+def kl_target(far_from_target, nminibatches) -> float:
     """A KL that the first updates reach, so that the controller follows it and is not clipped throughout."""
-    folder = tmp_path_factory.mktemp("target") / "run"
-    run = policy_run(folder, tiny_world, tiny_reward, dtype, nminibatches)
-    return max(row["objective/kl"] for row in run.metrics[1:4])
+    return max(row["objective/kl"] for row in far_from_target[nminibatches].metrics[1:4])
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +115,8 @@ def reference(tmp_path_factory, tiny_world, tiny_reward, dtype, nminibatches, kl
 
 @pytest.mark.parametrize(
     ("processes", "parts"),
-    [(1, 2), (1, 4), (1, 8), (2, 1), (2, 4)],
-    ids=["2 parts", "4 parts", "8 parts", "2 processes", "2 processes, 4 parts"],
+    [(1, 2), (1, 8), (2, 1), (2, 4)],
+    ids=["2 parts", "8 parts", "2 processes", "2 processes, 4 parts"],
 )
 def test_policy(processes, parts, reference, dtype, nminibatches, kl_target, tiny_world, tiny_reward, tmp_path):
     run = policy_run(tmp_path / "run", tiny_world, tiny_reward, dtype, nminibatches, processes, parts, kl_target)
@@ -129,13 +134,10 @@ def test_noise_that_belongs_to_the_process_is_detected(tiny_world, tiny_reward, 
         check_same(two, one, "float32")
 
 
-def test_minibatches_are_another_algorithm(tiny_world, tiny_reward, tmp_path):
+def test_minibatches_are_another_algorithm(far_from_target):
     """So that the comparisons above compare something."""
-    arguments = (tiny_world, tiny_reward, "float32")
-    one = policy_run(tmp_path / "one", *arguments, nminibatches=1)
-    four = policy_run(tmp_path / "four", *arguments, nminibatches=4)
     with pytest.raises(AssertionError, match=r"equal|approx"):
-        check_same(four, one, "float32")
+        check_same(far_from_target[4], far_from_target[1], "float32")
 
 
 # ---- The reward model ------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def reward_reference(tmp_path_factory, tiny_world, dtype) -> list[dict[str, floa
     return reward_run(tmp_path_factory.mktemp("reference") / "run", tiny_world, dtype, processes=1, parts=1)
 
 
-@pytest.mark.parametrize(("processes", "parts"), [(1, 2), (1, 4), (1, 8), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("processes", "parts"), [(1, 2), (1, 8), (2, 1), (2, 4)])
 def test_reward_model(processes, parts, reward_reference, dtype, tiny_world, tmp_path):
     rows = reward_run(tmp_path / "run", tiny_world, dtype, processes, parts)
     assert len(rows) == 9

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from processes import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -618,16 +618,6 @@ def test_another_number_of_processes_than_the_launcher_started(accelerator, monk
     assert f"started {world_size} processes" in error_line(processes.make_accelerator)
 
 
-def run_policy_script(*argv: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, train_policy.__file__, *argv],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PPO_RLHF_CACHE": "cache"} | environment,
-    )
-
-
 @pytest.mark.parametrize(
     ("argv", "environment", "named"),
     [
@@ -641,8 +631,8 @@ def run_policy_script(*argv: str, **environment: str) -> subprocess.CompletedPro
     ],
 )
 def test_the_script_ends_in_one_line(tmp_path, argv, environment, named):
-    result = run_policy_script(*argv, **environment)
-    assert result.returncode == 2
+    result = launch("train_policy.py", *argv, folder=tmp_path, PPO_RLHF_CACHE="cache", **environment)
+    assert result.status == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("error: ")
     assert named in result.stderr
@@ -709,22 +699,24 @@ def test_numbers_that_must_be_above_zero_are_named(field):
 ALLOCATE = """
 import resource, torch
 from ppo_rlhf.lib import processes
-{keep}
-faults = []
-for _ in range(10):
-    tensors = [torch.ones(2**22 * size) for size in (1, 4, 2, 3)]  # 160 MB: 40,960 pages
-    del tensors
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(faults[-1] - faults[2])
+
+def new_pages():
+    faults = []
+    for _ in range(10):
+        tensors = [torch.ones(2**22 * size) for size in (1, 4, 2, 3)]  # 160 MB: 40,960 pages
+        del tensors
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return faults[-1] - faults[2]
+
+print(new_pages())
+processes.keep_freed_memory()
+print(new_pages())
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
 def test_freed_memory_is_kept():
     """The next tensor takes the pages of the last one; else the kernel would clear new ones, one fault for each."""
-
-    def faults(keep: str) -> int:
-        command = [sys.executable, "-c", ALLOCATE.format(keep=keep)]
-        return int(subprocess.run(command, capture_output=True, check=True).stdout)
-
-    assert 5 * faults("processes.keep_freed_memory()") < faults("")
+    result = subprocess.run([sys.executable, "-c", ALLOCATE], capture_output=True, check=True)
+    without, kept = map(int, result.stdout.split())
+    assert 5 * kept < without
