@@ -23,13 +23,15 @@ demo-tldr: $(VENV)/installed
 hub-check: $(VENV)/installed
 	$(BIN)/python benchmark/hub_check.py
 
-# Two files of tests at a time.
+# Two files of tests at a time, in the order of tests/conftest.py.
+WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest $(WORKERS)
 
 # For whoever edits: golden numbers and mistakes that they reject, agreement of the chapters, who imports whom.
 check: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --quiet tests/test_golden.py tests/test_golden_tldr.py \
+	$(BIN)/python -m pytest $(WORKERS) --quiet tests/test_golden.py tests/test_golden_tldr.py \
 		tests/test_copies.py tests/test_house.py
 
 lint: install

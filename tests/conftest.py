@@ -16,6 +16,38 @@ from runs import TINY_WORLD, build_tiny_posts, build_tiny_world, only, reward_ar
 
 torch.set_num_threads(1)
 
+# The files that take longest, longest first: so that several workers, each with a file at a time, end together.
+LONGEST = [
+    "invariance",
+    "tldr_runs",
+    "bad_input",
+    "safety",
+    "ablations",
+    "soak",
+    "end_to_end",
+    "compare",
+    "speed",
+    "replay",
+    "hub",
+    "faults",
+    "benchmark",
+    "sharding",
+    "run",
+    "judge",
+    "train_policy",
+    "golden_tldr",
+    "copies",
+    "guard",
+    "train_reward",
+    "label_fuzz",
+    "tldr_update",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
 
 @pytest.fixture(scope="session")
 def tiny_world_args():

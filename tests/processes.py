@@ -1,25 +1,45 @@
 """Run a script in a process of its own, without the seconds that importing PyTorch takes.
 
 The processes are forks of a server that has imported everything, but has run nothing. Each has the command line,
-folder, environment, output and exit status of `python <script> <arguments>`.
+folder, environment, output and exit status of `python <script> <arguments>`. Where such a process starts Python for a
+script of ours, that one is a fork of it in the same way; any other command is executed.
 """
 
+import contextlib
+import functools
 import gc
 import multiprocessing
 import os
+import resource
 import runpy
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
 
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PPO_RLHF_THREADS": "1"}
 
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["ppo_rlhf.train_both", "torch.utils.tensorboard", "matplotlib.figure", "rich.table"])
+IMPORTED = ["ppo_rlhf.train_both", "ppo_rlhf.tldr_all", "torch.utils.tensorboard", "rich.progress", "rich.table"]
+IMPORTED += [
+    "matplotlib.backends.backend_agg",
+    "PIL.PngImagePlugin",
+    "pandas",
+    "scipy.stats",
+    "torch.distributed.run",
+]
+server.set_forkserver_preload(IMPORTED)
+save_picture = Figure.savefig
 
 
 @dataclass(frozen=True)
@@ -29,26 +49,97 @@ class Result:
     stderr: str
 
 
-def _run(script: str, arguments: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
+def _run_script(words: Sequence[str], environment: dict[str, str]) -> None:
+    """What `python <words>` does, in this process: a script, or -m and a module, with its arguments."""
     gc.freeze()  # else the first collection looks at everything that the server has imported
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
     # Where the tests run in the background of a shell, they ignore Ctrl-C, and so would this process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(folder)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.environ.clear()
     os.environ.update(environment)
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _run_instead(words: Sequence[str], environment: dict[str, str], kept: Collection[int]) -> None:
+    """Run a script in a child process that was about to execute a command, and end the process."""
+    status = 1
+    try:
+        above = 3
+        for descriptor in [*sorted(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0]]:
+            os.closerange(above, descriptor)  # what a command that is executed does not get
+            above = descriptor + 1
+        _run_script(words, environment)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+class ForkingPopen(subprocess.Popen):
+    """A child process as always, but the child does not execute Python for what it has imported already."""
+
+    def __init__(self, args: Any, *more: Any, **options: Any):
+        environment = dict(os.environ if options.get("env") is None else options["env"])
+        words = [] if isinstance(args, str | bytes) else [str(word) for word in args]
+        script = [word for word in words[1:3] if word != "-u"][:1]
+        python = bool(script) and shutil.which(words[0], path=environment.get("PATH")) == sys.executable
+        if python and (script == ["-m"] or _is_ours(script[0])):
+            start = functools.partial(_run_instead, words[words.index(script[0]) :], environment)
+            options["preexec_fn"] = functools.partial(start, tuple(options.get("pass_fds", ())))
+            sys.stdout.flush()  # else the child would print it once more
+            sys.stderr.flush()
+        super().__init__(args, *more, **options)
+
+
+def _is_ours(script: str) -> bool:
+    return Path(script).parent in (SCRIPTS, SCRIPTS.parent / "benchmark")
+
+
+def _save_first_panel(figure: Figure, *arguments: Any, **options: Any) -> None:
+    for axes in figure.axes[1:]:
+        axes.remove()
+    save_picture(figure, *arguments, **options)
+
+
+def _run(
+    script: str, arguments: list[str], folder: str, environment: dict[str, str], outputs: list[str], pictures: bool
+) -> None:
+    os.chdir(folder)
     for stream, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    subprocess.Popen = ForkingPopen
+    if not pictures:
+        Figure.savefig = _save_first_panel
+    _run_script([script, *arguments], {**os.environ, **environment})
 
 
 class Launched:
-    """A process that runs a script of ppo_rlhf/, or any other file."""
+    """A process that runs a script of ppo_rlhf/, or any other file.
 
-    def __init__(self, script: str | Path, *arguments: str, folder: Path, **environment: str):
+    pictures: whether pictures are drawn whole. Learning curves take longer than a small run; else a picture has its
+    first panel only.
+    """
+
+    def __init__(self, script: str | Path, *arguments: str, folder: Path, pictures: bool = False, **environment: str):
         self._outputs = tempfile.TemporaryDirectory()
         self._paths = [f"{self._outputs.name}/{name}" for name in ("stdout", "stderr")]
-        arguments_of_run = (str(SCRIPTS / script), list(arguments), str(folder), OFFLINE | environment, self._paths)
-        self.process = server.Process(target=_run, args=arguments_of_run)
+        where = (str(folder), OFFLINE | environment, self._paths)
+        self.process = server.Process(target=_run, args=(str(SCRIPTS / script), list(arguments), *where, pictures))
         self.process.start()
 
     def stdout(self) -> str:
@@ -65,9 +156,9 @@ class Launched:
         return Result(self.process.exitcode, *texts)
 
 
-def launch(script: str | Path, *arguments: str, folder: Path, **environment: str) -> Result:
+def launch(script: str | Path, *arguments: str, folder: Path, pictures: bool = False, **environment: str) -> Result:
     """Run a script to its end."""
-    return Launched(script, *arguments, folder=folder, **environment).wait()
+    return Launched(script, *arguments, folder=folder, pictures=pictures, **environment).wait()
 
 
 def start_together(

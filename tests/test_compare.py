@@ -37,7 +37,7 @@ def published(implementation: str, task: str, metric: str) -> pd.DataFrame:
 
 def test_two_published_implementations_agree(tmp_path):
     arguments = ["--ours", DETAILS, "--theirs", OPENAI, "--output", "out"]
-    result = launch(COMPARE, *arguments, folder=tmp_path)
+    result = launch(COMPARE, *arguments, folder=tmp_path, pictures=True)
     assert result.status == 0, result.stdout[-1000:]
     verdict = pd.read_csv(tmp_path / "out/verdict.csv")
     assert set(verdict["verdict"]) == {"inside", "not judged"}

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ppo_rlhf.lib.models import load_reward_model
 
 
-def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> str:
-    result = launch(name, *arguments, folder=folder, **environment)
+def run_script(name: str, *arguments: str, folder: Path, **options: str | bool) -> str:
+    result = launch(name, *arguments, folder=folder, **options)
     assert result.status == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -28,7 +28,8 @@ def run_script(name: str, *arguments: str, folder: Path, **environment: str) -> 
 def both_run(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which train_both ran, as one process."""
     folder = tmp_path_factory.mktemp("both")
-    (folder / "stdout").write_text(run_script("train_both.py", *both_arguments(tiny_world), folder=folder))
+    stdout = run_script("train_both.py", *both_arguments(tiny_world), folder=folder, pictures=True)
+    (folder / "stdout").write_text(stdout)
     return folder
 
 

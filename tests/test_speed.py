@@ -216,7 +216,7 @@ if __name__ == "__main__":
     assert int(flags["--task.query_length"]) == int(flags["--task.response_length"]) == 8
     writer = SummaryWriter("events")
     for update in range(int(flags["--ppo.total_episodes"]) // int(flags["--ppo.local_batch_size"])):
-        time.sleep(0.5)
+        time.sleep(0.1)
         writer.add_scalar("ppo/loss", 0.0, update)
         writer.add_scalar("ppo/episode", update, update)
 """
@@ -235,7 +235,7 @@ def test_speed_of_a_peer_beside_ours(tmp_path):
     result = launch(SPEED, *SMALL, *more, "--output", str(tmp_path / "out.json"), folder=tmp_path)
     assert result.status == 0, result.stdout + result.stderr
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert 0.5 <= runs["details"][0]["seconds_per_update"] < 60
+    assert 0.1 <= runs["details"][0]["seconds_per_update"] < 60
     ratio = runs["ours"][0]["episodes_per_second"] / runs["details"][0]["episodes_per_second"]
     assert f"{ratio:.3g} [{ratio:.3g}, {ratio:.3g}]" in result.stdout
 

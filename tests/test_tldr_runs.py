@@ -64,10 +64,17 @@ class Trained:
         return train(folder, self.script, [*self.arguments, *extra.split()], processes, **environment)
 
 
-def train(folder: Path, script: str | Path, arguments: list[str], processes: int = 1, **environment: str) -> Trained:
+def train(
+    folder: Path,
+    script: str | Path,
+    arguments: list[str],
+    processes: int = 1,
+    pictures: bool = False,
+    **environment: str,
+) -> Trained:
     folder.mkdir(exist_ok=True)
     if processes == 1:
-        results = [launch(script, *arguments, folder=folder, **environment)]
+        results = [launch(script, *arguments, folder=folder, pictures=pictures, **environment)]
     else:
         results = launch_together(processes, script, *arguments, folder=folder, **environment)
     for result in results:
@@ -85,13 +92,13 @@ def common(tiny_posts: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def sft(common: list[str], tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     arguments = [*common, "--base_model", str(tiny_posts / "model"), *SFT.split()]
-    return train(tmp_path_factory.mktemp("sft"), "tldr_sft.py", arguments)
+    return train(tmp_path_factory.mktemp("sft"), "tldr_sft.py", arguments, pictures=True)
 
 
 @pytest.fixture(scope="session")
 def reward(common: list[str], sft: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     arguments = [*common, "--base_model", str(sft.model("sft")), *REWARD.split()]
-    return train(tmp_path_factory.mktemp("reward"), "tldr_reward.py", arguments)
+    return train(tmp_path_factory.mktemp("reward"), "tldr_reward.py", arguments, pictures=True)
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +109,8 @@ def policy_arguments(common: list[str], sft: Trained, reward: Trained) -> list[s
 
 @pytest.fixture(scope="session")
 def policy(policy_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("policy"), "tldr_policy.py", [*policy_arguments, *POLICY.split()])
+    arguments = [*policy_arguments, *POLICY.split()]
+    return train(tmp_path_factory.mktemp("policy"), "tldr_policy.py", arguments, pictures=True)
 
 
 @pytest.fixture(scope="session")
