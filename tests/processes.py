@@ -84,7 +84,7 @@ def _run_instead(words: Sequence[str], environment: dict[str, str], kept: Collec
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
