@@ -2,7 +2,7 @@
 
 The fine-tuned model of `tldr_sft.py` (the policy) summarises posts, the reward model of `tldr_reward.py` scores the
 summaries, and PPO raises the score, less a penalty on the KL divergence from where the policy started (the
-reference). Three things differ from chapter 1: summaries end with the end-of-text token, and what comes after it
+reference). The main differences from chapter 1: summaries end with the end-of-text token, and what comes after it
 counts nowhere; a summary without one is punished (the end-of-text trick); the critic is a network of its own that
 starts as a copy of the reward model. Each update does eight things, and `train()` below reads so:
 
@@ -46,7 +46,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, posts, processes, rewards, run
+from ppo_rlhf.lib import cli, lm, models, posts, processes, rewards as scorers, run
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class PpoArgs:
     lr: float = 3e-6
     """learning rate of the first update"""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """how the learning rate falls to zero"""
+    """course of the learning rate from update to update"""
     adam_eps: float = 1e-5
     """epsilon of AdamW"""
     weight_decay: float = 0.01
@@ -164,6 +164,9 @@ PRESETS = {
 }
 
 
+# ---- Train -----------------------------------------------------------------------------------------------------
+
+
 def train(args: Args, joint: dict | None = None) -> Path:
     """Train a policy and a critic; return the folder models/<run>/policy, on every process.
 
@@ -174,7 +177,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if args.rewards.kl_estimator == "k3" and accelerator.is_main_process:
         print(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given = args  # what meta.json and the saved models name
+    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
     args = worlds.find_paths(given, joint, unused=["task.comparisons"])
     task, ppo, shaping, device = args.task, args.ppo, args.rewards, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -238,8 +241,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 *(query_responses, logprobs, values, rewards, mask, value_mask),
                 *(kl, non_score_rewards, raw_scores, scores, finished, sampler_gap),
             )
-            mb_inds = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
-            steps = ppo_update(actor_critic, optimizer, rollout, mb_inds, ppo, ids.pad, task.temperature, accelerator)
+            minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
+            steps = ppo_update(
+                actor_critic, optimizer, rollout, minibatches, ppo, ids.pad, task.temperature, accelerator
+            )
 
             # 8. Log, and adapt the KL coefficient.
             monitored = {name: function(queries, responses, references) for name, function in monitor.items()}
@@ -264,7 +269,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return this_run.model_folder / "policy"
 
 
-# ---- The networks ----------------------------------------------------------------------------------------------
+# ---- Networks, KL controller, evaluation -----------------------------------------------------------------------
 
 
 class ActorCritic(models.MixedPrecision):
@@ -344,7 +349,7 @@ class AdaptiveKLController:
 
 def evaluate_policy(
     actor_critic: ActorCritic,
-    scorers: dict[str, rewards.Scorer],
+    scorers: dict[str, scorers.Scorer],
     tokenizer: PreTrainedTokenizerBase,
     ids: posts.TaskIds,
     args: Args,
@@ -930,13 +935,13 @@ TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "reference_scores", *posts.COLUM
 
 def load_scorers(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, device: torch.device
-) -> tuple[rewards.Scorer, dict[str, rewards.Scorer]]:
+) -> tuple[scorers.Scorer, dict[str, scorers.Scorer]]:
     """What scores (queries, truncated responses, reference summaries), and what is only logged, under its name.
 
     A reward model does not look at the reference summaries.
     """
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
-    monitor = rewards.load_monitor(args.rewards.monitor, TAKEN, of_texts)
+    monitor = scorers.load_monitor(args.rewards.monitor, TAKEN, of_texts)
     if bool(args.rewards.function) == bool(args.rewards.trained_model):
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if args.rewards.function:

@@ -87,7 +87,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    given = args  # what meta.json and the saved models name
+    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
     args = worlds.find_paths(given, joint)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)

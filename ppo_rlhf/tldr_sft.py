@@ -94,7 +94,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    given = args  # what meta.json and the saved models name
+    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
     args = worlds.find_paths(given, joint, unused=["task.comparisons"])
     task, device = args.task, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)

@@ -5,19 +5,19 @@ by `train_reward.py`, scores them. PPO raises the score, and a penalty on the KL
 started from (the reference) keeps the text fluent. Each update does eight things, and `train()` below reads so:
 
     1. sample queries
-    2. generate responses; the sampler knows their log-probs and values
+    2. generate responses; keep their log-probs and values
     3. log-probs of the reference
     4. truncate the responses at the stop token and score them
-    5. per-token rewards: KL penalty on every token, score on the last
+    5. per-token rewards: KL penalty on every sampled token, also after the stop; score on the last of them
     6. advantages and returns (GAE), for each minibatch anew
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
 Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own rewards and advantages. Functions
-stand below `train()`, in the order in which it calls them; sizes, loading and saving come last.
+stand below `train()`, in the order in which it calls them; sizes and loading come last.
 
-Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see docs/details.
+Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
+and lines beside marks are the original's. [X01] and the like are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/train_both.py --preset tales                    # no network: reward model, then this, in minutes
     python ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward                      # one GPU, GPT-2
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, precision, processes, rewards, run, texts
+from ppo_rlhf.lib import cli, models, precision, processes, rewards as scorers, run, texts
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class RewardsArgs:
 @dataclass(frozen=True)
 class PpoArgs:
     total_episodes: int = 1_000_000
-    """responses to train on, over all updates"""
+    """responses to train on, over all updates; rounded up to whole updates"""
     batch_size: int = 512
     """episodes (query and response) per update, over all processes"""
     nminibatches: int = 1
@@ -150,12 +150,12 @@ PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) 
 def train(args: Args, joint: dict | None = None) -> Path:
     """Train a policy and return the folder models/<run>/policy, on every process. joint: what train_both.py gives.
 
-    Raises InputError, a ValueError: bad arguments before anything is written, a disk or a function when it fails.
+    Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
     accelerator = processes.make_accelerator(sharding=False)
     check_arguments(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given = args  # what meta.json and the saved models name
+    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
     args = worlds.find_paths(given, joint)
     task, ppo, device, dtype = args.task, args.ppo, accelerator.device, precision.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -184,10 +184,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
             with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
                 queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
-                optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
-                # 2. Generate responses. The sampler knows their log-probs and values.
+                # 2. Generate responses; keep their log-probs and values.
                 contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
                 context_responses, logprobs, values, sampler_gap = processes.in_chunks(
                     partial(respond, policy, ids, task.temperature), sizes.local_rollout_batch, contexts, uniforms
@@ -210,23 +209,24 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
             monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
             lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
-            of_episodes = objectives(
+            means = objectives(
                 scores, raw_scores, stopped, lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
             )
 
             # 6. Advantages and returns, and 7. PPO epochs over minibatches.
+            optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
             rollout = Rollout(context_responses, logprobs, values, rewards)
             permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
             stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
 
             # 8. Adapt the KL coefficient and log.
-            means = processes.mean_over_processes(of_episodes | stats, accelerator)
+            means = processes.mean_over_processes(means | stats, accelerator)
             counts = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
             means |= processes.sum_over_processes(counts, accelerator)
             processes.check_update(means, update, args.dtype)
             processes.check_equal("objective/kl_coef", controller.value, accelerator)
-            seconds = run.seconds_since(started), this_run.seconds()
-            metrics = finish_metrics(means, update, args, controller.value, *seconds)
+            update_seconds, run_seconds = run.seconds_since(started), this_run.seconds()
+            metrics = finish_metrics(means, update, args, controller.value, update_seconds, run_seconds)
             # [D70] [D71] It sees the mean over all processes, once the metrics are made.   train_policy.py#L299-L305
             controller.update(metrics["objective/kl"], sizes.batch)
             this_run.log(update, metrics)
@@ -272,7 +272,7 @@ def respond(
     """Sample responses to contexts (batch, context_length).
 
     Returns context_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
-    and the distance of the log-probs from those that the sampler saw (batch, response_length).
+    and the distance of the log-probs from the sampler's, 0 but in low precision (batch, response_length).
     """
     responses, sampled_logprobs, hidden_states = generate(
         policy.lm_backbone, contexts, uniforms, ids.pad, policy.vocab_size, temperature
@@ -399,7 +399,7 @@ def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
     """
-    # [D15] A position sees itself and the real tokens before it, padding too.   language/model.py#L101-L159
+    # [D15] A position, padding too, sees itself and the real tokens before it.   language/model.py#L101-L159
     itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
     visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
     return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
@@ -440,7 +440,7 @@ class PolicyWithValueHead(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
 
-        query_responses: (batch, context_length + response_length). Returns three of (batch, response_length).
+        query_responses, with affixes: (batch, context_length + response_length). Results: (batch, response_length).
         """
         with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
             logprobs, entropies, hidden_states = response_logprobs(
@@ -506,7 +506,7 @@ def compute_rewards(
     scores: (batch,); log-probs: (batch, response_length). Returns rewards, non_score_rewards and kl, of that shape.
     """
     # [D51] [D52] Every token pays, also after the stop; the score is on the last.   train_policy.py#L149-L154
-    kl = logprobs - ref_logprobs
+    kl = logprobs - ref_logprobs  # nats; one sample of the divergence, which may be negative
     non_score_rewards = -kl_coef * kl
     rewards = non_score_rewards.clone()
     rewards[:, -1] += scores
@@ -548,7 +548,7 @@ def ppo_update(
 
     permutations: (epochs, groups, group_batch), each row an order of that group's episodes; group g owns the slice
     [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
-    Returns what `ppo_loss` and `group_statistics` say, 0-d means over all micro-batches of this process.
+    Returns 0-d means of what `ppo_loss` and `group_statistics` say, the gradient norm, and the first ratio gap.
     """
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
@@ -588,9 +588,9 @@ def ppo_update(
             optimizer.step()
     means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
     means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
-    before_any_step = stats[: len(stats) // len(gradient_norms)]  # 0 but for rounding
+    before_any_step = stats[: len(stats) // len(gradient_norms)]  # the micro-batches of the first minibatch
     squares = torch.stack([row[SQUARED_RATIO_GAP] for row in before_any_step])
-    return means | {"ppo/val/first_ratio_gap": squares.mean().sqrt()}
+    return means | {"ppo/val/first_ratio_gap": squares.mean().sqrt()}  # 0 but for rounding
 
 
 def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Tensor, Tensor]:
@@ -626,7 +626,7 @@ def compute_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tu
 
     rewards, values: (batch, response_length). Returns advantages (not whitened) and returns, of that shape.
     """
-    # [D56] [D57] With the rollout's values; returns before any whitening.   train_policy.py#L327-L336
+    # [D56] [D57] The rollout's values; advantages not yet whitened; rewards may be.   train_policy.py#L327-L336
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
     for t in reversed(range(values.shape[1])):
@@ -634,6 +634,9 @@ def compute_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tu
         advantages[:, t] = next_advantage = delta + gamma * lam * next_advantage
         next_value = values[:, t]
     return advantages, advantages + values
+
+
+SQUARED_RATIO_GAP = "mean of (ratio - 1)^2"  # not logged itself; the variance of the ratio is made of it
 
 
 def ppo_loss(
@@ -678,7 +681,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped surrogate: mean(max(-A * ratio, -A * clip(ratio, 1 +- range))), ratio = exp(new - old).
 
-    Returns the loss, the share of clipped tokens, and approxkl = 0.5 * mean((new - old)^2), the last two detached.
+    Tensors: (batch, response_length). Returns the loss and, detached, clipped share and 0.5 * mean((new - old)^2).
     """
     # [D60] The larger of the two losses counts: the surrogate is a pessimistic bound.   train_policy.py#L350-L360
     ratio = torch.exp(new_logprobs - logprobs)  # (batch, response_length)
@@ -691,7 +694,7 @@ def policy_loss(
 
 def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
     """Clipped value loss: 0.5 * mean(max((V - R)^2, (clip(V, V_old +- range) - R)^2)), and the share of clipped."""
-    # [D59] The larger of the two errors counts, so that a clipped value does not learn.   train_policy.py#L343-L348
+    # [D59] The larger error counts: no gradient once V leaves its range towards R.   train_policy.py#L343-L348
     clipped_values = torch.clamp(new_values, values - cliprange_value, values + cliprange_value)
     losses = (new_values - returns) ** 2  # (batch, response_length)
     clipped_losses = (clipped_values - returns) ** 2  # (batch, response_length)
@@ -739,9 +742,6 @@ def learning_rate(ppo: PpoArgs, update: int) -> float:
 
 
 # ---- Step 8: metrics, KL coefficient ---------------------------------------------------------------------------
-
-
-SQUARED_RATIO_GAP = "mean of (ratio - 1)^2"  # not logged itself; the variance of the ratio is made of it
 
 
 def objectives(
@@ -819,7 +819,7 @@ class AdaptiveKLController:
             self.value *= 1 + error * episodes / self.horizon
 
 
-# ---- Plumbing: sizes, loading, checkpoints ---------------------------------------------------------------------
+# ---- Plumbing: sizes, loading, panels --------------------------------------------------------------------------
 
 
 def check_arguments(args: Args) -> None:
@@ -873,7 +873,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     local_batch = ppo.batch_size // num_processes
     local_minibatch = local_groups * group_minibatch
     return PpoSizes(
-        # [D63] The last, incomplete batch counts as an update.   train_policy.py#L78-L84
+        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
         updates=math.ceil(ppo.total_episodes / ppo.batch_size),
         batch=ppo.batch_size,
         local_batch=local_batch,
@@ -904,13 +904,13 @@ def load_policy_and_reference(
     return policy.to(device, dtype), reference.requires_grad_(False)
 
 
-def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> rewards.Scorer:
+def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
     """What scores (queries, truncated responses): the reward model or the function that the arguments name."""
     pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
     if bool(function) == bool(args.rewards.trained_model):
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if function:
-        return rewards.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
+        return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, RewardModel).to(device)
     if args.compile:
         reward_model.lm_backbone.base_model.compile(dynamic=False)
@@ -923,15 +923,15 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     return score
 
 
-def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, rewards.Scorer]:
+def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, scorers.Scorer]:
     """The function that is only logged, under its name; an empty dictionary if there is none."""
     number, token = torch.zeros(1), torch.zeros(1, 1)  # one episode of one token shows which names a run logs anyhow
     logged = {*objectives(*[number] * 4, *[token] * 4, monitored={})}
     logged |= {*finish_metrics(defaultdict(float), 0, Args(), 0.0, 1.0, 1.0)}
     taken = {name.removeprefix("objective/") for name in logged}
     pad_id = models.vocabulary_size(tokenizer)
-    of_texts = partial(rewards.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
-    return rewards.load_monitor(args.rewards.monitor, taken, of_texts)
+    of_texts = partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
+    return scorers.load_monitor(args.rewards.monitor, taken, of_texts)
 
 
 PANELS = {

@@ -102,7 +102,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator(sharding=False)
     sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
-    given = args  # what meta.json and the saved models name
+    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
     args = worlds.find_paths(given, joint)
     device, dtype = accelerator.device, precision.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -490,7 +490,7 @@ def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
     """
-    # [D15] A position sees itself and the real tokens before it, padding too.   language/model.py#L101-L159
+    # [D15] A position, padding too, sees itself and the real tokens before it.   language/model.py#L101-L159
     itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
     visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
     return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)

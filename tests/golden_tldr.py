@@ -17,8 +17,7 @@ from unittest.mock import patch
 import torch
 from golden_models import load_arrays, load_json, recorded, under
 from runs import metrics_of, only
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers import models as tokenizer_models
+from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft

@@ -20,8 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
-from ppo_rlhf.lib import hub, models, rewards, texts
-from ppo_rlhf.lib import posts as posts_of_chapter_2
+from ppo_rlhf.lib import hub, models, posts as posts_of_chapter_2, rewards, texts
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.texts import QueryStream, TaskArgs
 from ppo_rlhf.sample import Comparison, Continuations

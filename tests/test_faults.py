@@ -338,7 +338,7 @@ def test_a_finished_run_goes_on_if_it_shall_be_longer(policy_run, tmp_path):
 
 def test_a_run_does_not_become_shorter_than_it_is(policy_run):
     line = error_line(resume(policy_run, "--ppo.total_episodes", "32"))
-    assert "this run has made 4" in line and "--ppo.total_episodes 64 is the least" in line
+    assert "this run has made 4" in line and "--ppo.total_episodes 64 is enough" in line
 
 
 def test_a_joint_run_becomes_longer(tiny_world, tmp_path):

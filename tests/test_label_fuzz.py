@@ -11,8 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, configuration, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
 
 from ppo_rlhf.lib import texts
 from ppo_rlhf.lib.errors import InputError

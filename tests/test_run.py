@@ -22,8 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.lib import errors, files, processes
-from ppo_rlhf.lib import run as run_module
+from ppo_rlhf.lib import errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
 from ppo_rlhf.lib.rewards import import_function

@@ -1128,6 +1128,11 @@ RESUMES = {
     "another learning rate": ("policy", "--ppo.lr 0.5", ("ppo.lr 0.001 -> 0.5", "another run")),
     "another seed": ("sft", "--seed 2", ("seed 1 -> 2", "another run")),
     "another data set": ("reward", "--task.comparisons x", ("task.comparisons", "another run")),
+    "fewer updates than made": (
+        "policy",
+        "--ppo.total_episodes 60",
+        ("has made 4", "--ppo.total_episodes 80 is enough"),
+    ),
     "run of another script": ("sft", "", ("is not that of this script's runs",)),
     "all: run of one stage": ("reward", "", ("own script",)),
 }

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.posts import TASKS
-from ppo_rlhf.worlds import building, tales
-from ppo_rlhf.worlds import posts as posts_world
+from ppo_rlhf.worlds import building, posts as posts_world, tales
 from ppo_rlhf.worlds.posts import PostsArgs
 
 DEFAULT = PostsArgs()

@@ -333,6 +333,25 @@ def test_a_policy_run_is_its_replay(finished: Finished, expected: Left):
     check_same(finished.left, expected)
 
 
+def test_a_run_that_failed_goes_on_while_its_error_is_kept(
+    args: Args, finished: Finished, tmp_path: Path, monkeypatch
+):
+    """Who keeps the exception keeps the run that failed, but not its lock."""
+    ppo_update, updates = train_policy.ppo_update, iter(range(UPDATES + 1))
+
+    def fail_in_the_third(*arguments):
+        if next(updates) == 2:
+            raise MemoryError
+        return ppo_update(*arguments)
+
+    monkeypatch.setattr(train_policy, "ppo_update", fail_in_the_third)
+    args = dataclasses.replace(args, save_interval=1)
+    with pytest.raises(MemoryError) as kept:
+        run_in(tmp_path, args, monkeypatch)
+    train_policy.train(dataclasses.replace(args, resume=str(only(tmp_path, "runs/*"))))
+    assert metrics_of(only(tmp_path, "runs/*")) == finished.left.metrics and kept
+
+
 def test_the_replayed_run_leaves_nothing_out(expected: Left, args: Args):
     """So that the comparison compares something."""
     kls, kl_coefs, stopped, clipped, clipped_values = (

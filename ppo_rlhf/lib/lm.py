@@ -21,7 +21,7 @@ def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
     """
-    # [D15] A position sees itself and the real tokens before it, padding too.   language/model.py#L101-L159
+    # [D15] A position, padding too, sees itself and the real tokens before it.   language/model.py#L101-L159
     itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
     visible = (mask.unsqueeze(1) | itself).tril().unsqueeze(1)
     return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)

@@ -387,8 +387,12 @@ class Run:
         def on_sigterm(signal_number: int, frame: Any) -> None:
             self._told_to_stop = True
 
-        with errors.handler_of_sigterm(on_sigterm), self._bar(title, total, done) as advance:
-            yield advance
+        try:
+            with errors.handler_of_sigterm(on_sigterm), self._bar(title, total, done) as advance:
+                yield advance
+        except BaseException:
+            self._unlock()  # whoever keeps the exception keeps this object; the run may go on all the same
+            raise
         if self._told_to_stop:  # after the last step
             raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; {errors.how_to_go_on}")
 
@@ -529,7 +533,7 @@ class Run:
         if made > updates:
             raise InputError(
                 f"{flag('ppo.total_episodes')} makes {updates} updates, but this run has made {made}; "
-                f"{flag('ppo.total_episodes')} {made * self.meta['sizes']['batch']} is the least"
+                f"{flag('ppo.total_episodes')} {made * self.meta['sizes']['batch']} is enough"
             )
         restore_training_state(model, optimizer, tensors)
         return state
