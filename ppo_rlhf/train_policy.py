@@ -100,7 +100,9 @@ class PpoArgs:
     whiten_groups: int = 8
     """slices of the batch, each whitened with its own mean and variance; the original: one per process [X03]"""
     local_micro_batch_size: int = 0
-    """episodes per forward and backward pass on one process; a memory knob; 0: the whole minibatch"""
+    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """the same in tokens, padding included, instead of episodes; 0: any number"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
@@ -166,7 +168,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
-    score = partial(processes.in_chunks, load_scorer(args, tokenizer, device), sizes.local_rollout_batch)
+    score = load_scorer(args, tokenizer, device, sizes.local_rollout_batch)
     monitor = load_monitor(args, tokenizer)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
     state = this_run.resume(policy, optimizer)
@@ -183,18 +185,25 @@ def train(args: Args, joint: dict | None = None) -> Path:
             started = time.monotonic()
             with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
-                queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
+                queries = stream.next_batch(sizes.batch, ids.pad)[rows]  # (local_batch, query_length)
+                contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
+                lengths = (contexts != ids.pad).sum(1) + task.response_length  # (local_batch,), on the CPU
+                queries, contexts = queries.to(device), contexts.to(device)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate responses; keep their log-probs and values.
-                contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-                context_responses, logprobs, values, sampler_gap = processes.in_chunks(
-                    partial(respond, policy, ids, task.temperature), sizes.local_rollout_batch, contexts, uniforms
+                context_responses, logprobs, values, sampler_gap = processes.in_passes(
+                    partial(respond, policy, ids, task.temperature),
+                    processes.plan_passes(lengths, device, rows=sizes.local_rollout_batch),
+                    *(contexts, uniforms),
                 )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
 
                 # 3. Log-probs of the reference.
-                read_reference = partial(reference_logprobs, reference, ids, task.temperature)
-                ref_logprobs = processes.in_chunks(read_reference, sizes.local_rollout_batch, context_responses)
+                ref_logprobs = processes.in_passes(
+                    partial(reference_logprobs, reference, ids, task.temperature),
+                    processes.plan_passes(lengths, device, rows=ppo.local_rollout_batch_size),
+                    context_responses,
+                )  # (local_batch, response_length)
 
                 # 4. Truncate and score.
                 responses = context_responses[:, ids.context_length :]  # (local_batch, response_length)
@@ -208,14 +217,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # [D53] With the coefficient that the last update left.   train_policy.py#L293-L297
                 rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
             monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
-            lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
+            response_lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
             means = objectives(
-                scores, raw_scores, stopped, lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
+                scores, raw_scores, stopped, response_lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
             )
 
             # 6. Advantages and returns, and 7. PPO epochs over minibatches.
             optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            rollout = Rollout(context_responses, logprobs, values, rewards)
+            rollout = Rollout(context_responses, logprobs, values, rewards, lengths)
             permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
             stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
 
@@ -267,20 +276,26 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 
 @torch.no_grad()
 def respond(
-    policy: PolicyWithValueHead, ids: texts.TaskIds, temperature: float, contexts: Tensor, uniforms: Tensor
+    policy: PolicyWithValueHead,
+    ids: texts.TaskIds,
+    temperature: float,
+    contexts: Tensor,
+    uniforms: Tensor,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length).
+    """Sample responses to contexts (batch, context_length). longest: tokens of the longest with its response.
 
     Returns context_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
     and the distance of the log-probs from the sampler's, 0 but in low precision (batch, response_length).
     """
+    short = contexts if longest is None else left_pad(contexts, ids.pad)[:, uniforms.shape[1] - longest :]
     responses, sampled_logprobs, hidden_states = generate(
-        policy.lm_backbone, contexts, uniforms, ids.pad, policy.vocab_size, temperature
+        policy.lm_backbone, short, uniforms, ids.pad, policy.vocab_size, temperature
     )
     context_responses = torch.cat([contexts, responses], dim=1)
     if policy.low_precision:
         # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-        logprobs, _, values = policy(context_responses, ids.pad, contexts.shape[1], temperature)
+        logprobs, _, values = policy(context_responses, ids.pad, contexts.shape[1], temperature, longest)
     else:  # [D25] [D26] What the sampler saw is what training sees.
         logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
     return context_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
@@ -341,11 +356,15 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
 
 @torch.no_grad()
 def reference_logprobs(
-    reference: PreTrainedModel, ids: texts.TaskIds, temperature: float, context_responses: Tensor
+    reference: PreTrainedModel,
+    ids: texts.TaskIds,
+    temperature: float,
+    context_responses: Tensor,
+    longest: int | None = None,
 ) -> Tensor:
     """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature."""
     logprobs, _, _ = response_logprobs(
-        reference, context_responses, ids.pad, ids.context_length, temperature, ids.vocab_size
+        reference, context_responses, ids.pad, ids.context_length, temperature, ids.vocab_size, longest
     )
     return logprobs
 
@@ -357,14 +376,16 @@ def response_logprobs(
     context_length: int,
     temperature: float,
     vocab_size: int,
+    length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a language model says of responses that it reads.
 
-    context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
-    gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
+    context_responses: (batch, context_length + response_length); length: as in `read_tokens`. Returns log-probs and
+    entropies (nats, without gradient), each (batch, response_length), and the hidden states (batch, response_length,
+    width).
     """
     # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
-    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
+    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1), length)
     responses = context_responses[:, context_length:]
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
     all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
@@ -374,11 +395,20 @@ def response_logprobs(
     return logprobs, entropies, hidden_states
 
 
-def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
+def read_tokens(
+    lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice, length: int | None = None
+) -> Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
-    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
+    tokens: (batch, sequence_length); length: real tokens of the longest row, if known, so that columns that are
+    padding in every row cost nothing. Returns (batch, selected columns, width), after the last layer norm.
     """
+    if length is not None:  # the same with all padding on the left, and no more of it than the longest row needs
+        packed = left_pad(tokens, pad_id)[:, -length:]
+        hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)
+        seen = (tokens != pad_id).cumsum(1)  # 1, 1, 1, 2 for [x, pad, pad, a]: the last is at the end of `packed`
+        places = (seen - seen[:, -1:] + length - 1).clamp(min=0)[:, columns]  # (batch, selected columns)
+        return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
     # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -436,15 +466,21 @@ class PolicyWithValueHead(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, query_responses: Tensor, pad_id: int, context_length: int, temperature: float
+        self,
+        query_responses: Tensor,
+        pad_id: int,
+        context_length: int,
+        temperature: float,
+        length: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
 
-        query_responses, with affixes: (batch, context_length + response_length). Results: (batch, response_length).
+        query_responses, with affixes: (batch, context_length + response_length); length: of the longest row, if
+        known, without its padding. Results: (batch, response_length).
         """
         with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
             logprobs, entropies, hidden_states = response_logprobs(
-                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
+                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size, length
             )
             # [D26] A value belongs to the position before the response token, as its log-prob does.   policy.py#L125
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
@@ -466,11 +502,16 @@ class RewardModel(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+    def forward(self, query_responses: Tensor, pad_id: int, length: int | None = None) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count.
+
+        length: real tokens of the longest row, if known.
+        """
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
         with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
-            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+            last = read_tokens(
+                self.lm_backbone, query_responses, pad_id, slice(-1, None), length
+            )  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
@@ -521,6 +562,7 @@ class Rollout:
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
     values: Tensor  # (local_batch, response_length), of the critic at that time
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
+    lengths: Tensor | None = None  # (local_batch,), tokens of context_responses, on the CPU; None: all there are
 
 
 def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> Tensor:
@@ -552,45 +594,53 @@ def ppo_update(
     """
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
-    micro_batch_size = ppo.local_micro_batch_size or groups * group_minibatch
-    context_length = rollout.context_responses.shape[1] - rollout.logprobs.shape[1]
-    group_starts = torch.arange(groups).unsqueeze(1) * group_batch  # (groups, 1)
-    b_inds = (permutations + group_starts).to(rollout.rewards.device, non_blocking=True)
-    stats: list[dict[str, Tensor]] = []
-    gradient_norms: list[Tensor] = []
+    device, response_length = rollout.rewards.device, rollout.rewards.shape[1]
+    context_length = rollout.context_responses.shape[1] - response_length
+    b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
+    lengths = torch.full((len(rollout.rewards),), context_length + response_length)
+    lengths = lengths if rollout.lengths is None else rollout.lengths
+    steps: list[dict[str, Tensor]] = []
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
             slice_of_group = slice(minibatch * group_minibatch, (minibatch + 1) * group_minibatch)
-            mb_inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch)
+            inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch), on the CPU
+            mb_inds = inds.to(device, non_blocking=True)
 
             # 6. Advantages and returns.
             mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
             mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
-            of_groups = group_statistics(mb_values, mb_returns)
 
             # 7. One optimiser step.
             # [D67] [D88] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
             mb_tokens, mb_logprobs = rollout.context_responses[mb_inds], rollout.logprobs[mb_inds]
-            mb_tensors = (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)
+            mb_tensors = [t.flatten(0, 1) for t in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
+            mb_lengths, shares = lengths[inds.flatten()], []
             optimizer.zero_grad()
-            for micro_batch in zip(*(t.flatten(0, 1).split(micro_batch_size) for t in mb_tensors), strict=True):
+            for micro_batch in processes.plan_passes(
+                mb_lengths, device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
+            ):
                 # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
-                context_responses, logprobs, values, advantages, returns = micro_batch
-                new_logprobs, entropies, new_values = policy(context_responses, pad_id, context_length, temperature)
+                context_responses, logprobs, values, advantages, returns = (t[micro_batch.rows] for t in mb_tensors)
+                new_logprobs, entropies, new_values = policy(
+                    context_responses, pad_id, context_length, temperature, micro_batch.longest
+                )
                 loss, statistics = ppo_loss(
                     new_logprobs, entropies, new_values, logprobs, values, advantages, returns, ppo
                 )
-                (loss * len(values) / mb_inds.numel()).backward()
-                stats.append(statistics | of_groups)
+                share = len(values) / inds.numel()
+                (loss * share).backward()
+                shares.append({name: value * share for name, value in statistics.items()})
             if accelerator is not None:
                 processes.average_gradients(policy, accelerator)
-            gradient_norms.append(processes.gradient_norm(policy))
+            gradient_norm = processes.gradient_norm(policy)
             optimizer.step()
-    means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
-    means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
-    before_any_step = stats[: len(stats) // len(gradient_norms)]  # the micro-batches of the first minibatch
-    squares = torch.stack([row[SQUARED_RATIO_GAP] for row in before_any_step])
-    return means | {"ppo/val/first_ratio_gap": squares.mean().sqrt()}  # 0 but for rounding
+            steps.append(
+                {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
+                | group_statistics(mb_values, mb_returns)
+                | {"ppo/gradient_norm": gradient_norm}
+            )
+    means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
+    return means | {"ppo/val/first_ratio_gap": steps[0][SQUARED_RATIO_GAP].sqrt()}  # 0 but for rounding
 
 
 def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Tensor, Tensor]:
@@ -904,13 +954,17 @@ def load_policy_and_reference(
     return policy.to(device, dtype), reference.requires_grad_(False)
 
 
-def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
-    """What scores (queries, truncated responses): the reward model or the function that the arguments name."""
+def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device, chunk: int) -> scorers.Scorer:
+    """What scores (queries, truncated responses): the reward model or the function that the arguments name.
+
+    chunk: how many a function gets at a time.
+    """
     pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
     if bool(function) == bool(args.rewards.trained_model):
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if function:
-        return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
+        scorer = scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
+        return partial(processes.in_chunks, scorer, chunk)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, RewardModel).to(device)
     if args.compile:
         reward_model.lm_backbone.base_model.compile(dynamic=False)
@@ -918,7 +972,12 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor) -> Tensor:
         # [D28] [D49] The query alone and the truncated response.   train_policy.py#L396-L402
-        return reward_model(torch.cat([queries, responses], dim=1), pad_id)
+        query_responses = torch.cat([queries, responses], dim=1)
+        lengths = (query_responses != pad_id).sum(1).cpu()
+        passes = processes.plan_passes(lengths, device, rows=args.ppo.local_rollout_batch_size)
+        return processes.in_passes(
+            lambda tokens, longest: reward_model(tokens, pad_id, longest), passes, query_responses
+        )
 
     return score
 

@@ -465,11 +465,20 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
-def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
+def read_tokens(
+    lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice, length: int | None = None
+) -> Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
-    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
+    tokens: (batch, sequence_length); length: real tokens of the longest row, if known, so that columns that are
+    padding in every row cost nothing. Returns (batch, selected columns, width), after the last layer norm.
     """
+    if length is not None:  # the same with all padding on the left, and no more of it than the longest row needs
+        packed = left_pad(tokens, pad_id)[:, -length:]
+        hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)
+        seen = (tokens != pad_id).cumsum(1)  # 1, 1, 1, 2 for [x, pad, pad, a]: the last is at the end of `packed`
+        places = (seen - seen[:, -1:] + length - 1).clamp(min=0)[:, columns]  # (batch, selected columns)
+        return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
     # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -526,11 +535,16 @@ class RewardModel(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+    def forward(self, query_responses: Tensor, pad_id: int, length: int | None = None) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count.
+
+        length: real tokens of the longest row, if known.
+        """
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
         with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
-            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+            last = read_tokens(
+                self.lm_backbone, query_responses, pad_id, slice(-1, None), length
+            )  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 

@@ -70,6 +70,7 @@ MAY_CHANGE = {
     "log_interval",
     "save_interval",
     "ppo.local_micro_batch_size",
+    "ppo.local_micro_batch_tokens",
     "ppo.local_rollout_batch_size",
     "local_micro_batch_size",
     "local_rollout_batch_size",
