@@ -168,7 +168,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
-    score = load_scorer(args, tokenizer, device, sizes.local_rollout_batch)
+    score = partial(processes.in_chunks, load_scorer(args, tokenizer, device), sizes.local_rollout_batch)
     monitor = load_monitor(args, tokenizer)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
     state = this_run.resume(policy, optimizer)
@@ -187,7 +187,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
                 queries = stream.next_batch(sizes.batch, ids.pad)[rows]  # (local_batch, query_length)
                 contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-                lengths = (contexts != ids.pad).sum(1) + task.response_length  # (local_batch,), on the CPU
+                lengths = (contexts != ids.pad).sum(1)  # (local_batch,), on the CPU
                 queries, contexts = queries.to(device), contexts.to(device)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
@@ -195,13 +195,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 context_responses, logprobs, values, sampler_gap = processes.in_passes(
                     partial(respond, policy, ids, task.temperature),
                     processes.plan_passes(lengths, device, rows=sizes.local_rollout_batch),
-                    *(contexts, uniforms),
+                    contexts,
+                    uniforms,
                 )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
 
                 # 3. Log-probs of the reference.
                 ref_logprobs = processes.in_passes(
                     partial(reference_logprobs, reference, ids, task.temperature),
-                    processes.plan_passes(lengths, device, rows=ppo.local_rollout_batch_size),
+                    processes.plan_passes(lengths + task.response_length, device, ppo.local_rollout_batch_size),
                     context_responses,
                 )  # (local_batch, response_length)
 
@@ -224,7 +225,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
             # 6. Advantages and returns, and 7. PPO epochs over minibatches.
             optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            rollout = Rollout(context_responses, logprobs, values, rewards, lengths)
+            rollout = Rollout(context_responses, logprobs, values, rewards, lengths + task.response_length)
             permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
             stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
 
@@ -283,21 +284,22 @@ def respond(
     uniforms: Tensor,
     longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length). longest: tokens of the longest with its response.
+    """Sample responses to contexts (batch, context_length). longest: tokens of the longest context, if known.
 
     Returns context_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
     and the distance of the log-probs from the sampler's, 0 but in low precision (batch, response_length).
     """
-    short = contexts if longest is None else left_pad(contexts, ids.pad)[:, uniforms.shape[1] - longest :]
+    short = pack(contexts, ids.pad, longest or contexts.shape[1])
     responses, sampled_logprobs, hidden_states = generate(
         policy.lm_backbone, short, uniforms, ids.pad, policy.vocab_size, temperature
     )
-    context_responses = torch.cat([contexts, responses], dim=1)
     if policy.low_precision:
         # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-        logprobs, _, values = policy(context_responses, ids.pad, contexts.shape[1], temperature, longest)
+        read = torch.cat([short, responses], dim=1)
+        logprobs, _, values = policy(read, ids.pad, short.shape[1], temperature)
     else:  # [D25] [D26] What the sampler saw is what training sees.
         logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
+    context_responses = torch.cat([contexts, responses], dim=1)
     return context_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
 
 
@@ -354,6 +356,14 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
+def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
+    """The same rows in as few columns as the longest of them needs, their padding on the left.
+
+    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
+    """
+    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
+
+
 @torch.no_grad()
 def reference_logprobs(
     reference: PreTrainedModel,
@@ -362,10 +372,13 @@ def reference_logprobs(
     context_responses: Tensor,
     longest: int | None = None,
 ) -> Tensor:
-    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature."""
-    logprobs, _, _ = response_logprobs(
-        reference, context_responses, ids.pad, ids.context_length, temperature, ids.vocab_size, longest
-    )
+    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature.
+
+    longest: tokens of the longest row, if known.
+    """
+    short = pack(context_responses, ids.pad, longest or context_responses.shape[1])
+    context_length = short.shape[1] - (context_responses.shape[1] - ids.context_length)
+    logprobs, _, _ = response_logprobs(reference, short, ids.pad, context_length, temperature, ids.vocab_size)
     return logprobs
 
 
@@ -376,16 +389,14 @@ def response_logprobs(
     context_length: int,
     temperature: float,
     vocab_size: int,
-    length: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a language model says of responses that it reads.
 
-    context_responses: (batch, context_length + response_length); length: as in `read_tokens`. Returns log-probs and
-    entropies (nats, without gradient), each (batch, response_length), and the hidden states (batch, response_length,
-    width).
+    context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
+    gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
     """
     # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
-    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1), length)
+    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
     responses = context_responses[:, context_length:]
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
     all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
@@ -395,20 +406,11 @@ def response_logprobs(
     return logprobs, entropies, hidden_states
 
 
-def read_tokens(
-    lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice, length: int | None = None
-) -> Tensor:
+def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
-    tokens: (batch, sequence_length); length: real tokens of the longest row, if known, so that columns that are
-    padding in every row cost nothing. Returns (batch, selected columns, width), after the last layer norm.
+    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    if length is not None:  # the same with all padding on the left, and no more of it than the longest row needs
-        packed = left_pad(tokens, pad_id)[:, -length:]
-        hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)
-        seen = (tokens != pad_id).cumsum(1)  # 1, 1, 1, 2 for [x, pad, pad, a]: the last is at the end of `packed`
-        places = (seen - seen[:, -1:] + length - 1).clamp(min=0)[:, columns]  # (batch, selected columns)
-        return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
     # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -466,21 +468,15 @@ class PolicyWithValueHead(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self,
-        query_responses: Tensor,
-        pad_id: int,
-        context_length: int,
-        temperature: float,
-        length: int | None = None,
+        self, query_responses: Tensor, pad_id: int, context_length: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
 
-        query_responses, with affixes: (batch, context_length + response_length); length: of the longest row, if
-        known, without its padding. Results: (batch, response_length).
+        query_responses, with affixes: (batch, context_length + response_length). Results: (batch, response_length).
         """
         with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
             logprobs, entropies, hidden_states = response_logprobs(
-                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size, length
+                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
             )
             # [D26] A value belongs to the position before the response token, as its log-prob does.   policy.py#L125
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
@@ -502,16 +498,11 @@ class RewardModel(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def forward(self, query_responses: Tensor, pad_id: int, length: int | None = None) -> Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count.
-
-        length: real tokens of the longest row, if known.
-        """
+    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
         with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
-            last = read_tokens(
-                self.lm_backbone, query_responses, pad_id, slice(-1, None), length
-            )  # (batch, 1, width)
+            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
@@ -595,10 +586,9 @@ def ppo_update(
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
     device, response_length = rollout.rewards.device, rollout.rewards.shape[1]
-    context_length = rollout.context_responses.shape[1] - response_length
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
-    lengths = torch.full((len(rollout.rewards),), context_length + response_length)
-    lengths = lengths if rollout.lengths is None else rollout.lengths
+    width = rollout.context_responses.shape[1]
+    lengths = torch.full((len(rollout.rewards),), width) if rollout.lengths is None else rollout.lengths
     steps: list[dict[str, Tensor]] = []
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
@@ -620,9 +610,10 @@ def ppo_update(
                 mb_lengths, device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
             ):
                 # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
-                context_responses, logprobs, values, advantages, returns = (t[micro_batch.rows] for t in mb_tensors)
+                tokens, logprobs, values, advantages, returns = (t[micro_batch.rows] for t in mb_tensors)
+                tokens = pack(tokens, pad_id, micro_batch.longest)  # (micro_batch, longest)
                 new_logprobs, entropies, new_values = policy(
-                    context_responses, pad_id, context_length, temperature, micro_batch.longest
+                    tokens, pad_id, tokens.shape[1] - response_length, temperature
                 )
                 loss, statistics = ppo_loss(
                     new_logprobs, entropies, new_values, logprobs, values, advantages, returns, ppo
@@ -634,11 +625,8 @@ def ppo_update(
                 processes.average_gradients(policy, accelerator)
             gradient_norm = processes.gradient_norm(policy)
             optimizer.step()
-            steps.append(
-                {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
-                | group_statistics(mb_values, mb_returns)
-                | {"ppo/gradient_norm": gradient_norm}
-            )
+            means = {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
+            steps.append({"ppo/gradient_norm": gradient_norm} | means | group_statistics(mb_values, mb_returns))
     means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
     return means | {"ppo/val/first_ratio_gap": steps[0][SQUARED_RATIO_GAP].sqrt()}  # 0 but for rounding
 
@@ -904,7 +892,7 @@ class PpoSizes:
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
     local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
     group_minibatch = processes.split_evenly(
@@ -954,17 +942,13 @@ def load_policy_and_reference(
     return policy.to(device, dtype), reference.requires_grad_(False)
 
 
-def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device, chunk: int) -> scorers.Scorer:
-    """What scores (queries, truncated responses): the reward model or the function that the arguments name.
-
-    chunk: how many a function gets at a time.
-    """
+def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
+    """What scores (queries, truncated responses): the reward model or the function that the arguments name."""
     pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
     if bool(function) == bool(args.rewards.trained_model):
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if function:
-        scorer = scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
-        return partial(processes.in_chunks, scorer, chunk)
+        return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, RewardModel).to(device)
     if args.compile:
         reward_model.lm_backbone.base_model.compile(dynamic=False)
@@ -973,10 +957,9 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     def score(queries: Tensor, responses: Tensor) -> Tensor:
         # [D28] [D49] The query alone and the truncated response.   train_policy.py#L396-L402
         query_responses = torch.cat([queries, responses], dim=1)
-        lengths = (query_responses != pad_id).sum(1).cpu()
-        passes = processes.plan_passes(lengths, device, rows=args.ppo.local_rollout_batch_size)
+        passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), device)
         return processes.in_passes(
-            lambda tokens, longest: reward_model(tokens, pad_id, longest), passes, query_responses
+            lambda tokens, longest: reward_model(pack(tokens, pad_id, longest), pad_id), passes, query_responses
         )
 
     return score

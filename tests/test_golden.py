@@ -585,7 +585,7 @@ def wrong_value_loss(*, clip=True, factor=0.5):
     return value_loss
 
 
-def forward_with_later_values(self, query_responses, pad_id, context_length, temperature, length=None):
+def forward_with_later_values(self, query_responses, pad_id, context_length, temperature):
     """Values read at the response tokens themselves, not before them."""
     logprobs, entropies, _ = train_policy.response_logprobs(
         self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
@@ -598,7 +598,7 @@ def scaled_logits_without_temperature(lm_backbone, hidden_states, vocab_size, te
     return lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
 
 
-def read_tokens_without_carry_over(lm_backbone, tokens, pad_id, columns, length=None):
+def read_tokens_without_carry_over(lm_backbone, tokens, pad_id, columns):
     mask = tokens != pad_id
     return lm_backbone.base_model(
         input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, position_ids=mask.cumsum(1) - mask.long()

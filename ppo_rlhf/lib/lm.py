@@ -30,20 +30,11 @@ def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=mask.device).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def read_tokens(
-    lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice, length: int | None = None
-) -> Tensor:
+def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
-    tokens: (batch, sequence_length); length: real tokens of the longest row, if known, so that columns that are
-    padding in every row cost nothing. Returns (batch, selected columns, width), after the last layer norm.
+    tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    if length is not None:  # the same with all padding on the left, and no more of it than the longest row needs
-        packed = left_pad(tokens, pad_id)[:, -length:]
-        hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)
-        seen = (tokens != pad_id).cumsum(1)  # 1, 1, 1, 2 for [x, pad, pad, a]: the last is at the end of `packed`
-        places = (seen - seen[:, -1:] + length - 1).clamp(min=0)[:, columns]  # (batch, selected columns)
-        return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
     # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
@@ -67,30 +58,45 @@ def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_siz
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-def response_logprobs(
+def read_packed(
+    lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice, longest: int | None
+) -> Tensor:
+    """What `read_tokens` gives, but the model reads no more columns than the longest row has tokens.
+
+    longest: how many that are; None: not known.
+    """
+    if longest is None:
+        return read_tokens(lm_backbone, tokens, pad_id, columns)
+    packed = left_pad(tokens, pad_id)[:, -longest:]
+    hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, longest, width)
+    seen = (tokens != pad_id).cumsum(1)  # 1, 1, 1, 2 for [x, pad, pad, a], whose tokens end the packed row
+    places = (seen - seen[:, -1:] + packed.shape[1] - 1).clamp(min=0)[:, columns]  # (batch, selected columns)
+    return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
+
+
+def response_statistics(
     lm_backbone: PreTrainedModel,
-    context_responses: Tensor,
+    query_responses: Tensor,
     pad_id: int,
     context_length: int,
     temperature: float,
     vocab_size: int,
-    length: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """What a language model says of responses that it reads.
 
-    context_responses: (batch, context_length + response_length); length: as in `read_tokens`. Returns log-probs and
-    entropies (nats, without gradient), each (batch, response_length), and the hidden states (batch, response_length,
-    width).
+    query_responses: (batch, context_length + response_length); longest: tokens of the longest row, if known. Returns
+    log-probs and entropies (nats, without gradient), each (batch, response_length); at padding they mean nothing.
     """
     # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
-    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1), length)
-    responses = context_responses[:, context_length:]
-    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
+    columns, responses = slice(context_length - 1, -1), query_responses[:, context_length:]
+    hidden_states = read_packed(lm_backbone, query_responses, pad_id, columns, longest)
     all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
-    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
+    tokens = responses.masked_fill(responses == pad_id, 0).long()  # (batch, response_length)
+    logprobs = all_logprobs.gather(2, tokens.unsqueeze(2)).squeeze(2)  # (batch, response_length)
     with torch.no_grad():
         entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
-    return logprobs, entropies, hidden_states
+    return logprobs, entropies
 
 
 def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
@@ -115,16 +121,11 @@ class RewardModel(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def forward(self, query_responses: Tensor, pad_id: int, length: int | None = None) -> Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count.
-
-        length: real tokens of the longest row, if known.
-        """
+    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
         with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
-            last = read_tokens(
-                self.lm_backbone, query_responses, pad_id, slice(-1, None), length
-            )  # (batch, 1, width)
+            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
@@ -138,6 +139,14 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     """
     # [D08] A stable sort by "is a real token".
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
+
+
+def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
+    """The same rows in as few columns as the longest of them needs, their padding on the left.
+
+    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
+    """
+    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:

@@ -251,18 +251,21 @@ def map_rows(
     rows: int,
     local_batch: int,
     accelerator: Accelerator,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Apply a function to the indices of all rows, shared among the processes, a local batch at a time.
 
-    function: indices (local_batch,) -> tensors (local_batch, ...). Returns those of all rows, in order, on every
-    process and on the CPU; every process must call this.
+    function: indices (local_batch,) -> tensors (local_batch, ...). lengths: tokens of each row (rows,), so that rows
+    of similar length come together. Returns the tensors of all rows, in order, on every process and on the CPU; every
+    process must call this.
     """
     batch, chunks = local_batch * accelerator.num_processes, []
-    for inds in torch.arange(rows).split(batch):
+    order = torch.arange(rows) if lengths is None else lengths.argsort(descending=True, stable=True)
+    for inds in order.split(batch):
         share, _ = deal(inds, batch, accelerator.process_index, accelerator.num_processes)
         gathered_rows = (accelerator.gather(tensor.contiguous())[: len(inds)].cpu() for tensor in function(share))
         chunks.append(tuple(gathered_rows))
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return tuple(torch.cat(parts)[order.argsort()] for parts in zip(*chunks, strict=True))
 
 
 # ---- Gradients -------------------------------------------------------------------------------------------------
@@ -303,6 +306,8 @@ def plan_passes(lengths: torch.Tensor, device: torch.device, rows: int = 0, toke
     """
     order = lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
+    if not count:
+        return []
     if tokens:
         starts = [0]
         while (end := starts[-1] + max(1, tokens // max(1, ordered[starts[-1]]))) < count:
