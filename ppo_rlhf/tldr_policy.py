@@ -448,7 +448,7 @@ def respond(
     """
     # [T33] [T36] A response ends with its first stop token; what follows is padding, and need not be sampled.
     #       ppo.py#L350-L355, ppo.py#L494-L495, ppo.py#L542-L549, ppo.py#L632
-    short, stop_ids = lm.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop} - {None}
+    short, stop_ids = lm.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop}
     responses, sampled_logprobs = lm.generate_until(
         actor_critic.lm_backbone, short, uniforms, ids.pad, actor_critic.vocab_size, temperature, stop_ids
     )

@@ -448,7 +448,7 @@ def summarise(
         queries, references, contexts, uniforms_of_rows = (tensor.to(accelerator.device) for tensor in tensors)
         responses, _ = lm.generate_until(
             *(lm_backbone, contexts, uniforms_of_rows),
-            *(ids.pad, ids.vocab_size, task.eval_temperature, {ids.stop} - {None}),
+            *(ids.pad, ids.vocab_size, task.eval_temperature, {ids.stop}),
         )
         return responses, *measure(queries, responses, references)
 

@@ -1,0 +1,251 @@
+"""What reading no padding is worth: updates of PPO in passes of similar rows, beside the same updates padded.
+
+    python benchmark/padding.py                                     # all cases, about half an hour on two quiet cores
+    python benchmark/padding.py --cases tales --output padding.json
+
+A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
+is timed: generation, log-probs and values, reference, reward model, and the epochs of PPO. `padded` reads every row
+at the longest of its batch and samples as many tokens as a response may have, which is what this project did before
+and what TRL does. Both go by turns in one process, after a turn that does not count; a ratio compares two of the same
+turn. The bound is the number of tokens with padding over that without: nothing that saves padding alone can beat it.
+
+The lengths: `tales` and `gpt2` have queries of 24 to 64 tokens, mean 50, as prose cut at sentence ends has under
+GPT-2's tokenizer, and responses of 24 tokens. `posts` has the demo's of chapter 2, posts of 65 to 81 tokens and
+summaries of 13 to 20, where 24 are allowed. `pythia` has posts of 100 to 512 tokens and summaries of 10 to 53, as
+TL;DR has.
+"""
+
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+from unittest.mock import patch
+
+import torch
+import tyro
+from accelerate import Accelerator
+from compare import markdown
+from speed import SHAPES
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ppo_rlhf import tldr_policy, train_policy
+from ppo_rlhf.lib import lm, posts, processes, texts
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import write_json
+from ppo_rlhf.lib.run import commit, cpu_name
+
+END = 0  # the stop token of all networks here
+
+
+@dataclass(frozen=True)
+class Case:
+    chapter: int
+    shape: str
+    batch: int
+    epochs: int
+    queries: tuple[int, int, float]  # tokens of the shortest and the longest, and the mean
+    responses: tuple[int, int, float]
+    response_length: int  # tokens that a response may have
+
+
+CASES = {
+    "tales": Case(1, "tales", 64, 4, (24, 64, 50), (24, 24, 24), 24),
+    "gpt2": Case(1, "gpt2", 16, 1, (24, 64, 50), (24, 24, 24), 24),
+    "posts": Case(2, "tales", 64, 4, (65, 81, 72), (13, 20, 16), 24),
+    "pythia": Case(2, "pythia-160m", 16, 1, (100, 512, 310), (10, 53, 31), 53),
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    cases: tuple[Literal["tales", "gpt2", "posts", "pythia"], ...] = ("tales", "gpt2", "posts", "pythia")
+    """what is measured"""
+    turns: int = 5
+    """how often, each way"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where"""
+    output: Path | None = None
+    """file that gets everything measured, as JSON"""
+
+
+def spread_lengths(shortest: int, longest: int, mean: float, count: int) -> Tensor:
+    """So many lengths, the same each time, from shortest to longest with about this mean: (count,)."""
+    if shortest == longest:
+        return torch.full((count,), longest)
+    steepness = (longest - shortest) / (mean - shortest) - 1  # the mean of u^steepness is 1 / (1 + steepness)
+    u = torch.linspace(0, 1, count, dtype=torch.float64) ** steepness
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+    return (shortest + (longest - shortest) * u).round().long()[order]
+
+
+@contextlib.contextmanager
+def padded() -> Iterator[None]:
+    """As before: every row at the longest of its batch, and sampling that knows no end."""
+
+    def one_pass(lengths: Tensor, device: torch.device, rows: int = 0, tokens: int = 0) -> list[processes.Pass]:
+        return [processes.Pass(torch.arange(len(lengths)), int(lengths.max()))]
+
+    def generate(model, contexts, uniforms, pad_id, vocab_size, temperature, stop_ids) -> tuple[Tensor, Tensor]:
+        responses, logprobs, _ = lm.generate(model, contexts, uniforms, pad_id, vocab_size, temperature)
+        return lm.truncate_at(responses, next(iter(stop_ids), None), 0, pad_id), logprobs
+
+    def read(model, tokens, pad_id, columns, longest) -> Tensor:
+        return lm.read_tokens(model, tokens, pad_id, columns)
+
+    with contextlib.ExitStack() as stack:
+        for where, name, replacement in (
+            (processes, "plan_passes", one_pass),
+            (train_policy, "pack", lambda tokens, pad_id, longest: tokens),
+            (lm, "pack", lambda tokens, pad_id, longest: tokens),
+            (
+                lm,
+                "read_packed",
+                lambda model, tokens, pad_id, columns, _: lm.read_tokens(model, tokens, pad_id, columns),
+            ),
+            (lm, "generate_until", generate),
+        ):
+            stack.enter_context(patch.object(where, name, replacement))
+        yield
+
+
+def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], float]:
+    """A function that makes one update, and tokens with padding over tokens without."""
+    torch.manual_seed(0)
+    config = SHAPES[case.shape]()
+    networks = [AutoModelForCausalLM.from_config(config).to(device) for _ in range(4 if case.chapter == 2 else 3)]
+    vocab = pad = config.vocab_size
+    query_lengths = spread_lengths(*case.queries, case.batch)
+    response_lengths = spread_lengths(*case.responses, case.batch)
+    columns = torch.arange(case.queries[1])
+    queries = torch.randint(1, vocab, (case.batch, len(columns)))
+    queries = queries.masked_fill(columns < len(columns) - query_lengths.unsqueeze(1), pad)  # padded on the left
+    uniforms = torch.rand(case.batch, case.response_length, dtype=torch.float64) / 2 + 0.5  # never the stop token
+    if case.chapter == 2:
+        uniforms.scatter_(1, response_lengths.unsqueeze(1) - 1, 0.0)  # the stop token, id 0
+    queries_on, uniforms = queries.to(device), uniforms.to(device)
+    update = update_of_chapter_1 if case.chapter == 1 else update_of_chapter_2
+    real = int((query_lengths + response_lengths).sum())
+    return update(case, networks, queries, queries_on, uniforms, pad), case.batch * (
+        len(columns) + case.response_length
+    ) / real
+
+
+def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> Callable[[], None]:
+    trained, reference, scoring = networks
+    policy = train_policy.PolicyWithValueHead(trained).to(queries_on.device)
+    reward_model = train_policy.RewardModel(scoring).to(queries_on.device)
+    optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=1e-6)
+    ids = texts.TaskIds(prefix=[], suffix=[], pad=pad, eos=END, stop=None, context_length=queries.shape[1])
+    ppo = train_policy.PpoArgs(noptepochs=case.epochs, whiten_groups=1)
+    permutations = train_policy.draw_permutations(1, 0, case.epochs, range(1), case.batch)
+
+    def in_passes(function: Callable, lengths: Tensor, rows: int, *tensors: Tensor):
+        return processes.in_passes(function, processes.plan_passes(lengths, queries_on.device, rows), *tensors)
+
+    def update() -> None:
+        lengths, length = (queries != pad).sum(1), case.response_length
+        with torch.no_grad():
+            tokens, logprobs, values, _ = in_passes(
+                lambda *rows: train_policy.respond(policy, ids, 0.7, *rows), lengths, case.batch, queries_on, uniforms
+            )
+            in_passes(
+                lambda *rows: train_policy.reference_logprobs(reference, ids, 0.7, *rows), lengths + length, 0, tokens
+            )
+            in_passes(
+                lambda rows, longest: reward_model(train_policy.pack(rows, pad, longest), pad),
+                *(lengths + length, 0, tokens),
+            )
+        rollout = train_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values), lengths + length)
+        train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, pad, 0.7)
+
+    return update
+
+
+def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> Callable[[], None]:
+    trained, reference, scoring, criticising = networks
+    critic, reward_model = (
+        lm.RewardModel(model.base_model).to(queries_on.device) for model in (criticising, scoring)
+    )
+    actor_critic = tldr_policy.ActorCritic(trained, critic, pad)
+    optimizer = torch.optim.AdamW(actor_critic.parameters(), 1e-6, fused=True)
+    ids = posts.TaskIds(pad=pad, eos=END, stop=END)
+    ppo, accelerator = tldr_policy.PpoArgs(noptepochs=case.epochs), Accelerator(cpu=queries_on.device.type == "cpu")
+    minibatches = tldr_policy.draw_minibatches(1, 0, case.epochs, slice(0, case.batch), 1)
+    length = queries.shape[1]
+
+    def update() -> None:
+        with torch.no_grad():
+            passes = processes.plan_passes((queries != pad).sum(1), queries_on.device, case.batch)
+            responses, logprobs, values, gap = processes.in_passes(
+                lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), passes, queries_on, uniforms
+            )
+            tokens = torch.cat([queries_on, responses], dim=1)
+            passes = tldr_policy.passes_over(tokens, pad)
+            read = tldr_policy.Reference(reference, None).logprobs
+            processes.in_passes(lambda *rows: read(ids, length, 0.7, *rows), passes, tokens)
+            processes.in_passes(lambda rows, longest: reward_model(lm.pack(rows, pad, longest), pad), passes, tokens)
+        masks, zeros = tldr_policy.response_masks(responses, pad), torch.zeros_like(values)
+        rollout = tldr_policy.Rollout(
+            *(tokens, logprobs, values, zeros, *masks, zeros, zeros),
+            *(zeros[:, 0], zeros[:, 0], zeros[:, 0] == 0, gap),
+        )
+        tldr_policy.ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, pad, 0.7, accelerator)
+
+    return update
+
+
+def main(args: Args) -> None:
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda, but PyTorch finds no GPU")
+    if args.output and args.output.exists():
+        raise InputError(f"--output {args.output} exists; remove it or choose another name")
+    processes.keep_freed_memory()
+    rows, measured = [], {}
+    for name in args.cases:
+        case = CASES[name]
+        update, bound = make_update(case, torch.device(args.device))
+        seconds: dict[str, list[float]] = {"padded": [], "passes": []}
+        for turn in range(args.turns + 1):
+            for way, context in (("padded", padded()), ("passes", contextlib.nullcontext())):
+                with context:
+                    started = time.perf_counter()
+                    update()
+                    if args.device == "cuda":
+                        torch.cuda.synchronize()
+                    if turn:
+                        seconds[way].append(time.perf_counter() - started)
+        ratios = [before / after for before, after in zip(*seconds.values(), strict=True)]
+        ratio = statistics.median(ratios)
+        measured[name] = {"bound": bound, "seconds": seconds, "ratio": ratio}
+        rows.append(
+            {
+                "": name,
+                "padded, s": f"{statistics.median(seconds['padded']):.3g}",
+                "passes, s": f"{statistics.median(seconds['passes']):.3g}",
+                "times as fast": f"{ratio:.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
+                "bound": f"{bound:.2f}",
+                "share of what is possible": f"{(ratio - 1) / (bound - 1):.0%}",
+            }
+        )
+        print(markdown([rows[-1]]), flush=True)
+    print(markdown(rows))
+    if args.output:
+        machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "device": args.device}
+        report = {"commit": commit(), "machine": machine, "torch": version("torch"), "table": rows}
+        cases = {name: asdict(CASES[name]) for name in args.cases}
+        write_json(args.output, report | {"cases": cases, "measured": measured})
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except InputError as error:
+        exit_with(str(error))
+    sys.exit(0)
