@@ -62,7 +62,7 @@ class TaskArgs:
     """sampling temperature of the policy and of the reference"""
 
 
-SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 80, "response_length": 80}
+SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 64, "response_length": 88}
 TASKS = {
     "gsm8k": TaskArgs(),
     "sums": TaskArgs(problems="sums", kind_column="steps", **SUMS_TASK),

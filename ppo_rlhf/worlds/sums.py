@@ -21,7 +21,6 @@ The problems are written in GSM8K's format, and read by the same code.
 
 import dataclasses
 import json
-import math
 import random
 import statistics
 from dataclasses import dataclass
@@ -50,8 +49,10 @@ class SumsArgs:
     """problems to train on"""
     test_problems: int = 1_024
     """problems held out"""
-    largest: int = 20
-    """the largest number in a problem"""
+    largest: int = 9
+    """the largest number that comes or goes in a step"""
+    largest_first: int = 20
+    """the largest number at first"""
     error_rate: float = 0.12
     """how likely a pupil errs in a step"""
     wordy: float = 0.5
@@ -68,12 +69,14 @@ class SumsArgs:
     """the longest sequence that the Llama can read, in tokens"""
     lm_solutions: int = 40_000
     """pupils' solutions to learn from, each of another problem"""
-    lm_steps: int = 600
-    """optimiser steps of language-model training"""
-    lm_batch_size: int = 64
+    lm_short_steps: int = 500
+    """optimiser steps of language-model training on short solutions"""
+    lm_steps: int = 700
+    """further steps, on all"""
+    lm_batch_size: int = 32
     """solutions per step"""
     lm_lr: float = 3e-3
-    """highest learning rate of language-model training (AdamW, linear warm-up, cosine to zero)"""
+    """learning rate of language-model training (AdamW); on all solutions it falls linearly to zero"""
     start_problems: int = 512
     """held-out problems on which the start is measured"""
 
@@ -83,12 +86,13 @@ class SumsArgs:
 THINGS = "apples lanterns kettles ropes baskets ladders blankets hammers mirrors barrels candles boats bells"
 Step = tuple[str, int]  # + - or *, and by how much
 
-# What happens: {name} has the things, {other} is somebody else
+# What happens: {she} has the things, {other} is somebody else
 EVENTS = {
-    "+": ("{other} gives {name} {number}.", "{name} finds {number}.", "{name} buys {number}."),
-    "-": ("{name} gives {other} {number}.", "{name} loses {number}.", "{name} sells {number}."),
-    "*": ("Then {name} has {number} times as many.", "{other} makes them {number} times as many."),
+    "+": ("{other} gives {her} {number}.", "{she} finds {number}.", "{she} buys {number}."),
+    "-": ("{she} gives {other} {number}.", "{she} loses {number}.", "{she} sells {number}."),
+    "*": ("Then {she} has {number} times as many.", "{other} makes them {number} times as many."),
 }
+PRONOUNS = (("she", "her"), ("he", "him"))  # the names of tales are those of women and men in turn
 FACTORS = (2, 3)
 MOST = 99  # nobody ever has more,
 MOST_OF_PUPILS = 999  # nor do pupils who err write more
@@ -110,29 +114,32 @@ def apply(step: Step, number: int) -> int:
     return {"+": number + by, "-": number - by, "*": number * by}[operation]
 
 
-def write_problem(rng: random.Random, largest: int) -> Problem:
+def write_problem(rng: random.Random, args: SumsArgs) -> Problem:
     """A problem of one to four steps, each number of steps being equally likely."""
-    name, other = rng.sample(tales.NAMES.split(), 2)
+    names = tales.NAMES.split()
+    name, other = rng.sample(names, 2)
+    she, her = PRONOUNS[names.index(name) % 2]
     things, count = rng.choice(THINGS.split()), rng.randint(1, 4)
-    first = number = rng.randint(2, largest)
+    first = number = rng.randint(2, args.largest_first)
     sentences, steps = [f"{name} has {first} {things}."], []
     while len(steps) < count:
         operation = rng.choice("+-*")
-        step = operation, rng.choice(FACTORS) if operation == "*" else rng.randint(2, largest)
+        step = operation, rng.choice(FACTORS) if operation == "*" else rng.randint(2, args.largest)
         if not 0 < apply(step, number) <= MOST:
             continue
         number = apply(step, number)
         steps.append(step)
-        sentences.append(rng.choice(EVENTS[operation]).format(name=name, other=other, number=step[1]))
+        event = rng.choice(EVENTS[operation]).format(she=she, her=her, other=other, number=step[1])
+        sentences.append(event[0].upper() + event[1:])
     asked = f"How many {things} does {name} have?"
     return Problem(first, tuple(steps), tuple(sentences), " ".join([*sentences, asked]))
 
 
-def write_problems(rng: random.Random, count: int, largest: int, taken: set[str]) -> list[Problem]:
+def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[str]) -> list[Problem]:
     """Problems whose questions differ from each other and from those that are taken; they are taken then."""
     found: list[Problem] = []
     while len(found) < count:
-        problem = write_problem(rng, largest)
+        problem = write_problem(rng, args)
         if problem.question not in taken:
             taken.add(problem.question)
             found.append(problem)
@@ -213,13 +220,17 @@ def train_language_model(
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
     pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution.
+
+    To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
+    initial weights. So it begins with the shortest fifth of the pairs.
     """
-    rng = torch.Generator().manual_seed(args.seed)
+    noise = torch.Generator().manual_seed(args.seed)
     prompts, solutions = (tokenizer(list(part))["input_ids"] for part in zip(*pairs, strict=True))
     rows = [
         (torch.tensor([*prompt, *solution, tokenizer.eos_token_id]), len(prompt))
         for prompt, solution in zip(prompts, solutions, strict=True)
     ]
+    rows.sort(key=lambda row: len(row[0]))
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -229,37 +240,33 @@ def train_language_model(
             num_hidden_layers=args.layers,
             num_attention_heads=args.heads,
             max_position_embeddings=args.max_positions,
+            initializer_range=0.09,
             tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lm_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    warmup = max(1, args.lm_steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / args.lm_steps)))
-    )
     losses: list[float] = []
-    while len(losses) < args.lm_steps:
-        # Rows of about the same length go together, so that little is padded.
-        drawn = torch.randint(len(rows), (16 * args.lm_batch_size,), generator=rng).tolist()
-        drawn.sort(key=lambda number: len(rows[number][0]))
-        batches = [drawn[i : i + args.lm_batch_size] for i in range(0, len(drawn), args.lm_batch_size)]
-        for batch in torch.randperm(len(batches), generator=rng).tolist()[: args.lm_steps - len(losses)]:
-            tokens, labels = [], []
-            for row, prompt_length in (rows[number] for number in batches[batch]):
-                tokens.append(row)
-                labels.append(torch.where(torch.arange(len(row)) < prompt_length, -100, row))
-            input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)  # (batch, longest)
-            labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
-            logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
+    for number in range(args.lm_short_steps + args.lm_steps):
+        left = 1 - (number - args.lm_short_steps) / args.lm_steps
+        optimizer.param_groups[0]["lr"] = args.lm_lr * min(1, (number + 1) / 50, left)
+        # The rows of a step are neighbours in length, so that little is padded.
+        most = max(1, len(rows) // (5 if number < args.lm_short_steps else 1) - args.lm_batch_size)
+        first = int(torch.randint(most, (), generator=noise))
+        tokens, labels = [], []
+        for row, prompt_length in rows[first : first + args.lm_batch_size]:
+            tokens.append(row)
+            labels.append(torch.where(torch.arange(len(row)) < prompt_length, -100, row))
+        input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)  # (batch, longest)
+        labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
+        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
     return model.eval(), statistics.fmean(losses[-20:])
 
 
@@ -301,10 +308,10 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         print(f"sums: writing {args.train_problems + args.test_problems:,} problems", flush=True)
         rng, taken = random.Random(args.seed), set()
         for split in ("test", "train"):
-            found = write_problems(rng, getattr(args, f"{split}_problems"), args.largest, taken)
+            found = write_problems(rng, getattr(args, f"{split}_problems"), args, taken)
             write_rows(place / f"problems_{split}.jsonl", found)
         # What the language model learns from are other problems again.
-        others = write_problems(rng, args.lm_solutions, args.largest, taken)
+        others = write_problems(rng, args.lm_solutions, args, taken)
         suffix = problems.TASKS["sums"].prompt_suffix
         pairs = [(other.question + suffix, solve(rng, other, args.error_rate, args.wordy)) for other in others]
         tokenizer = train_tokenizer([prompt + solution for prompt, solution in pairs[:4_000]], args.vocab_size)
@@ -335,7 +342,7 @@ def find_world(args: SumsArgs | None = None) -> Path:
         raise InputError(f"largest is {args.largest}; it must be in 2..{MOST}")
     if args.width % (4 * args.heads):
         raise InputError(f"width {args.width} is no multiple of 4 x heads {args.heads}")
-    made_of = [dataclasses.asdict(args), tales.NAMES, THINGS, EVENTS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS]
+    made_of = [dataclasses.asdict(args), tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS]
     return building.find("sums", made_of, lambda folder: build_world(folder, args))
 
 
