@@ -53,7 +53,7 @@ class SumsArgs:
     """the largest number that comes or goes in a step"""
     largest_first: int = 20
     """the largest number at first"""
-    error_rate: float = 0.12
+    error_rate: float = 0.1
     """how likely a pupil errs in a step"""
     wordy: float = 0.5
     """share of pupils who say what happened before they calculate"""
@@ -69,13 +69,13 @@ class SumsArgs:
     """the longest sequence that the Llama can read, in tokens"""
     lm_solutions: int = 40_000
     """pupils' solutions to learn from, each of another problem"""
-    lm_short_steps: int = 500
+    lm_short_steps: int = 400
     """optimiser steps of language-model training on short solutions"""
-    lm_steps: int = 700
+    lm_steps: int = 380
     """further steps, on all"""
     lm_batch_size: int = 32
     """solutions per step"""
-    lm_lr: float = 3e-3
+    lm_lr: float = 2e-3
     """learning rate of language-model training (AdamW); on all solutions it falls linearly to zero"""
     start_problems: int = 512
     """held-out problems on which the start is measured"""
