@@ -905,9 +905,10 @@ def load_networks(
     frozen = None if adapters else models.load_base_model(args).to(device).requires_grad_(False)
     reference = Reference(frozen or lm_backbone, adapters)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
-    layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(actor_critic)
     for network in filter(None, (frozen, actor_critic)):
-        processes.shard(network, layers, accelerator)
+        processes.shard(network, models.layers(network), accelerator)
     if args.lora.rank and isinstance(actor_critic, FSDPModule):
         raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
     return actor_critic, reference

@@ -97,7 +97,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
     longest = max(rows.longest(ids.pad) for rows in (comparisons, *held_out.values(), train_posts))
     reward_model = load_reward_model(args, longest, ids.vocab_size, accelerator.device)
-    processes.shard(reward_model, reward_model.lm_backbone._no_split_modules or (), accelerator)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(reward_model)
+    processes.shard(reward_model, models.layers(reward_model), accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 

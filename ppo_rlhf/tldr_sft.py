@@ -107,7 +107,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     length = task.query_length + task.response_length
     models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
-    processes.shard(model, lm_backbone._no_split_modules or (), accelerator)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(model)
+    processes.shard(model, models.layers(model), accelerator)
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )

@@ -897,6 +897,8 @@ def load_policy_and_reference(
     )
     longest = ids.context_length + args.task.response_length
     models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(lm_backbone)
     if args.compile:
         lm_backbone.base_model.compile(dynamic=False)
         reference.base_model.compile(dynamic=False)

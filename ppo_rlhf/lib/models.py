@@ -17,6 +17,7 @@ import torch.nn as nn
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -362,6 +363,34 @@ class MixedPrecision(nn.Module):
         """For rollouts and evaluations: the precision of the training, no gradients, whole weights if sharded."""
         with torch.no_grad(), self.autocast(), processes.gathered(self):
             yield
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------------
+
+
+def layers(network: nn.Module) -> list[nn.Module]:
+    """The layers of the language models in a network, which are alike and follow each other."""
+    parts = list(network.modules())
+    names = {name for part in parts if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()}
+    return [part for part in parts if type(part).__name__ in names]
+
+
+def checkpoint_layers(network: nn.Module) -> None:
+    """Let passes with gradients keep only what enters a layer; the backward pass computes the rest anew.
+
+    Here and not by the library, which does so in train mode, and there for rollouts too, whose cache it refuses.
+    """
+
+    def checkpointed(forward: Callable) -> Callable:
+        def forward_twice(*arguments: Any, **options: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **options)
+            return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+
+        return forward_twice
+
+    for layer in layers(network):
+        layer.forward = checkpointed(layer.forward)
 
 
 # ---- Adapters --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import datetime
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -140,10 +140,10 @@ def fail_together(problem: str) -> None:
 # ---- Sharding: a process keeps a slice of every weight, gradient and Adam moment -------------------------------
 
 
-def shard(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -> None:
+def shard(model: nn.Module, layers: Sequence[nn.Module], accelerator: Accelerator) -> None:
     """Shard a model over all processes (FSDP2) if the launcher asks for it.
 
-    layers: class names of the parts that are gathered one by one. With `fsdp_reshard_after_forward: false` the
+    layers: the parts that are gathered one by one. With `fsdp_reshard_after_forward: false` the
     weights stay whole from forward to backward, and only gradients and moments are sliced: ZeRO-2. A parameter that
     is a single number, such as a gain, stays whole, and must not learn.
     """
@@ -151,7 +151,7 @@ def shard(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -
         if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
             raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
         scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
-        for module in [*(m for m in model.modules() if type(m).__name__ in layers), model]:
+        for module in [*layers, model]:
             fully_shard(module, reshard_after_forward=reshards_after_forward(), ignored_params=scalars)
         # FSDP takes the first module that is called for the outermost one. A rollout calls inner ones, so here is a
         # call of the outermost before; and back to slices, or what it has gathered now would stay for ever.
