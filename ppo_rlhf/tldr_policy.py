@@ -42,7 +42,6 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
@@ -132,6 +131,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
     eval_interval: int = 20
     """updates between evaluations on held-out posts, from update 0 on; 0: only at the end"""
     eval_prompts: int = 64
@@ -185,7 +186,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     train_posts = posts.read_posts(task, tokenizer, "train")
     held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
     actor_critic, reference = load_networks(args, tokenizer, accelerator)
-    score, monitor = load_scorers(args, tokenizer, ids, device)
+    score, monitor = load_scorers(args, tokenizer, ids, accelerator)
     # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
     trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
@@ -372,7 +373,7 @@ def evaluate_policy(
         if not reference_scores:
             reference_scores |= posts.score_references(scorers, held_out, chunk, accelerator)
         responses, *scores = posts.summarise(
-            actor_critic.lm_backbone,
+            actor_critic.sampler,
             held_out,
             ids,
             args.task,
@@ -429,7 +430,7 @@ def respond(
     """
     # [T33] The end-of-text token stops nothing: always response_length tokens.   ppo.py#L494-L495, ppo.py#L542-L549
     responses, sampled_logprobs, _ = lm.generate(
-        actor_critic.lm_backbone, contexts, uniforms, ids.pad, actor_critic.vocab_size, temperature
+        actor_critic.sampler, contexts, uniforms, ids.pad, actor_critic.vocab_size, temperature
     )
     # [T36] What follows the first stop token becomes padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     responses = lm.truncate_at(responses, ids.stop, 0, ids.pad)
@@ -897,21 +898,21 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
-    critic, device = load_critic(args, tokenizer).to(accelerator.device), accelerator.device
+    if args.lora.rank and processes.sharding():
+        raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
     length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
-    lm_backbone = models.load_base_model(args).to(device)
-    models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
-    adapters = models.add_adapters(lm_backbone, args.lora, args.seed) if args.lora.rank else None
-    frozen = None if adapters else models.load_base_model(args).to(device).requires_grad_(False)
-    reference = Reference(frozen or lm_backbone, adapters)
+    lm_backbone, critic = models.load_base_model(args), load_critic(args, tokenizer)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         models.checkpoint_layers(actor_critic)
-    for network in filter(None, (frozen, actor_critic)):
-        processes.shard(network, models.layers(network), accelerator)
-    if args.lora.rank and isinstance(actor_critic, FSDPModule):
-        raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
-    return actor_critic, reference
+    models.place(actor_critic, accelerator)
+    with processes.gathered(actor_critic):
+        models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
+    if args.lora.rank:
+        return actor_critic, Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
+    frozen = models.load_base_model(args, frozen=True)
+    models.place(frozen, accelerator)
+    return actor_critic, Reference(frozen, None)
 
 
 def load_critic(args: Args, tokenizer: PreTrainedTokenizerBase) -> lm.RewardModel:
@@ -935,7 +936,7 @@ TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "reference_scores", *posts.COLUM
 
 
 def load_scorers(
-    args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, device: torch.device
+    args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, accelerator: Accelerator
 ) -> tuple[scorers.Scorer, dict[str, scorers.Scorer]]:
     """What scores (queries, truncated responses, reference summaries), and what is only logged, under its name.
 
@@ -947,7 +948,8 @@ def load_scorers(
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if args.rewards.function:
         return of_texts(args.rewards.function, "rewards.function"), monitor
-    reward_model = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer)).to(device)
+    reward_model = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer), frozen=True)
+    models.place(reward_model, accelerator)
 
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor, references: Tensor) -> Tensor:

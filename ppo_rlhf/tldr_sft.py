@@ -103,13 +103,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
     sizes = sft_sizes(args, len(train_posts), accelerator.num_processes)
     # [T17] Without dropout.   sft.py#L153-L157
-    lm_backbone = models.load_base_model(args).to(device)
-    length = task.query_length + task.response_length
-    models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
+    lm_backbone = models.load_base_model(args)
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         models.checkpoint_layers(model)
-    processes.shard(model, models.layers(model), accelerator)
+    models.place(model, accelerator)
+    length = task.query_length + task.response_length
+    with processes.gathered(model):
+        models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
@@ -247,7 +248,7 @@ def summarise_held_out(
     generator = lm.keyed_generator(args.seed, "evaluate", split)
     with model.sampling():
         responses, logprobs, counts = posts.summarise(
-            model.lm_backbone,
+            model.sampler,
             held_out,
             ids,
             args.task,

@@ -1,4 +1,4 @@
-"""python checkpointed_run.py <script> <arguments>: a training script; `checkpoints` says how many layers it read twice."""
+"""python checkpointed_run.py <script> <arguments>: keeps in `checkpoints` how many layers the script reads twice."""
 
 import runpy
 import sys

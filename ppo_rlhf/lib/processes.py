@@ -140,42 +140,63 @@ def fail_together(problem: str) -> None:
 # ---- Sharding: a process keeps a slice of every weight, gradient and Adam moment -------------------------------
 
 
-def shard(model: nn.Module, layers: Sequence[nn.Module], accelerator: Accelerator) -> None:
-    """Shard a model over all processes (FSDP2) if the launcher asks for it.
+def sharding() -> bool:
+    """Whether the launcher asks for networks that are sharded over its processes."""
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return several and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
 
-    layers: the parts that are gathered one by one. With `fsdp_reshard_after_forward: false` the
-    weights stay whole from forward to backward, and only gradients and moments are sliced: ZeRO-2. A parameter that
-    is a single number, such as a gain, stays whole, and must not learn.
+
+def shard(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Shard a model over all processes (FSDP2). layers: the parts that are gathered one by one.
+
+    With `fsdp_reshard_after_forward: false` weights that learn stay whole from forward to backward, and only
+    gradients and moments are sliced: ZeRO-2. A parameter that is a single number, such as a gain, stays whole, and
+    must not learn.
     """
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and accelerator.num_processes > 1:
-        if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
-            raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
-        scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
-        for module in [*layers, model]:
-            fully_shard(module, reshard_after_forward=reshards_after_forward(), ignored_params=scalars)
-        # FSDP takes the first module that is called for the outermost one. A rollout calls inner ones, so here is a
-        # call of the outermost before; and back to slices, or what it has gathered now would stay for ever.
-        model.begin = lambda: None
-        register_fsdp_forward_method(model, "begin")
-        model.begin()
-        model.reshard()
+    if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
+        raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
+    for module in [*layers, model]:
+        fully_shard(module, reshard_after_forward=reshards_after_forward(model), ignored_params=scalars)
 
 
-def reshards_after_forward() -> bool:
-    return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+def reshards_after_forward(model: nn.Module) -> bool:
+    """Whether weights are sliced again after a forward pass. Those that never learn are: no backward pass follows."""
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    return not learns or os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+
+
+def make_outermost(model: nn.Module) -> None:
+    """Make a sharded model that has its weights the outermost, which the first part that is called would be else."""
+    model.begin = lambda: None
+    register_fsdp_forward_method(model, "begin")
+    model.begin()
+    model.reshard()  # or what it has gathered now would stay for ever
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """All weights whole, on every process, for generation, which needs them at each token."""
+    """Within the block, parts of a sharded model may be called: what lies around its layers is whole.
+
+    Layers are gathered when they are called. At the end, all is sliced again.
+    """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
+    for outermost in sharded[:1]:
+        outermost.set_reshard_after_forward(False, recurse=False)
+        outermost.unshard()
     yield
+    for outermost in sharded[:1]:
+        outermost.set_reshard_after_forward(reshards_after_forward(model), recurse=False)
     for module in sharded:
-        module.set_reshard_after_forward(reshards_after_forward(), recurse=False)
         module.reshard()
+
+
+def copy_slice(whole: Any, parameter: DTensor) -> None:
+    """Copy this process's slice of a tensor into a sharded parameter. whole: can be sliced, as those of safe_open."""
+    local, mesh = parameter.to_local(), parameter.device_mesh
+    first = mesh.get_local_rank() * math.ceil(parameter.shape[0] / mesh.size())
+    if len(local):
+        local.copy_(whole[first : first + len(local)])
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
