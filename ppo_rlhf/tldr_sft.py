@@ -181,13 +181,19 @@ class LanguageModel(models.MixedPrecision):
         #       ppo.py#L358-L368, reward.py#L223-L233
         with self.autocast():
             hidden_states = lm.read_tokens(self.lm_backbone, tokens, pad_id, slice(0, -1))
-            logits = lm.scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
             # [T21] Every token but the first is predicted, those of the query and the end-of-text token too.
             #       sft.py#L389-L399
             mask = next_token_mask(tokens, pad_id)
             targets = tokens[:, 1:].masked_fill(~mask, 0)
-            logprobs = -F.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
+            (logprobs,) = processes.in_pieces(
+                self.logprobs_of, targets.shape[1] * self.vocab_size, hidden_states, targets
+            )
             return logprobs.masked_fill(~mask, 0.0)
+
+    def logprobs_of(self, hidden_states: Tensor, targets: Tensor) -> tuple[Tensor]:
+        """Log-probs of tokens (batch, length) after hidden states (batch, length, width)."""
+        logits = lm.scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
+        return (-F.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none"),)
 
 
 def next_token_mask(tokens: Tensor, pad_id: int) -> Tensor:

@@ -369,11 +369,20 @@ def response_logprobs(
     hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
     responses = context_responses[:, context_length:]
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
-    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
-    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
-    with torch.no_grad():
-        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+    read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
+    logprobs, entropies = processes.in_pieces(read, responses.shape[1] * vocab_size, hidden_states, responses)
     return logprobs, entropies, hidden_states
+
+
+def token_logprobs(
+    lm_backbone: PreTrainedModel, vocab_size: int, temperature: float, hidden_states: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (batch, length) of tokens of that shape after hidden states (batch, length, width)."""
+    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
+    logprobs = all_logprobs.gather(2, tokens.long().unsqueeze(2)).squeeze(2)  # (batch, length)
+    with torch.no_grad():
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, length)
+    return logprobs, entropies
 
 
 def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:

@@ -59,6 +59,32 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny
     assert all(map(torch.equal, *sampled))  # with its cache
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_logits_in_pieces_give_the_same(rows, tiny_models, monkeypatch):
+    """Those of a row or two at a time, and once more in the backward pass."""
+    network = ActorCritic(
+        tiny_models("gpt2").double(), lm.RewardModel(tiny_models("gpt2").base_model).double(), VOCAB
+    )
+    expected, _ = passes(network)
+    network.zero_grad()
+    length = TOKENS.shape[1] - CONTEXT
+    monkeypatch.setattr(processes, "LARGEST_PIECE", rows * length * VOCAB + 1)
+    monkeypatch.setattr(lm, "scaled_logits", counted := Counted(lm.scaled_logits))
+    actual, _ = passes(network)
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, rtol=1e-12, atol=1e-13)
+    assert sorted(counted.rows) == sorted(2 * {1: [1, 1, 1], 2: [2, 1]}[rows])
+
+
+class Counted:
+    def __init__(self, function: Callable):
+        self.function, self.rows = function, []
+
+    def __call__(self, lm_backbone, hidden_states, *arguments):
+        self.rows.append(len(hidden_states))
+        return self.function(lm_backbone, hidden_states, *arguments)
+
+
 SMALL = {  # a script, and what makes a run of it small
     "tldr_sft.py": "--batch_size 16 --epochs 1 --eval_posts 4 --lr 0.01",
     "tldr_reward.py": "--batch_size 16 --lr 0.01 --normalize_posts 4",

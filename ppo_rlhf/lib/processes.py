@@ -18,6 +18,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from ppo_rlhf.lib import errors
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
@@ -305,3 +306,20 @@ def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Te
     if isinstance(chunks[0], torch.Tensor):
         return torch.cat(chunks)
     return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+
+LARGEST_PIECE = 2**28  # numbers: in float32, a gigabyte
+
+
+def in_pieces(function: Callable, numbers: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Apply a function to a batch, a few rows at a time where it holds many numbers for a row: logits.
+
+    numbers: how many, for each row. Tensors and what the function returns have the same rows. With several pieces,
+    the backward pass computes each anew, so that those of one piece are all that is ever held.
+    """
+    rows = max(1, LARGEST_PIECE // max(1, numbers))
+    if rows >= len(tensors[0]):
+        return function(*tensors)
+    pieces = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
