@@ -250,13 +250,13 @@ def place(network: nn.Module, accelerator: Accelerator) -> None:
     if not processes.sharding():
         network.to(accelerator.device)
         return
-    models = [part for part in network.modules() if isinstance(part, PreTrainedModel) and hasattr(part, "source")]
+    backbones = [part for part in network.modules() if isinstance(part, PreTrainedModel) and hasattr(part, "source")]
     for tensor in (*network.parameters(), *network.buffers()):
         if not tensor.is_meta:
             tensor.data = tensor.data.to(accelerator.device)
     processes.shard(network, layers(network))
-    for model in models:
-        read_slices(model, accelerator.device)
+    for backbone in backbones:
+        read_slices(backbone, accelerator.device)
     processes.make_outermost(network)
 
 
@@ -490,6 +490,7 @@ class MixedPrecision(nn.Module):
             self.copies = []
             yield
             self.copies = []
+        processes.reshard(self)
 
     @property
     def sampler(self) -> PreTrainedModel:
@@ -571,10 +572,12 @@ FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2
 
 
 def unsharded(reward_model: lm.RewardModel, trust_remote_code: bool = False) -> lm.RewardModel:
-    """A reward model with whole weights: itself, unless it is sharded. Every process must call this."""
+    """A reward model with whole weights, on the first process: itself, unless it is sharded. All must call this."""
     if not any(isinstance(module, FSDPModule) for module in reward_model.modules()):
         return reward_model
     weights, config = processes.full_state_dict(reward_model), reward_model.lm_backbone.config
+    if not errors.is_first_process():
+        return reward_model
     plain = lm.RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
     plain.to(reward_model.gain.dtype).load_state_dict(weights, strict=False)  # tied weights come once
     return plain

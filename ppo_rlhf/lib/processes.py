@@ -181,15 +181,21 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     Layers are gathered when they are called. At the end, all is sliced again.
     """
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for outermost in sharded[:1]:
-        outermost.set_reshard_after_forward(False, recurse=False)
-        outermost.unshard()
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_reshard_after_forward(False, recurse=False)
+    model.unshard()
     yield
-    for outermost in sharded[:1]:
-        outermost.set_reshard_after_forward(reshards_after_forward(model), recurse=False)
-    for module in sharded:
-        module.reshard()
+    model.set_reshard_after_forward(reshards_after_forward(model), recurse=False)
+    reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Keep only this process's slices of a sharded model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def copy_slice(whole: Any, parameter: DTensor) -> None:
@@ -206,14 +212,17 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves, tied weights once, from the slices of all processes, which must all call this."""
+    """What a model saves, tied weights once; if it is sharded, on the first process. All of them must call this."""
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     return {name: gather_for_saving(tensor) for name, tensor in model.state_dict().items() if name in names}
 
 
 def gather_for_saving(tensor: torch.Tensor) -> torch.Tensor:
-    """As full_tensor, but on the CPU, where all of them have room."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    """As full_tensor, but on the CPU of the first process, which saves. The others get the sum: is it finite?"""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return (whole if errors.is_first_process() else whole.sum()).cpu()
 
 
 def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
