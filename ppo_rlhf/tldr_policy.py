@@ -113,7 +113,9 @@ class PpoArgs:
     whiten_rewards: bool = False
     """scale the rewards of each minibatch to variance 1 (advantages always are)"""
     local_micro_batch_size: int = 0
-    """episodes per forward and backward pass on one process; a memory knob; 0: the whole minibatch"""
+    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """the same in tokens, padding included, instead of episodes; 0: any number"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
@@ -213,18 +215,20 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 1. Sample posts. Every process draws the whole batch and takes its rows.
                 inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
                 queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
+                query_passes = processes.plan_passes((queries != ids.pad).sum(1), device, chunk)
                 queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
                 uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate summaries, cut after the end-of-text token; their log-probs and values.
-                responses, logprobs, values, sampler_gap = processes.in_chunks(
-                    partial(respond, actor_critic, ids, task.temperature), chunk, queries, uniforms
+                responses, logprobs, values, sampler_gap = processes.in_passes(
+                    partial(respond, actor_critic, ids, task.temperature), query_passes, queries, uniforms
                 )  # four of (local_batch, response_length)
 
                 # 3. Log-probs of the reference.
                 query_responses = torch.cat([queries, responses], dim=1)
+                passes = passes_over(query_responses, ids.pad, ppo.local_rollout_batch_size)
                 read = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
-                ref_logprobs = processes.in_chunks(read, chunk, query_responses)  # (local_batch, response_length)
+                ref_logprobs = processes.in_passes(read, passes, query_responses)  # (local_batch, response_length)
 
                 # 4. Score; punish summaries that do not end.
                 raw_scores = processes.in_chunks(score, chunk, queries, responses, references)  # (local_batch,)
@@ -291,21 +295,26 @@ class ActorCritic(models.MixedPrecision):
         self.low_precision = low_precision
 
     def forward(
-        self, query_responses: Tensor, pad_id: int, context_length: int, temperature: float
+        self,
+        query_responses: Tensor,
+        pad_id: int,
+        context_length: int,
+        temperature: float,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
 
-        query_responses: (batch, context_length + response_length). Returns three of (batch, response_length); what
-        they hold at padding means nothing.
+        query_responses: (batch, context_length + response_length); longest: tokens of the longest row, if known.
+        Returns three of (batch, response_length); what they hold at padding means nothing.
         """
         with self.autocast():
-            logprobs, entropies, _ = lm.response_logprobs(
-                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
+            logprobs, entropies = lm.response_statistics(
+                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size, longest
             )
             # [T38] A value belongs to the position before the response token, as its log-prob does.
             #       ppo.py#L637-L640
             columns = slice(context_length - 1, -1)
-            hidden_states = lm.read_tokens(self.critic.lm_backbone, query_responses, pad_id, columns)
+            hidden_states = lm.read_packed(self.critic.lm_backbone, query_responses, pad_id, columns, longest)
             values = self.critic.gain * lm.read_scalar(self.critic.reward_head, hidden_states) + self.critic.bias
         return logprobs, entropies, values  # three of (batch, response_length)
 
@@ -318,13 +327,18 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(
-        self, ids: posts.TaskIds, context_length: int, temperature: float, query_responses: Tensor
+        self,
+        ids: posts.TaskIds,
+        context_length: int,
+        temperature: float,
+        query_responses: Tensor,
+        longest: int | None = None,
     ) -> Tensor:
         """Log-probs (batch, response_length) of query_responses (batch, context_length + response_length)."""
         # [T35] At the policy's temperature.   ppo.py#L623-L627
         with self.adapters.disable_adapter() if self.adapters else processes.gathered(self.lm_backbone):
-            logprobs, _, _ = lm.response_logprobs(
-                self.lm_backbone, query_responses, ids.pad, context_length, temperature, vocab_size=ids.vocab_size
+            logprobs, _ = lm.response_statistics(
+                self.lm_backbone, query_responses, ids.pad, context_length, temperature, ids.vocab_size, longest
             )
         return logprobs
 
@@ -421,25 +435,40 @@ def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tenso
 
 @torch.no_grad()
 def respond(
-    actor_critic: ActorCritic, ids: posts.TaskIds, temperature: float, contexts: Tensor, uniforms: Tensor
+    actor_critic: ActorCritic,
+    ids: posts.TaskIds,
+    temperature: float,
+    contexts: Tensor,
+    uniforms: Tensor,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length).
+    """Sample responses to contexts (batch, context_length). longest: tokens of the longest context, if known.
 
     Returns four of (batch, response_length): responses, truncated; log-probs and values, which are those of the
     training pass; and the distance of these log-probs from those that the sampler saw.
     """
-    # [T33] The end-of-text token stops nothing: always response_length tokens.   ppo.py#L494-L495, ppo.py#L542-L549
-    responses, sampled_logprobs, _ = lm.generate(
-        actor_critic.sampler, contexts, uniforms, ids.pad, actor_critic.vocab_size, temperature
+    # [T33] [T36] A response ends with its first stop token; what follows is padding, and need not be sampled.
+    #       ppo.py#L350-L355, ppo.py#L494-L495, ppo.py#L542-L549, ppo.py#L632
+    short, stop_ids = lm.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop} - {None}
+    responses, sampled_logprobs = lm.generate_until(
+        actor_critic.sampler, short, uniforms, ids.pad, actor_critic.vocab_size, temperature, stop_ids
     )
-    # [T36] What follows the first stop token becomes padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
-    responses = lm.truncate_at(responses, ids.stop, 0, ids.pad)
     # [T34] [X26] The training pass says what the log-probs were, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
     query_responses = torch.cat([contexts, responses], dim=1)
-    logprobs, _, values = actor_critic(query_responses, ids.pad, contexts.shape[1], temperature)
+
+    def read(tokens: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
+        logprobs, _, values = actor_critic(tokens, ids.pad, contexts.shape[1], temperature, longest)
+        return logprobs, values
+
+    logprobs, values = processes.in_passes(read, passes_over(query_responses, ids.pad), query_responses)
     gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == ids.pad, 0)
     return responses, logprobs, values, gap
+
+
+def passes_over(tokens: Tensor, pad_id: int, rows: int = 0) -> list[processes.Pass]:
+    """Passes over the rows of tokens (batch, length); rows: how many at most at a time, 0: as many as are fast."""
+    return processes.plan_passes((tokens != pad_id).sum(1).cpu(), tokens.device, rows)
 
 
 def punish_missing_eos(
@@ -554,15 +583,16 @@ def ppo_update(
     optimiser steps, (steps,): the gradient norm, and of everything else this process's share of the mean over what
     counts in the minibatch. The shares of all processes add up to that mean.
     """
-    epochs, nminibatches, local_minibatch = minibatches.shape
+    epochs, nminibatches, _ = minibatches.shape
     context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
-    micro_batch_size = ppo.local_micro_batch_size or local_minibatch
-    b_inds = minibatches.to(rollout.rewards.device)
+    lengths = (rollout.query_responses != pad_id).sum(1).cpu()  # (local_batch,)
+    device = rollout.rewards.device
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
     for epoch in range(epochs):
         for minibatch in range(nminibatches):
-            mb_inds = b_inds[epoch, minibatch]  # (local_minibatch,)
+            mb_lengths = lengths[minibatches[epoch, minibatch]]  # (local_minibatch,), on the CPU
+            mb_inds = minibatches[epoch, minibatch].to(device)  # (local_minibatch,)
             # 6. Advantages and returns, in every epoch anew, since whitening depends on the minibatch.
             mb_mask, mb_value_mask = rollout.mask[mb_inds], rollout.value_mask[mb_inds]  # (local_minibatch, length)
             mb_values = rollout.values[mb_inds]
@@ -579,10 +609,14 @@ def ppo_update(
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
-            for micro_batch in zip(*(tensor.split(micro_batch_size) for tensor in mb_tensors), strict=True):
-                query_responses, logprobs, values, advantages, returns, mask, value_mask = micro_batch
+            for micro_batch in processes.plan_passes(
+                mb_lengths, device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
+            ):
+                query_responses, logprobs, values, advantages, returns, mask, value_mask = (
+                    tensor[micro_batch.rows] for tensor in mb_tensors
+                )
                 new_logprobs, entropies, new_values = actor_critic(
-                    query_responses, pad_id, context_length, temperature
+                    query_responses, pad_id, context_length, temperature, micro_batch.longest
                 )
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
                     new_logprobs, logprobs, advantages, mask, ppo.cliprange, count
@@ -877,7 +911,7 @@ class PpoSizes:
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
     cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
     slices = num_processes * ppo.nminibatches
     local_minibatch = processes.split_evenly(
@@ -954,7 +988,12 @@ def load_scorers(
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor, references: Tensor) -> Tensor:
         # [T37] The post with the truncated summary.   ppo.py#L635-L641
-        return reward_model(posts.trim_padding(queries, responses, pad_id=ids.pad), ids.pad)
+        tokens = torch.cat([queries, responses], dim=1)
+        return processes.in_passes(
+            lambda tokens, longest: reward_model(lm.pack(tokens, ids.pad, longest), ids.pad),
+            passes_over(tokens, ids.pad),
+            tokens,
+        )
 
     return score, monitor
 

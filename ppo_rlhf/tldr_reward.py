@@ -66,7 +66,9 @@ class Args(cli.RunArgs):
     normalize_posts: int = 0
     """posts whose reference summaries get a mean score of 0, the first of the data set; 0: all"""
     local_micro_batch_size: int = 0
-    """comparisons per forward and backward pass on one process; a memory knob; 0: the whole local batch"""
+    """comparisons per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """the same in tokens, padding included, instead of comparisons; 0: any number"""
     local_rollout_batch_size: int = 64
     """comparisons (two texts each) or posts that one process scores at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
@@ -95,7 +97,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = read_held_out(args.task, tokenizer)
     train_posts = posts.read_posts(args.task, tokenizer, "train", args.normalize_posts)
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
-    longest = max(rows.longest(ids.pad) for rows in (comparisons, *held_out.values(), train_posts))
+    longest = max(int(rows.lengths(ids.pad).max()) for rows in (comparisons, *held_out.values(), train_posts))
     reward_model = load_reward_model(args, longest, ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
@@ -119,7 +121,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator.num_processes,
             )
             metrics = pairs_update(
-                reward_model, optimizer, comparisons, inds, counts, ids.pad, sizes.local_micro_batch, accelerator
+                *(reward_model, optimizer, comparisons, inds, counts, ids.pad),
+                *(args.local_micro_batch_size, accelerator, args.local_micro_batch_tokens),
             )
             processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/rm/lr": lr})
@@ -174,8 +177,11 @@ def pairs_update(
     pad_id: int,
     micro_batch: int,
     accelerator: Accelerator,
+    micro_batch_tokens: int = 0,
 ) -> dict[str, float]:
     """One optimiser step on comparisons with these indices (local_batch,); those that do not count weigh nothing.
+
+    micro_batch, micro_batch_tokens: comparisons or tokens at a time; 0: as many as are fast.
 
     Returns its metrics: loss, accuracy and mean scores of the whole batch on all processes, and gradient norm.
     """
@@ -184,12 +190,13 @@ def pairs_update(
     sums = torch.zeros(4, device=device, dtype=torch.float64)
     # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
-    for micro_inds, micro_counts in zip(inds.split(micro_batch), counts.split(micro_batch), strict=True):
-        queries, chosen, rejected = (
-            t[micro_inds].to(device) for t in (comparisons.queries, comparisons.chosen, comparisons.rejected)
+    lengths = comparisons.lengths(pad_id)[inds]  # (local_batch,), of the longer text of each
+    for one in processes.plan_passes(2 * lengths, device, micro_batch, micro_batch_tokens):
+        queries, chosen, rejected, weights = (
+            t.to(device) for t in (*comparisons.tokens(inds[one.rows]), counts[one.rows])
         )
-        weights = micro_counts.to(device)  # (micro_batch,)
-        scores = score_pairs(reward_model, queries, chosen, rejected, pad_id)  # two of (micro_batch,)
+        # two of (micro_batch,)
+        scores = score_pairs(reward_model, queries, chosen, rejected, pad_id, one.longest // 2)
         losses = pairwise_losses(*scores)
         loss = (losses * weights).sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
@@ -205,11 +212,20 @@ def pairs_update(
 
 
 def score_pairs(
-    reward_model: lm.RewardModel, queries: Tensor, chosen: Tensor, rejected: Tensor, pad_id: int
+    reward_model: lm.RewardModel,
+    queries: Tensor,
+    chosen: Tensor,
+    rejected: Tensor,
+    pad_id: int,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores of chosen and rejected summaries (batch, comparison_length) of the same posts: two of (batch,)."""
+    """Scores of chosen and rejected summaries (batch, comparison_length) of the same posts: two of (batch,).
+
+    longest: tokens of the longest post and summary, if known.
+    """
     # [T25] [T19] [T20] Both in one pass, each read at its last real token.   reward.py#L211-L236, reward.py#L462-L484
-    tokens = posts.trim_padding(torch.cat([queries, queries]), torch.cat([chosen, rejected]), pad_id=pad_id)
+    tokens = torch.cat([torch.cat([queries, queries]), torch.cat([chosen, rejected])], dim=1)
+    tokens = lm.pack(tokens, pad_id, longest or tokens.shape[1])
     chosen_scores, rejected_scores = reward_model(tokens, pad_id).chunk(2)
     return chosen_scores, rejected_scores
 
@@ -234,11 +250,14 @@ def agreement(
     # [T28] [X22] Every comparison counts once.   reward.py#L238-L269, reward.py#L434-L452
     device = accelerator.device
 
-    def score(inds: Tensor) -> tuple[Tensor, ...]:
-        tensors = (t[inds].to(device) for t in (comparisons.queries, comparisons.chosen, comparisons.rejected))
-        return score_pairs(reward_model, *tensors, pad_id)
+    lengths = comparisons.lengths(pad_id)  # (comparisons,)
 
-    scores = processes.map_rows(score, len(comparisons), chunk, accelerator)  # two of (comparisons,)
+    def score(inds: Tensor) -> tuple[Tensor, ...]:
+        tensors = (tokens.to(device) for tokens in comparisons.tokens(inds))
+        return score_pairs(reward_model, *tensors, pad_id, int(lengths[inds].max()))
+
+    # two of (comparisons,)
+    scores = processes.map_rows(score, len(comparisons), chunk, accelerator, lengths)
     correct = prefers_chosen(*scores).tolist()
     rows = [
         {**group, "chosen_reward": chosen, "rejected_reward": rejected, "correct": int(right)}
@@ -268,7 +287,7 @@ def shift_to_references(
         tokens = posts.trim_padding(some_posts.queries[inds], some_posts.references[inds], pad_id=pad_id)
         return (reward_model(tokens.to(device), pad_id),)
 
-    (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator)
+    (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator, some_posts.lengths(pad_id))
     mean = scores.double().mean().item()
     reward_model.bias.sub_(mean)
     # [X33] Of the scores after the shift, with the biased deviation.   reward.py#L495
@@ -292,7 +311,15 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "batch_size", "local_rollout_batch_size")
     cli.at_least(
-        0, "", args, "num_train", "weight_decay", "normalize_posts", "local_micro_batch_size", "save_interval"
+        0,
+        "",
+        args,
+        "num_train",
+        "weight_decay",
+        "normalize_posts",
+        "local_micro_batch_size",
+        "local_micro_batch_tokens",
+        "save_interval",
     )
     if not args.base_model:
         raise InputError(

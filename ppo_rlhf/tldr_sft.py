@@ -65,7 +65,9 @@ class Args(cli.RunArgs):
     eval_posts: int = 0
     """held-out posts of each split to summarise after training; 0: all"""
     local_micro_batch_size: int = 0
-    """posts per forward and backward pass on one process; a memory knob; 0: the whole local batch"""
+    """posts per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """the same in tokens, padding included, instead of posts; 0: any number"""
     local_rollout_batch_size: int = 64
     """posts that one process summarises at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
@@ -136,7 +138,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
             #       tldr_dataset.py#L202-L212
             tokens = torch.cat([train_posts.queries[inds], train_posts.references[inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
-            metrics = sft_update(model, optimizer, tokens, ids.pad, sizes.local_micro_batch, accelerator)
+            metrics = sft_update(
+                *(model, optimizer, tokens, ids.pad),
+                *(args.local_micro_batch_size, accelerator, args.local_micro_batch_tokens),
+            )
             processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
@@ -210,8 +215,11 @@ def sft_update(
     pad_id: int,
     micro_batch: int,
     accelerator: Accelerator,
+    micro_batch_tokens: int = 0,
 ) -> dict[str, float]:
     """One optimiser step on texts (local_batch, length); rows that are all padding count as nothing.
+
+    micro_batch, micro_batch_tokens: texts or tokens at a time; 0: as many as are fast.
 
     Returns its metrics: loss and number of predicted tokens of the whole batch on all processes, and gradient norm.
     """
@@ -221,8 +229,9 @@ def sft_update(
     total = torch.zeros((), device=tokens.device)
     # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
-    for micro_tokens in tokens.split(micro_batch):
-        logprobs = model(posts.trim_padding(micro_tokens, pad_id=pad_id), pad_id)
+    lengths = (tokens != pad_id).sum(1).cpu()
+    for one in processes.plan_passes(lengths, tokens.device, micro_batch, micro_batch_tokens):
+        logprobs = model(lm.pack(tokens[one.rows], pad_id, one.longest), pad_id)
         loss = -logprobs.sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
         total = total + loss.detach()
@@ -284,7 +293,17 @@ def check_arguments(args: Args) -> None:
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "epochs", "batch_size", "local_rollout_batch_size")
-    cli.at_least(0, "", args, "num_train", "weight_decay", "eval_posts", "local_micro_batch_size", "save_interval")
+    cli.at_least(
+        0,
+        "",
+        args,
+        "num_train",
+        "weight_decay",
+        "eval_posts",
+        "local_micro_batch_size",
+        "local_micro_batch_tokens",
+        "save_interval",
+    )
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,9 @@ class PpoArgs:
     whiten_groups: int = 8
     """slices of the batch, each whitened with its own mean and variance; the original: one per process [X03]"""
     local_micro_batch_size: int = 0
-    """episodes per forward and backward pass on one process; a memory knob; 0: the whole minibatch"""
+    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """the same in tokens, padding included, instead of episodes; 0: any number"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
@@ -185,18 +187,26 @@ def train(args: Args, joint: dict | None = None) -> Path:
             started = time.monotonic()
             with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
-                queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
+                queries = stream.next_batch(sizes.batch, ids.pad)[rows]  # (local_batch, query_length)
+                contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
+                lengths = (contexts != ids.pad).sum(1)  # (local_batch,), on the CPU
+                queries, contexts = queries.to(device), contexts.to(device)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate responses; keep their log-probs and values.
-                contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-                context_responses, logprobs, values, sampler_gap = processes.in_chunks(
-                    partial(respond, policy, ids, task.temperature), sizes.local_rollout_batch, contexts, uniforms
+                context_responses, logprobs, values, sampler_gap = processes.in_passes(
+                    partial(respond, policy, ids, task.temperature),
+                    processes.plan_passes(lengths, device, rows=sizes.local_rollout_batch),
+                    contexts,
+                    uniforms,
                 )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
 
                 # 3. Log-probs of the reference.
-                read_reference = partial(reference_logprobs, reference, ids, task.temperature)
-                ref_logprobs = processes.in_chunks(read_reference, sizes.local_rollout_batch, context_responses)
+                ref_logprobs = processes.in_passes(
+                    partial(reference_logprobs, reference, ids, task.temperature),
+                    processes.plan_passes(lengths + task.response_length, device, ppo.local_rollout_batch_size),
+                    context_responses,
+                )  # (local_batch, response_length)
 
                 # 4. Truncate and score.
                 responses = context_responses[:, ids.context_length :]  # (local_batch, response_length)
@@ -210,14 +220,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # [D53] With the coefficient that the last update left.   train_policy.py#L293-L297
                 rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
             monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
-            lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
+            response_lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
             means = objectives(
-                scores, raw_scores, stopped, lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
+                scores, raw_scores, stopped, response_lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
             )
 
             # 6. Advantages and returns, and 7. PPO epochs over minibatches.
             optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            rollout = Rollout(context_responses, logprobs, values, rewards)
+            rollout = Rollout(context_responses, logprobs, values, rewards, lengths + task.response_length)
             permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
             stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
 
@@ -269,22 +279,29 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 
 @torch.no_grad()
 def respond(
-    policy: PolicyWithValueHead, ids: texts.TaskIds, temperature: float, contexts: Tensor, uniforms: Tensor
+    policy: PolicyWithValueHead,
+    ids: texts.TaskIds,
+    temperature: float,
+    contexts: Tensor,
+    uniforms: Tensor,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length).
+    """Sample responses to contexts (batch, context_length). longest: tokens of the longest context, if known.
 
     Returns context_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
     and the distance of the log-probs from the sampler's, 0 but in low precision (batch, response_length).
     """
+    short = pack(contexts, ids.pad, longest or contexts.shape[1])
     responses, sampled_logprobs, hidden_states = generate(
-        policy.lm_backbone, contexts, uniforms, ids.pad, policy.vocab_size, temperature
+        policy.lm_backbone, short, uniforms, ids.pad, policy.vocab_size, temperature
     )
-    context_responses = torch.cat([contexts, responses], dim=1)
     if policy.low_precision:
         # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-        logprobs, _, values = policy(context_responses, ids.pad, contexts.shape[1], temperature)
+        read = torch.cat([short, responses], dim=1)
+        logprobs, _, values = policy(read, ids.pad, short.shape[1], temperature)
     else:  # [D25] [D26] What the sampler saw is what training sees.
         logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
+    context_responses = torch.cat([contexts, responses], dim=1)
     return context_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
 
 
@@ -341,14 +358,29 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
+def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
+    """The same rows in as few columns as the longest of them needs, their padding on the left.
+
+    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
+    """
+    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
+
+
 @torch.no_grad()
 def reference_logprobs(
-    reference: PreTrainedModel, ids: texts.TaskIds, temperature: float, context_responses: Tensor
+    reference: PreTrainedModel,
+    ids: texts.TaskIds,
+    temperature: float,
+    context_responses: Tensor,
+    longest: int | None = None,
 ) -> Tensor:
-    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature."""
-    logprobs, _, _ = response_logprobs(
-        reference, context_responses, ids.pad, ids.context_length, temperature, ids.vocab_size
-    )
+    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature.
+
+    longest: tokens of the longest row, if known.
+    """
+    short = pack(context_responses, ids.pad, longest or context_responses.shape[1])
+    context_length = short.shape[1] - (context_responses.shape[1] - ids.context_length)
+    logprobs, _, _ = response_logprobs(reference, short, ids.pad, context_length, temperature, ids.vocab_size)
     return logprobs
 
 
@@ -532,6 +564,7 @@ class Rollout:
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
     values: Tensor  # (local_batch, response_length), of the critic at that time
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
+    lengths: Tensor | None = None  # (local_batch,), tokens of context_responses, on the CPU; None: all there are
 
 
 def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> Tensor:
@@ -563,45 +596,50 @@ def ppo_update(
     """
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
-    micro_batch_size = ppo.local_micro_batch_size or groups * group_minibatch
-    context_length = rollout.context_responses.shape[1] - rollout.logprobs.shape[1]
-    group_starts = torch.arange(groups).unsqueeze(1) * group_batch  # (groups, 1)
-    b_inds = (permutations + group_starts).to(rollout.rewards.device, non_blocking=True)
-    stats: list[dict[str, Tensor]] = []
-    gradient_norms: list[Tensor] = []
+    device, response_length = rollout.rewards.device, rollout.rewards.shape[1]
+    b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
+    width = rollout.context_responses.shape[1]
+    lengths = torch.full((len(rollout.rewards),), width) if rollout.lengths is None else rollout.lengths
+    steps: list[dict[str, Tensor]] = []
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
             slice_of_group = slice(minibatch * group_minibatch, (minibatch + 1) * group_minibatch)
-            mb_inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch)
+            inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch), on the CPU
+            mb_inds = inds.to(device, non_blocking=True)
 
             # 6. Advantages and returns.
             mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
             mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
-            of_groups = group_statistics(mb_values, mb_returns)
 
             # 7. One optimiser step.
             # [D67] [D88] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
             mb_tokens, mb_logprobs = rollout.context_responses[mb_inds], rollout.logprobs[mb_inds]
-            mb_tensors = (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)
+            mb_tensors = [t.flatten(0, 1) for t in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
+            mb_lengths, shares = lengths[inds.flatten()], []
             optimizer.zero_grad()
-            for micro_batch in zip(*(t.flatten(0, 1).split(micro_batch_size) for t in mb_tensors), strict=True):
+            for micro_batch in processes.plan_passes(
+                mb_lengths, device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
+            ):
                 # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
-                context_responses, logprobs, values, advantages, returns = micro_batch
-                new_logprobs, entropies, new_values = policy(context_responses, pad_id, context_length, temperature)
+                tokens, logprobs, values, advantages, returns = (t[micro_batch.rows] for t in mb_tensors)
+                tokens = pack(tokens, pad_id, micro_batch.longest)  # (micro_batch, longest)
+                new_logprobs, entropies, new_values = policy(
+                    tokens, pad_id, tokens.shape[1] - response_length, temperature
+                )
                 loss, statistics = ppo_loss(
                     new_logprobs, entropies, new_values, logprobs, values, advantages, returns, ppo
                 )
-                (loss * len(values) / mb_inds.numel()).backward()
-                stats.append(statistics | of_groups)
+                share = len(values) / inds.numel()
+                (loss * share).backward()
+                shares.append({name: value * share for name, value in statistics.items()})
             if accelerator is not None:
                 processes.average_gradients(policy, accelerator)
-            gradient_norms.append(processes.gradient_norm(policy))
+            gradient_norm = processes.gradient_norm(policy)
             optimizer.step()
-    means = {"ppo/gradient_norm": torch.stack(gradient_norms).mean()}
-    means |= {name: torch.stack([row[name] for row in stats]).mean() for name in stats[0]}
-    before_any_step = stats[: len(stats) // len(gradient_norms)]  # the micro-batches of the first minibatch
-    squares = torch.stack([row[SQUARED_RATIO_GAP] for row in before_any_step])
-    return means | {"ppo/val/first_ratio_gap": squares.mean().sqrt()}  # 0 but for rounding
+            means = {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
+            steps.append({"ppo/gradient_norm": gradient_norm} | means | group_statistics(mb_values, mb_returns))
+    means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
+    return means | {"ppo/val/first_ratio_gap": steps[0][SQUARED_RATIO_GAP].sqrt()}  # 0 but for rounding
 
 
 def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Tensor, Tensor]:
@@ -865,7 +903,7 @@ class PpoSizes:
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
     local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
     group_minibatch = processes.split_evenly(
@@ -929,7 +967,11 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor) -> Tensor:
         # [D28] [D49] The query alone and the truncated response.   train_policy.py#L396-L402
-        return reward_model(torch.cat([queries, responses], dim=1), pad_id)
+        query_responses = torch.cat([queries, responses], dim=1)
+        passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), device)
+        return processes.in_passes(
+            lambda tokens, longest: reward_model(pack(tokens, pad_id, longest), pad_id), passes, query_responses
+        )
 
     return score
 

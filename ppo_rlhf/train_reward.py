@@ -23,7 +23,6 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,7 +71,9 @@ class Args(cli.RunArgs):
     rollout_batch_size: int = 512
     """samples per batch of normalisation, over all processes"""
     local_micro_batch_size: int = 0
-    """labels per forward and backward pass on one process; a memory knob; 0: the whole local batch"""
+    """labels per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """the same in tokens, padding included, instead of labels; 0: any number"""
     local_rollout_batch_size: int = 0
     """samples or labels per pass without gradients on one process; a memory knob; 0: the local rollout batch"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
@@ -150,7 +151,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
             optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
             inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
             stats = reward_update(
-                reward_model, optimizer, labels, inds, ids.pad, sizes.local_micro_batch, accelerator
+                reward_model,
+                optimizer,
+                labels,
+                inds,
+                ids.pad,
+                args.local_micro_batch_size,
+                accelerator,
+                args.local_micro_batch_tokens,
             )
             stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
             means = processes.mean_over_processes(stats, accelerator)
@@ -220,11 +228,13 @@ def sample_to_normalize(
     uniforms = torch.rand(sizes.normalize_samples, task.response_length, generator=generator, dtype=torch.float64)
     uniforms = uniforms[rows].to(language_model.device)  # (local_normalize_samples, response_length)
 
-    def respond(contexts: Tensor, uniforms: Tensor) -> Tensor:
+    def respond(contexts: Tensor, uniforms: Tensor, longest: int) -> Tensor:
+        contexts = pack(contexts, ids.pad, longest)
         return generate(language_model, contexts, uniforms, ids.pad, ids.vocab_size, task.temperature)[0]
 
-    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix).to(language_model.device)
-    responses = processes.in_chunks(respond, sizes.local_rollout_batch, contexts, uniforms)
+    contexts, device = texts.add_affixes(queries, ids.prefix, ids.suffix), language_model.device
+    passes = processes.plan_passes((contexts != ids.pad).sum(1), device, rows=sizes.local_rollout_batch)
+    responses = processes.in_passes(respond, passes, contexts.to(device), uniforms)
     # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
     return torch.cat([queries.to(responses.device), responses], dim=1)
 
@@ -246,7 +256,10 @@ def normalize(
     # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    scores = processes.in_chunks(partial(reward_model, pad_id=pad_id), chunk, query_responses)
+    passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), query_responses.device, rows=chunk)
+    scores = processes.in_passes(
+        lambda tokens, longest: reward_model(pack(tokens, pad_id, longest), pad_id), passes, query_responses
+    )
     gain, bias = gain_and_bias(accelerator.gather(scores) if accelerator else scores, target_mean, target_std)
     reward_model.gain.fill_(gain)
     reward_model.bias.fill_(bias)
@@ -283,37 +296,51 @@ def reward_update(
     pad_id: int,
     micro_batch: int,
     accelerator: Accelerator | None = None,
+    micro_batch_tokens: int = 0,
 ) -> dict[str, Tensor]:
-    """One optimiser step on the labels with these indices (local_batch,).
+    """One optimiser step on the labels with these indices (local_batch,), so many labels or tokens at a time.
 
     Returns loss, gradient norm and what else label_statistics has to say of the whole batch, all 0-d.
     """
-    device = reward_model.gain.device
-    scores = []
+    device, scores, all_targets = reward_model.gain.device, [], []
     # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
     optimizer.zero_grad()
-    for micro_inds in inds.split(micro_batch):
+    lengths, n = label_lengths(labels, inds, pad_id), labels.samples.shape[1]
+    for one in processes.plan_passes(n * lengths, device, micro_batch, micro_batch_tokens):
         queries, samples, targets = (
-            t[micro_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+            t[inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
         )
-        scores.append(score_samples(reward_model, queries, samples, pad_id))  # (micro_batch, n)
-        (label_loss(labels.kind, scores[-1], targets) * len(micro_inds) / len(inds)).backward()
+        scores.append(score_samples(reward_model, queries, samples, pad_id, one.longest // n))  # (micro_batch, n)
+        all_targets.append(targets)
+        (label_loss(labels.kind, scores[-1], targets) * len(targets) / len(inds)).backward()
     if accelerator is not None:
         processes.average_gradients(reward_model, accelerator)
     gradient = processes.gradient_norm(reward_model)
     optimizer.step()
     # [X15] Statistics of the whole batch, over all processes.
-    batch = torch.cat(scores).detach(), labels.targets[inds].to(device)  # (local_batch, n), (local_batch,)
+    batch = torch.cat(scores).detach(), torch.cat(all_targets)  # (local_batch, n), (local_batch,)
     if accelerator is not None:
         batch = accelerator.gather(batch)
     statistics = label_statistics(labels.kind, *batch)
     return {**{f"train/{name}": value for name, value in statistics.items()}, "train/gradient_norm": gradient}
 
 
-def score_samples(reward_model: RewardModel, queries: Tensor, samples: Tensor, pad_id: int) -> Tensor:
-    """Scores (batch, n) of samples (batch, n, response_length) to queries (batch, query_length)."""
+def label_lengths(labels: texts.Labels, inds: Tensor, pad_id: int) -> Tensor:
+    """Tokens of query and longest sample of the labels with these indices: (local_batch,)."""
+    queries, samples = labels.queries[inds] != pad_id, labels.samples[inds] != pad_id
+    return queries.sum(1) + samples.sum(2).amax(1)
+
+
+def score_samples(
+    reward_model: RewardModel, queries: Tensor, samples: Tensor, pad_id: int, longest: int | None = None
+) -> Tensor:
+    """Scores (batch, n) of samples (batch, n, response_length) to queries (batch, query_length).
+
+    longest: tokens of the longest of them, if known.
+    """
     n = samples.shape[1]
     query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
+    query_responses = pack(query_responses, pad_id, longest or query_responses.shape[1])
     return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
 
 
@@ -368,14 +395,14 @@ def evaluate(
     device = reward_model.gain.device
     names = ["loss"] if labels.kind == "score" else ["loss", "accuracy"]
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-    for local_inds in inds[accelerator.process_index :: accelerator.num_processes].split(chunk):
-        if len(local_inds) == 0:  # fewer labels than processes
-            break
+    local_inds = inds[accelerator.process_index :: accelerator.num_processes]
+    for one in processes.plan_passes(label_lengths(labels, local_inds, pad_id), device, rows=chunk):
         queries, samples, targets = (
-            t[local_inds].to(device) for t in (labels.queries, labels.samples, labels.targets)
+            t[local_inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
         )
-        statistics = label_statistics(labels.kind, score_samples(reward_model, queries, samples, pad_id), targets)
-        sums += torch.stack([statistics[name] for name in names]).double() * len(local_inds)
+        scores = score_samples(reward_model, queries, samples, pad_id, one.longest)
+        statistics = label_statistics(labels.kind, scores, targets)
+        sums += torch.stack([statistics[name] for name in names]).double() * len(targets)
     means = accelerator.reduce(sums, "sum") / len(inds)
     return {f"test_{name}": mean for name, mean in zip(names, means.tolist(), strict=True)} | {
         "test_labels": len(inds)
@@ -465,6 +492,14 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     """
     # [D08] A stable sort by "is a real token".
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
+
+
+def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
+    """The same rows in as few columns as the longest of them needs, their padding on the left.
+
+    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
+    """
+    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
 
 
 def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
@@ -558,7 +593,8 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     cli.above_zero("", args, "lr")
     cli.at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
     cli.at_least(
-        0, "", args, "normalize_samples", "local_micro_batch_size", "local_rollout_batch_size", "save_interval"
+        *(0, "", args, "normalize_samples", "save_interval"),
+        *("local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size"),
     )
     # [D43] A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
     local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")

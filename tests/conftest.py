@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["PPO_RLHF_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same numbers on a machine with a GPU
+os.environ["PPO_RLHF_CACHE"] = os.devnull  # where no world can be built: tests have small ones of their own
 
 import pytest
 import torch

@@ -332,18 +332,36 @@ class PolicyRun:
 
 def steered(case: dict, temperature: float, responses: list[torch.Tensor]) -> Replaced:
     """At this temperature the sampler gets the uniform numbers with which it samples the stored responses."""
-    generate, read, stored = lm.generate, lm.read_tokens, iter(responses)
+    generate, read, stored = lm.generate_until, lm.read_tokens, iter(responses)
 
-    def wrapper(lm_backbone, contexts, uniforms, pad_id, vocab_size, sampled_at):
+    def wrapper(lm_backbone, contexts, uniforms, pad_id, vocab_size, sampled_at, stop_ids):
         if sampled_at == temperature:
             tokens = next(stored).long()
             query_responses = torch.cat([contexts, tokens], dim=1)
             hidden = read(lm_backbone, query_responses, pad_id, slice(contexts.shape[1] - 1, -1))
             probs = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
             uniforms = (probs.cumsum(2) - probs / 2).gather(2, tokens.unsqueeze(2)).squeeze(2)
-        return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], sampled_at)
+        return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], sampled_at, stop_ids)
 
-    return lm, "generate", wrapper
+    return lm, "generate_until", wrapper
+
+
+def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0) -> list[processes.Pass]:
+    """Passes as the original has them."""
+    parts = torch.arange(len(lengths)).split(rows or len(lengths))
+    return [processes.Pass(part, int(lengths.max())) for part in parts]
+
+
+def read_as_stored(lm_backbone, tokens, pad_id, columns, longest):
+    return lm.read_tokens(lm_backbone, tokens, pad_id, columns)
+
+
+# Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
+AS_STORED: list[Replaced] = [
+    (processes, "plan_passes", in_order),
+    (lm, "pack", lambda tokens, pad_id, longest: tokens),
+    (lm, "read_packed", read_as_stored),
+]
 
 
 def all_output_rows(case: dict) -> Replaced:

@@ -6,6 +6,8 @@ Prints a JSON object: of each thing, under its name, what was read, or the Input
 warnings. Any other failure ends it.
 """
 
+import contextlib
+import io
 import json
 import sys
 import warnings
@@ -14,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmark"))
+import hub_check
 
 from ppo_rlhf import tldr_all, train_both
 from ppo_rlhf.lib import errors, models, posts, texts
@@ -88,11 +93,21 @@ LOADS: dict[str, Callable[[], Any]] = {
 }
 
 
+def hub_check_says() -> list[str]:
+    """Its lines, and its exit status."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            hub_check.main(hub_check.Args())
+        except SystemExit as end:
+            print(end.code)
+    return said.getvalue().splitlines()
+
+
 def main(folder: str) -> None:
     answers: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        steps = {"upload": lambda: upload(folder)} | LOADS if folder else LOADS
+        steps = {"upload": lambda: upload(folder), **LOADS, "hub check": hub_check_says} if folder else LOADS
         for name, load in steps.items():
             try:
                 answers[name] = load()

@@ -44,7 +44,7 @@ class Result:
 
 
 def _run_script(words: Sequence[str], environment: dict[str, str]) -> None:
-    """What `python <words>` does, in this process: a script, or -m and a module, with its arguments."""
+    """What `python <words>` does, in this process: a script, -m and a module, or -c and code, with its arguments."""
     gc.freeze()  # else the first collection looks at everything that the server has imported
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -56,6 +56,9 @@ def _run_script(words: Sequence[str], environment: dict[str, str]) -> None:
     if words[0] == "-m":
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
     else:
         sys.argv = list(words)
         runpy.run_path(words[0], run_name="__main__")
@@ -92,7 +95,7 @@ class ForkingPopen(subprocess.Popen):
         words = [] if isinstance(args, str | bytes) else [str(word) for word in args]
         script = [word for word in words[1:3] if word != "-u"][:1]
         python = bool(script) and shutil.which(words[0], path=environment.get("PATH")) == sys.executable
-        if python and (script == ["-m"] or _is_ours(script[0])):
+        if python and (script[0] in ("-m", "-c") or _is_ours(script[0])):
             start = functools.partial(_run_instead, words[words.index(script[0]) :], environment)
             options["preexec_fn"] = functools.partial(start, tuple(options.get("pass_fds", ())))
             sys.stdout.flush()  # else the child would print it once more

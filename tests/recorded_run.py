@@ -16,20 +16,18 @@ from ppo_rlhf import train_policy
 from ppo_rlhf.lib import cli, errors
 
 rank = int(os.environ.get("RANK", 0))
-sampled: list[list[torch.Tensor]] = []  # of each update, of each rollout batch
+sampled: list[torch.Tensor] = []  # of each update
 coefficients: list[list[float]] = []
-respond, episode_noise = train_policy.respond, train_policy.episode_noise
+ppo_update, episode_noise = train_policy.ppo_update, train_policy.episode_noise
 right_update = train_policy.AdaptiveKLController.update
 
 
-def recorded_respond(*arguments):
-    result = respond(*arguments)
-    sampled[-1].append(result[0])
-    return result
+def recorded_ppo_update(policy, optimizer, rollout, *arguments):
+    sampled.append(rollout.context_responses)
+    return ppo_update(policy, optimizer, rollout, *arguments)
 
 
 def recorded_noise(seed: int, update: int, batch: int, response_length: int) -> torch.Tensor:
-    sampled.append([])
     mistake = rank if os.environ.get("NOISE_BELONGS_TO_THE_PROCESS") else 0
     return episode_noise(seed + mistake, update, batch, response_length)
 
@@ -40,10 +38,10 @@ def recorded_update(self, kl: float, episodes: int) -> None:
     coefficients.append([before, self.value])
 
 
-train_policy.respond, train_policy.episode_noise = recorded_respond, recorded_noise
+train_policy.ppo_update, train_policy.episode_noise = recorded_ppo_update, recorded_noise
 train_policy.AdaptiveKLController.update = recorded_update
 errors.run_script(lambda: train_policy.train(cli.parse_args(train_policy.PRESETS)))
 folder = Path("recorded")
 folder.mkdir(exist_ok=True)
-save_file({f"{i:03}": torch.cat(chunks) for i, chunks in enumerate(sampled)}, folder / f"{rank}.safetensors")
+save_file({f"{i:03}": tokens for i, tokens in enumerate(sampled)}, folder / f"{rank}.safetensors")
 (folder / f"{rank}.json").write_text(json.dumps(coefficients))

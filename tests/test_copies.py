@@ -196,7 +196,7 @@ class Tables(torch.nn.Module):
         self.logprobs, self.values = (torch.nn.Parameter(numbers(seed)) for seed in (1, 2))
 
     def forward(
-        self, query_responses: torch.Tensor, pad_id: int, context_length: int, temperature: float
+        self, query_responses: torch.Tensor, pad_id: int, context_length: int, temperature: float, longest: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = query_responses[:, 0]
         return self.logprobs[rows], self.logprobs[rows].detach().abs(), self.values[rows]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 from processes import OFFLINE, SCRIPTS, launch, start_together
 from runs import both_arguments, metrics_of, only, policy_arguments, samples_of, world_arguments
 from safetensors.torch import load_file, save_file
@@ -89,12 +90,9 @@ def test_the_summary_names_what_was_learned_and_where_it_lies(both_run: Path) ->
 
 def test_torchrun_with_two_processes_gives_the_run_of_one(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:
     """The launcher itself; test_invariance.py has the ways to divide a batch."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, str(SCRIPTS / "train_both.py"), *both_arguments(tiny_world)]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | OFFLINE, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    command = ["--standalone", "--nproc_per_node", "2", str(SCRIPTS / "train_both.py"), *both_arguments(tiny_world)]
+    result = launch(torch.distributed.run.__file__, *command, folder=tmp_path)
+    assert result.status == 0, result.stdout + result.stderr
     for kind in ("reward", "policy"):
         one, two = only(both_run, f"runs/train_{kind}__*"), only(tmp_path, f"runs/train_{kind}__*")
         assert json.loads((two / "meta.json").read_text())["num_processes"] == 2

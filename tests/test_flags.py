@@ -11,7 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppo_rlhf import sample, tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
+from ppo_rlhf import (
+    sample,
+    tldr_all,
+    tldr_policy,
+    tldr_reward,
+    tldr_sft,
+    train_both,
+    train_policy,
+    train_reward,
+    worlds,
+)
 from ppo_rlhf.lib import cli, models
 from ppo_rlhf.lib.cli import flags_of
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
@@ -36,6 +46,7 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
 
     monkeypatch.setattr(cli.Stages, "train", stop)
     monkeypatch.setattr(models, "load_tokenizer", lambda *_: tiny_tokenizer)
+    monkeypatch.setattr(worlds, "find_paths", lambda args: args)  # no world is built
     monkeypatch.chdir(tmp_path)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from golden_models import close, load_arrays, recorded, under
 from golden_tldr import (
+    AS_STORED,
     CASES,
     EOS,
     PAD,
@@ -47,6 +48,12 @@ from ppo_rlhf.lib.posts import TaskArgs
 LOGPROB, VALUE, LOSS, ADVANTAGE, MARGIN, GRADIENT = 6e-6, 2e-6, 1e-6, 3e-6, 2e-6, 2e-7
 WEIGHT = 1.2e-5  # after a run
 CONSTANT = 5e-5  # what no pair of summaries determines moves by rounding
+
+
+@pytest.fixture(autouse=True)
+def as_stored(monkeypatch):
+    for where, name, replacement in AS_STORED:
+        monkeypatch.setattr(where, name, replacement)
 
 
 def scalar(number: float) -> torch.Tensor:
@@ -159,13 +166,13 @@ def check_losses(name: str) -> None:
     )
     ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)  # the gradients stay where they are
-    with pytest.MonkeyPatch.context() as patched, recorded(lm, "response_logprobs") as forwards:
+    with pytest.MonkeyPatch.context() as patched, recorded(lm, "response_statistics") as forwards:
         patched.setattr(tldr_policy, "compute_advantages", lambda *_: (given["advantages"], given["returns"]))
         minibatches = torch.arange(len(mask)).view(1, 1, -1)
         update = partial(tldr_policy.ppo_update, actor_critic, optimizer, rollout, minibatches, ppo, -1)
         (steps,) = on_processes(1, lambda process: update(case["temperature"], process))
     stats = {name: numbers[0] for name, numbers in steps.items()}
-    [(_, (new_logprobs, entropies, _))] = forwards
+    [(_, (new_logprobs, entropies))] = forwards
     close(new_logprobs[mask].detach(), expected["new_logprobs"][mask], atol=LOGPROB)
     close(entropies, expected["entropy"], atol=LOGPROB)
     loss = stats["pg_loss"] + ppo.vf_coef * stats["vf_loss"]
@@ -591,14 +598,14 @@ def test_trl_run(name):
 # ---- Negative controls: each deliberate mistake makes a check fail ---------------------------------------------
 
 
-def later_logprobs(lm_backbone, query_responses, pad_id, context_length, temperature, vocab_size):
+def later_logprobs(lm_backbone, query_responses, pad_id, context_length, temperature, vocab_size, longest):
     """Log-probs of the tokens under what the model says after having read them."""
     shifted = torch.cat([query_responses[:, 1:], query_responses[:, -1:]], dim=1)
-    _, _, hidden = RIGHT.response_logprobs(lm_backbone, shifted, pad_id, context_length, temperature, vocab_size)
+    hidden = lm.read_tokens(lm_backbone, shifted, pad_id, slice(context_length - 1, -1))
     table = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).log_softmax(2)
     tokens = query_responses[:, context_length:]
     logprobs = table.gather(2, tokens.masked_fill(tokens == pad_id, 0).long().unsqueeze(2)).squeeze(2)
-    return logprobs, -(table.exp() * table).sum(2).detach(), hidden
+    return logprobs, -(table.exp() * table).sum(2).detach()
 
 
 def masks_without_the_stop_token(truncated_responses, pad_id):
@@ -724,7 +731,7 @@ SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_ru
 
 # mistake: (where, attribute, what stands there, the checks that must fail)
 MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
-    "log-probs shifted by one": (lm, "response_logprobs", later_logprobs, [FORWARD, POLICY]),
+    "log-probs shifted by one": (lm, "response_statistics", later_logprobs, [FORWARD, POLICY]),
     "the stop token does not count": (
         tldr_policy,
         "response_masks",

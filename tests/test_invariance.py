@@ -115,8 +115,8 @@ def reference(tmp_path_factory, tiny_world, tiny_reward, dtype, nminibatches, kl
 
 @pytest.mark.parametrize(
     ("processes", "parts"),
-    [(1, 2), (1, 8), (2, 1), (2, 4)],
-    ids=["2 parts", "8 parts", "2 processes", "2 processes, 4 parts"],
+    [(1, 8), (2, 1), (2, 4)],
+    ids=["8 parts", "2 processes", "2 processes, 4 parts"],
 )
 def test_policy(processes, parts, reference, dtype, nminibatches, kl_target, tiny_world, tiny_reward, tmp_path):
     run = policy_run(tmp_path / "run", tiny_world, tiny_reward, dtype, nminibatches, processes, parts, kl_target)
@@ -170,7 +170,7 @@ def reward_reference(tmp_path_factory, tiny_world, dtype) -> list[dict[str, floa
     return reward_run(tmp_path_factory.mktemp("reference") / "run", tiny_world, dtype, processes=1, parts=1)
 
 
-@pytest.mark.parametrize(("processes", "parts"), [(1, 2), (1, 8), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("processes", "parts"), [(1, 8), (2, 1), (2, 4)])
 def test_reward_model(processes, parts, reward_reference, dtype, tiny_world, tmp_path):
     rows = reward_run(tmp_path / "run", tiny_world, dtype, processes, parts)
     assert len(rows) == 9

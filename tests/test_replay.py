@@ -1,33 +1,21 @@
 """benchmark/replay.py: openrlbenchmark draws two small runs of ours against OpenAI's curves, with no network."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import replay
-from processes import launch
+from processes import Result, launch
 from runs import only, policy_arguments, world_arguments
 
 REPLAY = Path(replay.__file__)
 DOCUMENTATION = (REPLAY.parent / "README.md").read_text()
-NO_NETWORK = """
-import socket
-def refuse(*_, **__):
-    raise OSError("there is no network here")
-socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-"""
-NO_PICTURES = """
-from matplotlib.figure import Figure
-Figure.tight_layout = Figure.savefig = lambda *_, **__: None
-"""
+OFFLINE_RUN = Path(__file__).parent / "offline_run.py"
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +29,8 @@ def two_runs(tiny_world, tiny_reward, tmp_path_factory):
     return folder
 
 
-def run(folder: Path, *arguments: str, pictures: bool = True) -> subprocess.CompletedProcess:
-    (folder / "blocked").mkdir(exist_ok=True)
-    (folder / "blocked/sitecustomize.py").write_text(NO_NETWORK if pictures else NO_NETWORK + NO_PICTURES)
-    environment = os.environ | {"PYTHONPATH": str(folder / "blocked"), "COLUMNS": "200"}
-    command = [sys.executable, str(REPLAY), "--runs", "runs/*", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+def run(folder: Path, *arguments: str) -> Result:
+    return launch(OFFLINE_RUN, str(REPLAY), "--runs", "runs/*", *arguments, folder=folder, COLUMNS="200")
 
 
 def cells(path: Path, row: str) -> list[tuple[float, float]]:
@@ -57,7 +41,7 @@ def cells(path: Path, row: str) -> list[tuple[float, float]]:
 
 def test_our_runs_against_openais(two_runs):
     result = run(two_runs)
-    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.status == 0, result.stderr[-2000:]
     assert (two_runs / "replay.png").read_bytes()[:4] == b"\x89PNG"
     tables = [pd.read_csv(path) for path in two_runs.glob("runs/*/metrics.csv")]
     ours = cells(two_runs / "replay/tales.csv", "ppo_rlhf, train_policy")
@@ -88,8 +72,8 @@ def test_the_published_command(two_runs, tiny_world):
     words = shlex.split(command)
     assert words[-1] == "--scan-history"
     output = words.index("--output-filename")
-    result = run(two_runs, "--output", "published", "--", *words[:output], *words[output + 2 : -1], pictures=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+    result = run(two_runs, "--output", "published", "--", *words[:output], *words[output + 2 : -1])
+    assert result.status == 0, result.stderr[-2000:]
     table, default = (two_runs / name for name in ("published/sentiment.csv", "replay/tales.csv"))
     assert cells(table, "ppo_rlhf") == cells(default, "ppo_rlhf, train_policy")
     theirs = "openrlbenchmark/lm-human-preferences/124M ({})"

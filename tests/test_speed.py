@@ -279,10 +279,13 @@ def test_tables_of_committed_results_follow_from_their_runs(file):
 def test_compiled_models_give_the_same_run(tiny_world, tiny_reward, tmp_path):
     arguments = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.trained_model", str(tiny_reward)]
     runs = []
+    script = Path(__file__).parent / "compiled_run.py"
     for folder, more in ((tmp_path / "plain", []), (tmp_path / "compiled", ["--compile"])):
         folder.mkdir()
-        result = launch("train_policy.py", *arguments, *more, folder=folder)
+        result = launch(script, *arguments, *more, folder=folder)
         assert result.status == 0, result.stderr
         runs.append(metrics_of(only(folder, "runs/*")))
+    assert (tmp_path / "plain/graphs").read_text() == "0"
+    assert int((tmp_path / "compiled/graphs").read_text()) >= 5  # context, token; policy, reference, reward model
     for plain, compiled in zip(*runs, strict=True):
         assert compiled == pytest.approx(plain, rel=1e-4, abs=1e-5)

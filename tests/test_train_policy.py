@@ -464,7 +464,7 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "D75 metrics of the last minibatch": (
         "ppo_update",
-        {"torch.stack([row[name] for row in stats]).mean() for": "stats[-1][name] for"},
+        {"torch.stack([step[name] for step in steps]).mean() for": "steps[-1][name] for"},
     ),
     "D75 unbiased variance of the returns": (
         "group_statistics",

@@ -319,7 +319,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
         "train",
         {"torch.arange(args.num_train, len(labels.targets))": "torch.arange(args.num_train, 88)"},
     ),
-    "X07 chunks count alike": ("best", "evaluate", {"* len(local_inds)": "* chunk"}),
+    "X07 chunks count alike": ("best", "evaluate", {"* len(targets)": "* chunk"}),
     "X07 labels that were trained on": ("best", "train", {"torch.arange(args.num_train, ": "torch.arange("}),
 }
 

@@ -74,8 +74,10 @@ MAY_CHANGE = {
     "save_interval",
     "gradient_checkpointing",
     "ppo.local_micro_batch_size",
+    "ppo.local_micro_batch_tokens",
     "ppo.local_rollout_batch_size",
     "local_micro_batch_size",
+    "local_micro_batch_tokens",
     "local_rollout_batch_size",
 }
 

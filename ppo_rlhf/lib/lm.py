@@ -5,6 +5,7 @@ Files and lines beside marks are those of openai/lm-human-preferences at commit 
 
 import hashlib
 import math
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import precision, processes
+
+LOOK_EVERY = 8  # tokens; how often generation looks whether rows have ended
 
 # ---- Models ----------------------------------------------------------------------------------------------------
 
@@ -56,26 +59,42 @@ def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_siz
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-def response_logprobs(
+def read_packed(
+    lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice, longest: int | None
+) -> Tensor:
+    """What `read_tokens` gives, but the model reads no more columns than the longest row has tokens.
+
+    longest: how many that are; None: not known.
+    """
+    if longest is None:
+        return read_tokens(lm_backbone, tokens, pad_id, columns)
+    packed = left_pad(tokens, pad_id)[:, -longest:]
+    hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, longest, width)
+    seen = (tokens != pad_id).cumsum(1)  # 1, 1, 1, 2 for [x, pad, pad, a], whose tokens end the packed row
+    places = (seen - seen[:, -1:] + packed.shape[1] - 1).clamp(min=0)[:, columns]  # (batch, selected columns)
+    return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
+
+
+def response_statistics(
     lm_backbone: PreTrainedModel,
-    context_responses: Tensor,
+    query_responses: Tensor,
     pad_id: int,
     context_length: int,
     temperature: float,
     vocab_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """What a language model says of responses that it reads.
 
-    context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
-    gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
+    query_responses: (batch, context_length + response_length); longest: tokens of the longest row, if known. Returns
+    log-probs and entropies (nats, without gradient), each (batch, response_length); at padding they mean nothing.
     """
     # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
-    hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
-    responses = context_responses[:, context_length:]
+    columns, responses = slice(context_length - 1, -1), query_responses[:, context_length:]
+    hidden_states = read_packed(lm_backbone, query_responses, pad_id, columns, longest)
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
     read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
-    logprobs, entropies = processes.in_pieces(read, responses.shape[1] * vocab_size, hidden_states, responses)
-    return logprobs, entropies, hidden_states
+    return processes.in_pieces(read, responses.shape[1] * vocab_size, hidden_states, responses)
 
 
 def token_logprobs(
@@ -131,6 +150,14 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
+def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
+    """The same rows in as few columns as the longest of them needs, their padding on the left.
+
+    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
+    """
+    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
+
+
 def keyed_generator(*key: int | str) -> torch.Generator:
     """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
     digest = hashlib.sha256(repr(key).encode()).digest()
@@ -179,6 +206,67 @@ def generate(
         hidden_states.append(hidden)
         position_ids = position_ids[:, -1:] + 1
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+@torch.no_grad()
+def generate_until(
+    lm_backbone: PreTrainedModel,
+    contexts: Tensor,
+    uniforms: Tensor,
+    pad_id: int,
+    vocab_size: int,
+    temperature: float,
+    stop_ids: Collection[int],
+) -> tuple[Tensor, Tensor]:
+    """Sample responses as `generate` does, but only up to the first stop id of each; without any, all of them.
+
+    Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length).
+    """
+    tokens = left_pad(contexts, pad_id)
+    mask = tokens != pad_id  # (batch, context_length)
+    position_ids = mask.cumsum(1) - mask.long()
+    tokens = tokens.masked_fill(~mask, 0)
+    width, length = contexts.shape[1], contexts.shape[1] + uniforms.shape[1]
+    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    attention_mask = causal_mask(mask, lm_backbone.dtype)  # of the context; no response token is there yet
+    hidden_token = torch.finfo(lm_backbone.dtype).min
+    attention_mask = F.pad(attention_mask, (0, uniforms.shape[1]), value=hidden_token)
+    token_mask = attention_mask.new_zeros(mask.shape).masked_fill(~mask, hidden_token)  # what a response token sees
+    token_mask = F.pad(token_mask, (0, uniforms.shape[1]), value=hidden_token)[:, None, None]
+    stops = torch.tensor(sorted(stop_ids), device=contexts.device, dtype=torch.long)
+    rows = torch.arange(len(contexts), device=contexts.device)  # those that are still sampled
+    ended = torch.zeros_like(rows, dtype=torch.bool)
+    responses = contexts.new_full(uniforms.shape, pad_id)
+    logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
+    for column in range(uniforms.shape[1]):
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (rows, width)
+        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
+        cdf = all_logprobs.double().exp().cumsum(1)  # (rows, vocab_size)
+        thresholds = uniforms[rows, column : column + 1].double() * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (rows, 1)
+        responses[rows, column] = torch.where(ended, pad_id, tokens[:, 0]).to(responses.dtype)
+        logprobs[rows, column] = all_logprobs.gather(1, tokens)[:, 0].masked_fill(ended, 0).to(logprobs.dtype)
+        ended = ended | torch.isin(tokens[:, 0], stops)
+        position_ids = position_ids[:, -1:] + 1
+        token_mask[..., width + column] = 0
+        # Every look waits for the device, so it is taken now and then. Rows that have ended leave when they are half.
+        if column % LOOK_EVERY == LOOK_EVERY - 1 and 2 * (left := int((~ended).sum())) <= len(rows):
+            if not left:
+                break
+            kept = (~ended).nonzero()[:, 0]
+            rows, ended, tokens, position_ids, token_mask = (
+                tensor[kept] for tensor in (rows, ended, tokens, position_ids, token_mask)
+            )
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[kept], layer.values[kept]
+        attention_mask = token_mask
+    return responses, logprobs
 
 
 def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:

@@ -193,9 +193,9 @@ class Posts:
         """The first n posts."""
         return Posts(self.queries[:n], self.references[:n], 0)
 
-    def longest(self, pad_id: int) -> int:
-        """Tokens of the longest post and reference."""
-        return int(((self.queries != pad_id).sum(1) + (self.references != pad_id).sum(1)).max())
+    def lengths(self, pad_id: int) -> torch.Tensor:
+        """Tokens of each post with its reference: (posts,)."""
+        return (self.queries != pad_id).sum(1) + (self.references != pad_id).sum(1)
 
 
 def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:
@@ -295,10 +295,14 @@ class Comparisons:
     def __len__(self) -> int:
         return len(self.queries)
 
-    def longest(self, pad_id: int) -> int:
-        """Tokens of the longest post and summary."""
+    def tokens(self, inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Posts, chosen and rejected summaries of some of the comparisons."""
+        return self.queries[inds], self.chosen[inds], self.rejected[inds]
+
+    def lengths(self, pad_id: int) -> torch.Tensor:
+        """Tokens of each post with the longer of its summaries: (comparisons,)."""
         queries, chosen, rejected = ((t != pad_id).sum(1) for t in (self.queries, self.chosen, self.rejected))
-        return int((queries + torch.maximum(chosen, rejected)).max())
+        return queries + torch.maximum(chosen, rejected)
 
 
 def check_comparison(row: dict[str, Any], what: str) -> None:
@@ -439,16 +443,17 @@ def summarise(
     uniforms = torch.rand(len(held_out), task.response_length, generator=generator, dtype=torch.float64)
 
     def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors = (held_out.queries, held_out.references, uniforms)
-        queries, references, uniforms_of_rows = (tensor[inds].to(accelerator.device) for tensor in tensors)
-        contexts = trim_padding(queries, pad_id=ids.pad)
-        responses, _, _ = lm.generate(
-            lm_backbone, contexts, uniforms_of_rows, ids.pad, ids.vocab_size, task.eval_temperature
+        contexts = trim_padding(held_out.queries[inds], pad_id=ids.pad)
+        tensors = (held_out.queries[inds], held_out.references[inds], contexts, uniforms[inds])
+        queries, references, contexts, uniforms_of_rows = (tensor.to(accelerator.device) for tensor in tensors)
+        responses, _ = lm.generate_until(
+            *(lm_backbone, contexts, uniforms_of_rows),
+            *(ids.pad, ids.vocab_size, task.eval_temperature, {ids.stop} - {None}),
         )
-        responses = lm.truncate_at(responses, ids.stop, 0, ids.pad)
         return responses, *measure(queries, responses, references)
 
-    return processes.map_rows(of_rows, len(held_out), chunk, accelerator)
+    lengths = (held_out.queries != ids.pad).sum(1)
+    return processes.map_rows(of_rows, len(held_out), chunk, accelerator, lengths)
 
 
 def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> rewards.Scorer:

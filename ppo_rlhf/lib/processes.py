@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -275,18 +276,21 @@ def map_rows(
     rows: int,
     local_batch: int,
     accelerator: Accelerator,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Apply a function to the indices of all rows, shared among the processes, a local batch at a time.
 
-    function: indices (local_batch,) -> tensors (local_batch, ...). Returns those of all rows, in order, on every
-    process and on the CPU; every process must call this.
+    function: indices (local_batch,) -> tensors (local_batch, ...). lengths: tokens of each row (rows,), so that rows
+    of similar length come together. Returns the tensors of all rows, in order, on every process and on the CPU; every
+    process must call this.
     """
     batch, chunks = local_batch * accelerator.num_processes, []
-    for inds in torch.arange(rows).split(batch):
+    order = torch.arange(rows) if lengths is None else lengths.argsort(descending=True, stable=True)
+    for inds in order.split(batch):
         share, _ = deal(inds, batch, accelerator.process_index, accelerator.num_processes)
         gathered_rows = (accelerator.gather(tensor.contiguous())[: len(inds)].cpu() for tensor in function(share))
         chunks.append(tuple(gathered_rows))
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return tuple(torch.cat(parts)[order.argsort()] for parts in zip(*chunks, strict=True))
 
 
 # ---- Gradients -------------------------------------------------------------------------------------------------
@@ -307,6 +311,68 @@ def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
     return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
+# ---- Passes: which rows a model reads at a time ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    rows: torch.Tensor  # indices, on the CPU
+    longest: int  # tokens of the longest of these rows
+
+
+def plan_passes(lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0) -> list[Pass]:
+    """Divide rows into passes of similar length, the longest first, so that little of what a model reads is padding.
+
+    lengths: tokens of each row (rows,), on the CPU, so that nothing waits for a device. rows, tokens: how many a pass
+    has at most, padding included; with neither, there are as many passes as pay. Where weights are sharded, every
+    process makes equally many passes, and all must call this.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    ordered, count = lengths[order].tolist(), len(lengths)
+    if not count:
+        return []
+    if tokens:
+        starts = [0]
+        while (end := starts[-1] + max(1, tokens // max(1, ordered[starts[-1]]))) < count:
+            starts.append(end)
+    else:
+        in_halves = [-(-count // 2**n) for n in range(count.bit_length())]  # all rows, half of them, a quarter, ...
+        starts = list(range(0, count, rows or min(in_halves, key=lambda size: cost_of_passes(ordered, size, device))))
+    passes = list(order.tensor_split(starts[1:]))
+    if sharding():
+        counts = [0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(counts, len(passes))
+        while len(passes) < max(counts):
+            largest = max(range(len(passes)), key=lambda i: len(passes[i]))
+            passes[largest : largest + 1] = passes[largest].tensor_split(2)
+    return [Pass(rows, longest=max(lengths[rows].tolist())) for rows in passes]
+
+
+def cost_of_passes(ordered: list[int], size: int, device: torch.device) -> int:
+    """What passes of so many rows cost, in tokens: those in them, padding too, and what each costs besides.
+
+    ordered: tokens of the rows, the longest first. A pass costs about as much as 64 tokens more on a CPU, and as some
+    thousand on a GPU, which is idle while Python prepares small ones.
+    """
+    starts = range(0, len(ordered), size)
+    read = sum(ordered[start] * min(size, len(ordered) - start) for start in starts)
+    return read + len(starts) * (64 if device.type == "cpu" else 2_048)
+
+
+def in_passes(
+    function: Callable, passes: list[Pass], *tensors: torch.Tensor
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Apply a function to the rows of each pass, and put the rows of the tensors that it returns back in order.
+
+    function: (rows of each tensor, longest) -> a tensor or several, with a row for each row.
+    """
+    back = torch.cat([one.rows for one in passes]).argsort()
+    results = [function(*(tensor[one.rows] for tensor in tensors), one.longest) for one in passes]
+    if isinstance(results[0], torch.Tensor):
+        return torch.cat(results)[back]
+    return tuple(torch.cat(parts)[back] for parts in zip(*results, strict=True))
 
 
 def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:

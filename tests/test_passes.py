@@ -1,0 +1,236 @@
+"""Passes over rows of similar length: planned as they should be, they change nothing but what is read.
+
+Each update of both chapters, with rows of ragged lengths, is compared with one that reads all rows at once and in the
+padding that they were given. What the networks read is counted.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from test_policy_math import PAD, VOCAB, token_ids
+from test_tldr_math import on_processes, rollout_of
+from test_tldr_update import make_actor_critic, scalar_model
+from torch.testing import assert_close
+
+from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
+from ppo_rlhf.lib import lm, posts, processes, texts
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
+ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---- The plan --------------------------------------------------------------------------------------------------
+
+LENGTHS = torch.tensor([7, 3, 9, 9, 1, 4, 12, 2, 7, 5])
+
+
+def rows_of(passes: list[processes.Pass]) -> list[list[int]]:
+    return [one.rows.tolist() for one in passes]
+
+
+def test_passes_of_so_many_rows():
+    passes = processes.plan_passes(LENGTHS, CPU, rows=4)
+    assert rows_of(passes) == [[6, 2, 3, 0], [8, 9, 5, 1], [7, 4]]
+    assert [one.longest for one in passes] == [12, 7, 2]
+
+
+def test_passes_of_so_many_tokens():
+    """12 + 9 = 21 tokens would fit, 12 * 2 do not; a row that is too long is alone."""
+    passes = processes.plan_passes(LENGTHS, CPU, tokens=20)
+    assert rows_of(passes) == [[6], [2, 3], [0, 8], [9, 5, 1, 7], [4]]
+    assert [one.longest for one in passes] == [12, 9, 7, 5, 1]
+    assert len(processes.plan_passes(LENGTHS, CPU, tokens=1)) == 10
+
+
+@pytest.mark.parametrize(("device", "cost"), [(CPU, 64), (GPU, 2048)])
+@pytest.mark.parametrize("longest", [1, 30, 300, 3000])
+def test_as_many_passes_as_pay(device, cost, longest):
+    lengths = torch.randint(1, longest + 1, (50,), generator=torch.Generator().manual_seed(longest))
+    ordered = sorted(lengths.tolist(), reverse=True)
+
+    def price(size: int) -> int:
+        parts = [ordered[start : start + size] for start in range(0, 50, size)]
+        return sum(part[0] * len(part) + cost for part in parts)
+
+    passes = processes.plan_passes(lengths, device)
+    assert sorted(itertools.chain(*rows_of(passes))) == list(range(50))
+    found = sum(one.longest * len(one.rows) + cost for one in passes)
+    assert found == min(map(price, (50, 25, 13, 7, 4, 2)))
+    assert len(processes.plan_passes(torch.full((50,), longest), device)) == 1
+
+
+def test_rows_come_back_in_their_order():
+    table, passes = numbers(1, 10, 3), processes.plan_passes(LENGTHS, CPU, rows=3)
+
+    def twice(rows: torch.Tensor, lengths: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert longest == lengths.max()
+        return 2 * rows, lengths
+
+    doubled, lengths = processes.in_passes(twice, passes, table, LENGTHS)
+    assert doubled.equal(2 * table) and lengths.equal(LENGTHS)
+    assert processes.in_passes(lambda rows, _: rows[:, 0], passes, table).equal(table[:, 0])
+
+
+# ---- What is read ----------------------------------------------------------------------------------------------
+
+
+def ragged(seed: int = 0, *, padding_inside: bool) -> torch.Tensor:
+    """Contexts of 2 to CONTEXT tokens with responses of RESPONSE tokens, or of 1 to RESPONSE and padding."""
+    tokens = token_ids(seed, ROWS, CONTEXT + RESPONSE)
+    for i in range(ROWS):
+        missing = i * 7 % (CONTEXT - 1)
+        if padding_inside:
+            tokens[i, CONTEXT - missing : CONTEXT] = PAD
+        else:
+            tokens[i, :missing] = PAD
+            tokens[i, CONTEXT + 1 + i % RESPONSE :] = PAD
+    return tokens
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("padding_inside", [True, False])
+def test_packed_tokens_read_the_same(tiny_models, architecture, padding_inside):
+    model, tokens = tiny_models(architecture).double(), ragged(padding_inside=padding_inside)[:, 10:]
+    longest = int((tokens != PAD).sum(1).max())
+    columns = slice(CONTEXT - 11, None)
+    expected = lm.read_tokens(model, tokens, PAD, columns)
+    assert_close(lm.read_packed(model, tokens, PAD, columns, longest), expected, atol=1e-12, rtol=0)
+    assert_close(lm.read_packed(model, tokens, PAD, columns, None), expected, atol=0, rtol=0)
+    packed = lm.pack(tokens, PAD, longest)
+    assert packed.shape[1] == longest
+    last = slice(-1, None)
+    assert_close(
+        lm.read_tokens(model, packed, PAD, last), lm.read_tokens(model, tokens, PAD, last), atol=1e-12, rtol=0
+    )
+    assert lm.pack(tokens, PAD, tokens.shape[1]) is tokens
+
+
+class Read:
+    """Counts the tokens that networks read, padding included."""
+
+    def __init__(self, *networks: torch.nn.Module):
+        self.tokens = 0
+        for network in networks:
+            network.get_input_embeddings().register_forward_pre_hook(self.count)
+
+    def count(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.tokens += inputs[0].numel()
+
+
+def everything_at_once(lengths, device, rows=0, tokens=0) -> list[processes.Pass]:
+    return [processes.Pass(torch.arange(len(lengths)), 10**6)]
+
+
+def as_it_is(lm_backbone, tokens, pad_id, columns, longest):
+    return lm.read_tokens(lm_backbone, tokens, pad_id, columns)
+
+
+def policy_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
+    tokens = ragged(padding_inside=True)
+    policy = train_policy.PolicyWithValueHead(tiny_models("gpt2"), VOCAB).double()
+    torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(1))
+    rollout = train_policy.Rollout(tokens, *(numbers(seed, ROWS, RESPONSE) - 3 for seed in (1, 2, 3)))
+    rollout = replace(rollout, lengths=(tokens != PAD).sum(1))
+    ppo = train_policy.PpoArgs(whiten_groups=2, nminibatches=1)
+    permutations = train_policy.draw_permutations(1, 0, 1, range(2), ROWS // 2)
+
+    def update() -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        return train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
+
+    return update, policy, int(rollout.lengths.sum())
+
+
+def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
+    tokens = ragged(padding_inside=False)
+    actor_critic = make_actor_critic(tiny_models)
+    mask, value_mask = tldr_policy.response_masks(tokens[:, CONTEXT:], PAD)
+    rollout = rollout_of(tokens, *(numbers(seed, ROWS, RESPONSE) - 3 for seed in (1, 2, 3)), mask, value_mask)
+    minibatches, ppo = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).view(1, 1, -1), None
+    ppo = tldr_policy.PpoArgs()
+
+    def update() -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)
+        arguments = (actor_critic, optimizer, rollout, minibatches, ppo, PAD, TEMPERATURE)
+        return on_processes(1, lambda process: tldr_policy.ppo_update(*arguments, process))[0]
+
+    return update, actor_critic, 2 * int((tokens != PAD).sum())  # policy and critic
+
+
+def reward_model_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
+    tokens = ragged(padding_inside=True)
+    model = scalar_model(tiny_models("gpt2").base_model, train_reward.RewardModel)
+    samples = token_ids(5, ROWS, 4, RESPONSE)
+    labels = texts.Labels(tokens[:, :CONTEXT], samples, torch.arange(ROWS) % 4, None)
+
+    def update() -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return train_reward.reward_update(model, optimizer, labels, torch.arange(ROWS), PAD, 0)
+
+    return update, model, 4 * int((tokens != PAD).sum())
+
+
+def reward_model_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
+    chosen, rejected = (ragged(seed, padding_inside=False) for seed in (0, 1))
+    model = scalar_model(tiny_models("gpt2").base_model, tldr_reward.RewardModel)
+    model.gain.requires_grad_(False)
+    sides = (chosen[:, CONTEXT:], rejected[:, CONTEXT:])
+    comparisons = posts.Comparisons(chosen[:, :CONTEXT], *sides, [], 0, 0, None)
+    inds, counts = torch.arange(ROWS), torch.arange(ROWS) != 5
+
+    def update() -> dict[str, float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        arguments = (model, optimizer, comparisons, inds, counts, PAD, 0)
+        return on_processes(1, lambda process: tldr_reward.pairs_update(*arguments, process))[0]
+
+    return update, model, 2 * int(comparisons.lengths(PAD).sum())
+
+
+def model_of_sft(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
+    tokens = ragged(padding_inside=False)
+    tokens[7] = PAD  # a row that fills the batch up
+    model = tldr_sft.LanguageModel(tiny_models("gpt2"), VOCAB).double()
+
+    def update() -> dict[str, float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return on_processes(1, lambda process: tldr_sft.sft_update(model, optimizer, tokens, PAD, 0, process))[0]
+
+    return update, model, int((tokens != PAD).sum())
+
+
+UPDATES = [
+    *(policy_of_chapter_1, policy_of_chapter_2, reward_model_of_chapter_1, reward_model_of_chapter_2),
+    model_of_sft,
+]
+
+
+def networks_in(model: torch.nn.Module) -> list[torch.nn.Module]:
+    found = [module for module in model.children() if hasattr(module, "get_input_embeddings")]
+    return found + [module.lm_backbone for module in model.children() if hasattr(module, "lm_backbone")]
+
+
+@pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.__name__)
+def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, case):
+    update, model, real = case(tiny_models)
+    read = Read(*networks_in(model))
+    stats, gradients = update(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    in_passes = read.tokens
+    monkeypatch.setattr(processes, "plan_passes", everything_at_once)
+    monkeypatch.setattr(lm, "read_packed", as_it_is)
+    expected, wanted = update(), [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == len(wanted) > 5
+    for gradient, other in zip(gradients, wanted, strict=True):
+        assert_close(gradient, other, atol=1e-11, rtol=1e-9)
+    for name, value in stats.items():
+        assert_close(value, expected[name], atol=1e-9, rtol=1e-7, msg=name)
+    # Of the padding that there was, less than a quarter is left.
+    at_once = read.tokens - in_passes
+    assert real <= in_passes < real + (at_once - real) / 4
