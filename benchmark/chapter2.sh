@@ -3,10 +3,9 @@
 #
 #     WORKERS=2 bash benchmark/chapter2.sh tales
 #
-#     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs. 6.9b needs more
-#                                   than 80 GB on each: four networks are loaded whole before three of them are sharded; the
-#                                   reward model stays whole. MODEL says where it lies with safetensors, which its main
-#                                   branch lacks: a folder, or name@revision
+#     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs of 80 GB. For 6.9b,
+#                                   MODEL says where it lies with safetensors, which its main branch lacks: a folder, or
+#                                   name@revision; benchmark/scaling.md says how its memory is spent
 #     1b-lora                       the same with adapters of rank 64 on the policy, on one GPU
 #     1b-subtract 1b-k3             the penalty subtracted; the k3 estimator of the KL divergence
 #     tales                         the small world, four seeds on a CPU
@@ -45,7 +44,9 @@ for experiment in "$@"; do
         of_the_paper 2.8b "$fsdp $all --base_model EleutherAI/pythia-2.8b-deduped $bf16 $track $(pieces 4 4 4 32)" ;;
     6.9b)
         model=${MODEL:?must name EleutherAI/pythia-6.9b-deduped with safetensors}
-        of_the_paper 6.9b "$fsdp $all --base_model $model $bf16 $track $(pieces 1 1 1 4)" ;;
+        knobs="--sft.gradient_checkpointing --reward.gradient_checkpointing --policy.gradient_checkpointing"
+        knobs+=" --policy.frozen_bfloat16"
+        of_the_paper 6.9b "$fsdp $all --base_model $model $bf16 $track $knobs $(pieces 4 4 4 16)" ;;
     1b-lora)
         adapters="--policy.lora.rank 64 --policy.lora.alpha 128 --policy.lora.target_modules all-linear"
         one="accelerate launch --num_processes 1 $all --base_model EleutherAI/pythia-1b-deduped"

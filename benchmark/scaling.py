@@ -18,6 +18,32 @@ reach, W the memory's bandwidth, B the interconnect's, N the processes:
 Elementwise kernels read and write 30 numbers of 4 bytes per token, layer and unit of width in a forward pass (two
 layer norms 4, two residuals 6, GELU 8, copies of queries, keys and values 6, attention 4, its result 2), twice that
 in a backward pass; and 6 per logit in a forward, 10 in a backward pass, 16 to sample, which is done in float64.
+
+And what a process of chapter 2's PPO holds, its networks sharded (FSDP2). P are the parameters of policy and critic
+together, s the bytes of a number in a matrix product, f those of a frozen weight; a layer has p parameters, and p0
+lie around the layers of both networks. A pass reads t tokens, r of them of responses; there are v ids. Throughout:
+
+    weights, gradients, moments          4 P / N, 4 P / N, 8 P / N
+    frozen models                        f P / N
+
+and besides, at four moments, of which the one with most counts:
+
+    generation                copy that samples   s * parameters of the policy
+                              cache               s * 2 * t * layers * width
+                              logits              24 r v / response_length, of one token each, in float64 too
+    scores and log-probs      copy that samples   as above
+                              gathered            4 (p0 + 3 p): what is around the layers; one, and two on their way
+                              activations         s * 12 t * width
+                              logits              12 r v: themselves, log-probs, and one of both for the entropy
+    a backward pass begins    gathered            4 (p0 + 4 p): also a layer's gradients
+                              activations         s * 17 t * width for each layer of both networks; with
+                                                  checkpointing, 4 t * width for each, and 17 for one
+                              logits              12 r v
+    a backward pass ends      gathered            12 p0: weights, gradients, and these in one vector
+
+17 numbers for each unit of width: two layer norms 2, queries, keys and values 5 (rotary positions copy two),
+attention 2, the middle of the feed-forward part 8. Where matrix products are in bfloat16, their weights are kept in
+it too, 2 for each parameter, unless there is checkpointing.
 """
 
 import json
@@ -28,15 +54,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import memory
 import speed
 import torch
 import tyro
 from compare import markdown
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PretrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PretrainedConfig
+
+from ppo_rlhf.lib import models
+from ppo_rlhf.lib.processes import LARGEST_PIECE
 
 RESULTS = Path(__file__).with_name("results") / "speed"
 PAGE = Path(__file__).with_name("scaling.md")
 START, END = "<!-- written by scaling.py -->", "<!-- end -->"
+MEMORY_START, MEMORY_END = "<!-- memory, written by scaling.py -->", "<!-- end of memory -->"
 MEMORY, OVERHEAD = 34e9, 1e-3  # of the machine of the results: measured with `bandwidth`; fitted to the small model
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = speed.SHAPES | {
     "gpt2-xl": lambda: GPT2Config(n_embd=1600, n_layer=48, n_head=25, **speed.ENDS),
@@ -125,13 +156,82 @@ def update_seconds(work: Work, machine: Machine) -> dict[str, float]:
 
 
 def process_memory(work: Work) -> float:
-    """Bytes of weights, gradients, moments, reference and reward model in one process; activations come on top."""
+    """Bytes of weights, gradients, moments, reference and reward model in one process of chapter 1, or sharded.
+
+    Activations come on top.
+    """
     numbers = parameters(SHAPES[work.base_model]())
-    frozen = 2 * 4 * numbers
     if work.sharded:
-        return 16 * numbers / work.processes + 4 * numbers + frozen  # whole weights during a rollout
+        return 24 * numbers / work.processes + 2 * numbers  # with the copy that samples, in bfloat16
     sent = 8 * numbers if work.processes > 1 else 0  # the gradients in one vector, and its mean
-    return 16 * numbers + frozen + sent
+    return 24 * numbers + sent
+
+
+# ---- What a process of chapter 2 holds -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What the memory of chapter 2's PPO depends on, beside the model."""
+
+    processes: int
+    sequence_length: int
+    """tokens of query and response"""
+    response_length: int
+    rows: int
+    """episodes of a process that are generated and scored at a time"""
+    micro_batch: int
+    checkpointing: bool = True
+    frozen_bytes: int = 2
+    """of a weight of reference and reward model"""
+    product_bytes: int = 2
+    """of a number in a matrix product"""
+
+
+def memory_of(config: PretrainedConfig, knobs: Knobs) -> dict[str, dict[str, float]]:
+    """Bytes of each kind at four moments of an update: two of the rollout, two of the training."""
+    with torch.device("meta"):
+        policy, critic = AutoModelForCausalLM.from_config(config), AutoModel.from_config(config)
+    of_policy, of_critic = (sum(p.numel() for p in network.parameters()) for network in (policy, critic))
+    width, layers, size = config.hidden_size, config.num_hidden_layers, knobs.product_bytes
+    layer = sum(p.numel() for p in models.layers(critic)[0].parameters())
+    both = of_policy + of_critic
+    outer = both - 2 * layers * layer
+    slices = both / knobs.processes
+    always = {"weights": 4 * slices, "gradients": 4 * slices, "moments": 8 * slices}
+    always |= {"frozen models": knobs.frozen_bytes * slices}
+    copy = {"copy that samples": size * of_policy}
+
+    def logits(rows: int) -> float:
+        return 12 * min(rows * knobs.response_length * config.vocab_size, LARGEST_PIECE)
+
+    tokens, micro_tokens = knobs.rows * knobs.sequence_length, knobs.micro_batch * knobs.sequence_length
+    of_layer = size * 17 * micro_tokens * width
+    if knobs.checkpointing:
+        kept = 2 * layers * 4 * micro_tokens * width + of_layer
+    else:
+        kept = 2 * layers * (of_layer + (2 * layer if size == 2 else 0))
+    return {
+        "generation": always
+        | copy
+        | {"cache": size * 2 * tokens * layers * width, "logits": 24 * knobs.rows * config.vocab_size},
+        "scores and log-probs": always
+        | copy
+        | {
+            "gathered": 4 * (outer + 3 * layer),
+            "activations": size * 12 * tokens * width,
+            "logits": logits(knobs.rows),
+        },
+        "a backward pass begins": always
+        | {"gathered": 4 * (outer + 4 * layer), "activations": kept, "logits": logits(knobs.micro_batch)},
+        "a backward pass ends": always | {"gathered": 12 * outer},
+    }
+
+
+def most(config: PretrainedConfig, knobs: Knobs) -> dict[str, float]:
+    """Bytes at most, in the rollout and in the training."""
+    totals = [sum(kinds.values()) for kinds in memory_of(config, knobs).values()]
+    return {"rollout": max(totals[:2]), "training": max(totals[2:])}
 
 
 # ---- Against what was measured ---------------------------------------------------------------------------------
@@ -170,6 +270,36 @@ def check_rows(results: Path) -> list[dict[str, str]]:
     return rows
 
 
+def memory_check_rows(report: Path) -> list[dict[str, str]]:
+    """Predicted and measured megabytes of a process, at most, in the rollout and in the training."""
+    rows = []
+    for run in json.loads(report.read_text())["runs"]:
+        knobs = Knobs(
+            processes=run["processes"],
+            sequence_length=run["sequence_length"],
+            response_length=run["response_length"],
+            rows=run["rows"],
+            micro_batch=run["micro_batch"],
+            checkpointing="checkpointing" in run["setting"],
+            frozen_bytes=2 if "bfloat16" in run["setting"] else 4,
+            product_bytes=4,
+        )
+        predicted = most(memory.SHAPES[run["base_model"]](), knobs)
+        row = {"": f"{run['base_model']}, {run['processes']} processes, {run['setting']}"}
+        for phase, size in predicted.items():
+            row[f"{phase}, MB"] = f"{size / 1e6:.0f} / {run[phase] / 1e6:.0f}"
+        rows.append(row | {f"{phase}, ratio": f"{size / run[phase]:.2f}" for phase, size in predicted.items()})
+    return rows
+
+
+def memory_rows() -> list[dict[str, str]]:
+    """Gigabytes of a process of chapter2.sh 6.9b at each moment, each kind a row."""
+    moments = memory_of(SHAPES["pythia-6.9b"](), PAPER)
+    kinds = list(dict.fromkeys(kind for found in moments.values() for kind in found))
+    rows = [{"GB": kind} | {m: f"{found.get(kind, 0) / 1e9:.1f}" for m, found in moments.items()} for kind in kinds]
+    return [*rows, {"GB": "all"} | {m: f"{sum(found.values()) / 1e9:.1f}" for m, found in moments.items()}]
+
+
 # ---- Predictions -----------------------------------------------------------------------------------------------
 
 # An H100 (SXM): 989 TFLOP/s of bfloat16 and 3.35 TB/s by its data sheet, of which 70 % and 80 % are assumed; NVLink
@@ -197,13 +327,17 @@ def prediction_rows(base_model: str, batch_size: int) -> list[dict[str, str]]:
         rows.append(
             {
                 base_model: name,
-                "GB of a process": f"{process_memory(work) / 1e9:.0f}",
+                "GB of a process": f"{process_memory(work) / 1e9:.1f}",
                 **{f"{part}, s": f"{value:.3g}" for part, value in seconds.items()},
                 "update, s": f"{total:.3g}",
                 "episodes/s": f"{batch_size / total:,.0f}",
             }
         )
     return rows
+
+
+# PPO of benchmark/chapter2.sh 6.9b: 512 posts of at most 512 tokens and summaries of 53, on eight GPUs.
+PAPER = Knobs(processes=8, sequence_length=565, response_length=53, rows=16, micro_batch=4)
 
 
 # ---- The page --------------------------------------------------------------------------------------------------
@@ -218,10 +352,19 @@ def tables() -> str:
     return "\n\n".join(part.strip() for part in parts)
 
 
+def memory_tables() -> str:
+    """Everything between the marks of memory in scaling.md."""
+    parts = ["Predicted / measured megabytes of a process, at most:", markdown(memory_check_rows(memory.RESULT))]
+    parts += ["`chapter2.sh 6.9b`, a process of eight, predicted:", markdown(memory_rows())]
+    return "\n\n".join(part.strip() for part in parts)
+
+
 def write_page() -> None:
-    before, _, after = PAGE.read_text().partition(START)
-    _, _, after = after.partition(END)
-    PAGE.write_text(f"{before}{START}\n{tables()}\n{END}{after}")
+    page = PAGE.read_text()
+    for start, content, end in ((START, tables(), END), (MEMORY_START, memory_tables(), MEMORY_END)):
+        before, _, after = page.partition(start)
+        page = f"{before}{start}\n{content}\n{end}{after.partition(end)[2]}"
+    PAGE.write_text(page)
 
 
 def bandwidth() -> float:

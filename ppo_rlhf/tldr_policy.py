@@ -42,7 +42,6 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
@@ -134,6 +133,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
     eval_interval: int = 20
     """updates between evaluations on held-out posts, from update 0 on; 0: only at the end"""
     eval_prompts: int = 64
@@ -187,7 +188,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     train_posts = posts.read_posts(task, tokenizer, "train")
     held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
     actor_critic, reference = load_networks(args, tokenizer, accelerator)
-    score, monitor = load_scorers(args, tokenizer, ids, device)
+    score, monitor = load_scorers(args, tokenizer, ids, accelerator)
     # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
     trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
@@ -386,7 +387,7 @@ def evaluate_policy(
         if not reference_scores:
             reference_scores |= posts.score_references(scorers, held_out, chunk, accelerator)
         responses, *scores = posts.summarise(
-            actor_critic.lm_backbone,
+            actor_critic.sampler,
             held_out,
             ids,
             args.task,
@@ -450,7 +451,7 @@ def respond(
     #       ppo.py#L350-L355, ppo.py#L494-L495, ppo.py#L542-L549, ppo.py#L632
     short, stop_ids = lm.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop}
     responses, sampled_logprobs = lm.generate_until(
-        actor_critic.lm_backbone, short, uniforms, ids.pad, actor_critic.vocab_size, temperature, stop_ids
+        actor_critic.sampler, short, uniforms, ids.pad, actor_critic.vocab_size, temperature, stop_ids
     )
     # [T34] [X26] The training pass says what the log-probs were, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
@@ -931,20 +932,21 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
-    critic, device = load_critic(args, tokenizer).to(accelerator.device), accelerator.device
-    length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
-    lm_backbone = models.load_base_model(args).to(device)
-    models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
-    adapters = models.add_adapters(lm_backbone, args.lora, args.seed) if args.lora.rank else None
-    frozen = None if adapters else models.load_base_model(args).to(device).requires_grad_(False)
-    reference = Reference(frozen or lm_backbone, adapters)
-    actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
-    layers = {*(lm_backbone._no_split_modules or ()), *(critic.lm_backbone._no_split_modules or ())}
-    for network in filter(None, (frozen, actor_critic)):
-        processes.shard(network, layers, accelerator)
-    if args.lora.rank and isinstance(actor_critic, FSDPModule):
+    if args.lora.rank and processes.sharding():
         raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
-    return actor_critic, reference
+    length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
+    lm_backbone, critic = models.load_base_model(args), load_critic(args, tokenizer)
+    actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(actor_critic)
+    models.place(actor_critic, accelerator)
+    with processes.gathered(actor_critic):
+        models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
+    if args.lora.rank:
+        return actor_critic, Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
+    frozen = models.load_base_model(args, frozen=True)
+    models.place(frozen, accelerator)
+    return actor_critic, Reference(frozen, None)
 
 
 def load_critic(args: Args, tokenizer: PreTrainedTokenizerBase) -> lm.RewardModel:
@@ -968,7 +970,7 @@ TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "reference_scores", *posts.COLUM
 
 
 def load_scorers(
-    args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, device: torch.device
+    args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, accelerator: Accelerator
 ) -> tuple[scorers.Scorer, dict[str, scorers.Scorer]]:
     """What scores (queries, truncated responses, reference summaries), and what is only logged, under its name.
 
@@ -980,7 +982,8 @@ def load_scorers(
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if args.rewards.function:
         return of_texts(args.rewards.function, "rewards.function"), monitor
-    reward_model = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer)).to(device)
+    reward_model = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer), frozen=True)
+    models.place(reward_model, accelerator)
 
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor, references: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import cli, lm, models, posts, processes, run
@@ -98,8 +98,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     train_posts = posts.read_posts(args.task, tokenizer, "train", args.normalize_posts)
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
     longest = max(int(rows.lengths(ids.pad).max()) for rows in (comparisons, *held_out.values(), train_posts))
-    reward_model = load_reward_model(args, longest, ids.vocab_size, accelerator.device)
-    processes.shard(reward_model, reward_model.lm_backbone._no_split_modules or (), accelerator)
+    reward_model = load_reward_model(args, longest, ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 
@@ -360,20 +359,30 @@ def read_held_out(task: posts.TaskArgs, tokenizer: PreTrainedTokenizerBase) -> d
     return {name: rows for name, rows in found.items() if len(rows)}
 
 
-def load_reward_model(args: Args, longest: int, vocab_size: int, device: torch.device) -> RewardModel:
+def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> RewardModel:
     """A random head on the body of the fine-tuned model, which can read so many tokens and ids."""
-    language_model = models.load_base_model(args).to(device)
-    models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
-    with models.model_errors(args.base_model), torch.device("meta"):  # what it is saved as exists for its kind
-        AutoModelForSequenceClassification.from_config(
-            language_model.config, trust_remote_code=args.trust_remote_code
-        )
+    check_base_model(args, longest, vocab_size, accelerator)
+    backbone = models.load_base_model(args, AutoModel)
     # [T18] A random head on the body of the fine-tuned model. The seed is the same on every process.
     #       reward.py#L173-L208
     torch.manual_seed(args.seed)
-    return RewardModel(language_model.base_model, low_precision=args.dtype == "bfloat16").to(
-        device, language_model.dtype
-    )
+    reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16").to(backbone.dtype)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(reward_model)
+    models.place(reward_model, accelerator)
+    return reward_model
+
+
+def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> None:
+    """Refuse a model that reads tokens otherwise than we do, or of whose kind there is no classifier to save."""
+    language_model = models.load_base_model(args)
+    models.place(language_model, accelerator)
+    with processes.gathered(language_model):
+        models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
+    with models.model_errors(args.base_model), torch.device("meta"):
+        AutoModelForSequenceClassification.from_config(
+            language_model.config, trust_remote_code=args.trust_remote_code
+        )
 
 
 def write_table(path: Path, rows: list[dict]) -> None:

@@ -105,11 +105,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
     sizes = sft_sizes(args, len(train_posts), accelerator.num_processes)
     # [T17] Without dropout.   sft.py#L153-L157
-    lm_backbone = models.load_base_model(args).to(device)
-    length = task.query_length + task.response_length
-    models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
+    lm_backbone = models.load_base_model(args)
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
-    processes.shard(model, lm_backbone._no_split_modules or (), accelerator)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(model)
+    models.place(model, accelerator)
+    length = task.query_length + task.response_length
+    with processes.gathered(model):
+        models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
@@ -183,13 +186,19 @@ class LanguageModel(models.MixedPrecision):
         #       ppo.py#L358-L368, reward.py#L223-L233
         with self.autocast():
             hidden_states = lm.read_tokens(self.lm_backbone, tokens, pad_id, slice(0, -1))
-            logits = lm.scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
             # [T21] Every token but the first is predicted, those of the query and the end-of-text token too.
             #       sft.py#L389-L399
             mask = next_token_mask(tokens, pad_id)
             targets = tokens[:, 1:].masked_fill(~mask, 0)
-            logprobs = -F.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none")
+            (logprobs,) = processes.in_pieces(
+                self.logprobs_of, targets.shape[1] * self.vocab_size, hidden_states, targets
+            )
             return logprobs.masked_fill(~mask, 0.0)
+
+    def logprobs_of(self, hidden_states: Tensor, targets: Tensor) -> tuple[Tensor]:
+        """Log-probs of tokens (batch, length) after hidden states (batch, length, width)."""
+        logits = lm.scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
+        return (-F.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none"),)
 
 
 def next_token_mask(tokens: Tensor, pad_id: int) -> Tensor:
@@ -254,7 +263,7 @@ def summarise_held_out(
     generator = lm.keyed_generator(args.seed, "evaluate", split)
     with model.sampling():
         responses, logprobs, counts = posts.summarise(
-            model.lm_backbone,
+            model.sampler,
             held_out,
             ids,
             args.task,

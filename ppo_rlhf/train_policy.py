@@ -116,6 +116,8 @@ class Args(cli.RunArgs):
     """seed of the sampling noise and the permutations"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
     compile: bool = False
     """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
     log_interval: int = 10
@@ -399,11 +401,20 @@ def response_logprobs(
     hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
     responses = context_responses[:, context_length:]
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
-    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
-    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
-    with torch.no_grad():
-        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+    read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
+    logprobs, entropies = processes.in_pieces(read, responses.shape[1] * vocab_size, hidden_states, responses)
     return logprobs, entropies, hidden_states
+
+
+def token_logprobs(
+    lm_backbone: PreTrainedModel, vocab_size: int, temperature: float, hidden_states: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (batch, length) of tokens of that shape after hidden states (batch, length, width)."""
+    all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
+    logprobs = all_logprobs.gather(2, tokens.long().unsqueeze(2)).squeeze(2)  # (batch, length)
+    with torch.no_grad():
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, length)
+    return logprobs, entropies
 
 
 def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
@@ -930,16 +941,16 @@ def load_policy_and_reference(
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
     # [D74] [X14] Every process reads the same files.   train_policy.py#L482-L495
-    lm_backbone, reference = (
-        models.load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device) for _ in range(2)
-    )
+    lm_backbone, reference = (models.load_base_model(args, frozen=frozen).to(device) for frozen in (False, True))
     longest = ids.context_length + args.task.response_length
     models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(lm_backbone)
     if args.compile:
         lm_backbone.base_model.compile(dynamic=False)
         reference.base_model.compile(dynamic=False)
     policy = PolicyWithValueHead(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
-    return policy.to(device, dtype), reference.requires_grad_(False)
+    return policy.to(device, dtype), reference
 
 
 def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
@@ -949,7 +960,7 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if function:
         return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
-    reward_model = models.load_scalar_model(args, "trained_model", pad_id, RewardModel).to(device)
+    reward_model = models.load_scalar_model(args, "trained_model", pad_id, RewardModel, frozen=True).to(device)
     if args.compile:
         reward_model.lm_backbone.base_model.compile(dynamic=False)
 

@@ -117,6 +117,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     torch.manual_seed(args.seed)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
     lm_backbone = models.load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(lm_backbone)
     reward_model = RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16").to(device, dtype)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
 

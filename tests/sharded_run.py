@@ -1,7 +1,7 @@
 """python sharded_run.py <script> <arguments>: a script of chapter 2, keeping what sharding makes of its networks.
 
-`sharding/<rank>.json` has a row for each network that was given to `processes.shard`: how many parts of it FSDP
-wraps, and which share of its numbers this process keeps.
+`sharding/<rank>.json` has a row for each network that was given to `models.place`: how many parts of it FSDP wraps,
+which share of its numbers this process keeps, and the precisions of its weights. No process may read a whole network.
 """
 
 import json
@@ -13,20 +13,28 @@ from pathlib import Path
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.lib import processes
+from ppo_rlhf.lib import models
 
-shard = processes.shard
-seen: list[dict[str, float]] = []
-
-
-def recorded_shard(model, *arguments):
-    shard(model, *arguments)
-    kept = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-    parts = sum(isinstance(module, FSDPModule) for module in model.modules())
-    seen.append({"parts": parts, "share": kept / sum(p.numel() for p in model.parameters())})
+place = models.place
+seen: list[dict] = []
 
 
-processes.shard = recorded_shard
+def recorded_place(network, accelerator):
+    place(network, accelerator)
+    weights = list(network.parameters())
+    kept = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in weights)
+    parts = sum(isinstance(module, FSDPModule) for module in network.modules())
+    dtypes = sorted({str(weight.dtype) for weight in weights if weight.dim() > 1})
+    seen.append({"parts": parts, "share": kept / sum(weight.numel() for weight in weights), "dtypes": dtypes})
+
+
+def refuse(*_):
+    raise AssertionError("a whole network")
+
+
+models.place = recorded_place
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    models.read_whole = refuse
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 folder = Path("sharding")

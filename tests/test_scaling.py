@@ -1,12 +1,17 @@
 """benchmark/scaling.py against numbers by hand, and its page against the committed results."""
 
 import runpy
+import shlex
 from dataclasses import replace
 
+import memory
 import pytest
 import scaling
 import speed
-from scaling import Machine, Work, parameters, process_memory, update_seconds
+from scaling import PAPER, Knobs, Machine, Work, memory_of, most, parameters, process_memory, update_seconds
+from test_chapter2 import commands
+
+from ppo_rlhf import tldr_all
 
 FOREVER = float("inf")
 ARITHMETIC = Machine(matmul=1e12, memory=FOREVER, overhead=0.0, efficiency=1.0)  # nothing else takes time
@@ -50,7 +55,56 @@ def test_all_reduce_by_hand():
 def test_memory_of_a_process_by_hand():
     assert process_memory(WORK) == 24 * 124_439_808
     assert process_memory(replace(WORK, processes=8)) == 32 * 124_439_808
-    assert process_memory(replace(WORK, processes=8, sharded=True)) == (2 + 4 + 8) * 124_439_808
+    assert process_memory(replace(WORK, processes=8, sharded=True)) == (3 + 2) * 124_439_808
+
+
+# A network of 2 layers, width 8, 16 ids, no middle worth naming: numbers by hand.
+SMALL = memory.shape(8, 2, 1, 16)()
+LAYER = 3 * 8 * 8 + 3 * 8 + 8 * 8 + 8 + 2 * 8 * 32 + 32 + 8 + 4 * 8  # queries, keys, values; out; feed-forward; norms
+CRITIC = 2 * LAYER + 16 * 8 + 2 * 8  # embedding, last norm
+POLICY = CRITIC + 16 * 8  # output layer
+AROUND = POLICY + CRITIC - 4 * LAYER
+KNOBS = Knobs(processes=4, sequence_length=10, response_length=3, rows=6, micro_batch=2)
+
+
+def test_memory_of_chapter_2_by_hand():
+    found = memory_of(SMALL, KNOBS)
+    slices = (POLICY + CRITIC) / 4
+    for kinds in found.values():
+        always = [kinds[name] for name in ("weights", "gradients", "moments", "frozen models")]
+        assert always == [4 * slices, 4 * slices, 8 * slices, 2 * slices]
+    rollout, training = list(found.values())[:2], list(found.values())[2:]
+    assert [kinds["copy that samples"] for kinds in rollout] == [2 * POLICY] * 2
+    assert rollout[0]["cache"] == 6 * 10 * 2 * 2 * 8 * 2 and rollout[0]["logits"] == 24 * 6 * 16
+    assert rollout[1]["logits"] == 12 * 6 * 3 * 16 and training[0]["logits"] == 12 * 2 * 3 * 16
+    gathered = [kinds["gathered"] for kinds in (rollout[1], *training)]
+    assert gathered == [4 * AROUND + 12 * LAYER, 4 * AROUND + 16 * LAYER, 12 * AROUND]
+    assert training[0]["activations"] == 2 * 2 * 10 * 2 * 8 * 4 + 17 * 2 * 10 * 8 * 2  # what enters 4 layers; of one
+    whole = memory_of(SMALL, replace(KNOBS, checkpointing=False))["a backward pass begins"]["activations"]
+    assert whole == 4 * (17 * 2 * 10 * 8 * 2 + 2 * LAYER)
+    assert most(SMALL, KNOBS) == {
+        "rollout": max(sum(kinds.values()) for kinds in rollout),
+        "training": max(sum(kinds.values()) for kinds in training),
+    }
+
+
+def test_memory_is_as_measured():
+    """Within 10 %, at two sizes, in two and four processes, with all knobs and without."""
+    rows = scaling.memory_check_rows(memory.RESULT)
+    assert len(rows) == 8
+    for row in rows:
+        assert all(0.9 <= float(row[f"{phase}, ratio"]) <= 1.1 for phase in ("rollout", "training"))
+
+
+def test_the_largest_model_of_the_paper_fits(tmp_path):
+    """With the arguments of chapter2.sh."""
+    (words,) = commands(tmp_path, "6.9b")
+    args = tldr_all.parse(shlex.split(words[words.index("--command") + 1].partition("tldr_all.py")[2])).policy
+    assert args.frozen_bfloat16 and args.gradient_checkpointing and args.dtype == "bfloat16"
+    sizes = (args.ppo.local_rollout_batch_size, args.ppo.local_micro_batch_size, args.task.response_length)
+    assert sizes == (PAPER.rows, PAPER.micro_batch, PAPER.response_length)
+    assert PAPER.sequence_length == args.task.query_length + args.task.response_length
+    assert max(most(scaling.SHAPES["pythia-6.9b"](), PAPER).values()) < 70e9
 
 
 @pytest.mark.parametrize("word, status", [("--help", 0), ("bandwith", 2), ("--bandwidth", 2)])
@@ -68,3 +122,6 @@ def test_the_page_holds_what_the_script_writes():
     page = scaling.PAGE.read_text()
     assert page.count(scaling.START) == page.count(scaling.END) == 1
     assert page.split(scaling.START)[1].split(scaling.END)[0].strip() == scaling.tables()
+    assert page.count(scaling.MEMORY_START) == page.count(scaling.MEMORY_END) == 1
+    written = page.split(scaling.MEMORY_START)[1].split(scaling.MEMORY_END)[0].strip()
+    assert written == scaling.memory_tables()

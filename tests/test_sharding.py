@@ -54,6 +54,7 @@ def test_each_process_keeps_half(reshard: str, alone: Path, tiny_posts: Path, tm
         for network in networks:
             assert network["parts"] >= 2  # layers, and what is around them
             assert network["share"] == pytest.approx(0.5, abs=0.02)  # odd rows go to one process
+            assert network["dtypes"] == ["torch.float64"]
 
 
 def test_two_processes_without_sharding_keep_everything(alone: Path, tiny_posts: Path, tmp_path: Path):

@@ -8,14 +8,14 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import launch, launch_together
+from processes import SCRIPTS, launch, launch_together
 from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -477,9 +477,30 @@ def test_slices_of_the_weights_change_nothing(kind, request, tmp_path):
         torch.testing.assert_close(load_file(path), load_file(expected_path), rtol=1e-9, atol=1e-12)
 
 
+def test_frozen_models_in_bfloat16_in_slices(policy, tmp_path):
+    """FSDP2 on two processes; policy and critic, reference, reward model. What samples is a copy in bfloat16 too."""
+    wrapped = replace(
+        policy,
+        script=Path(__file__).parent / "sharded_run.py",
+        arguments=[str(SCRIPTS / policy.script), *policy.arguments],
+    )
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    run = wrapped.again(
+        tmp_path / "run", "--dtype bfloat16 --frozen_bfloat16 --gradient_checkpointing", 2, **environment
+    )
+    networks = json.loads((run.folder / "sharding/1.json").read_text())
+    assert [network["dtypes"] for network in networks] == [["torch.float32"], ["torch.bfloat16"], MIXED]
+    assert [network["share"] for network in networks] == pytest.approx([0.5] * 3, abs=0.02)
+    row, expected = metrics_of(run.run)[0], metrics_of(policy.run)[0]
+    assert row["eval/reference_scores"] == pytest.approx(expected["eval/reference_scores"], rel=2**-6, abs=2**-6)
+    assert 0 < abs(row["objective/kl"]) < 0.1 and row["objective/sampler_gap"] < 2**-4
+
+
 def test_adapters_on_two_processes(lora, tmp_path):
     check_same(lora.again(tmp_path / "run", PARTS["lora"][2], processes=2), lora)
 
+
+MIXED = ["torch.bfloat16", "torch.float32"]  # the head of a reward model is never in low precision
 
 # Of the first row, where nothing but rounding can differ: numbers of known texts, before the first step.
 OF_KNOWN_TEXTS = {"sft": "train/sft/loss", "policy": "eval/reference_scores", "lora": "eval/reference_scores"}

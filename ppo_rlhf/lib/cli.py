@@ -40,6 +40,9 @@ class RunArgs:
     """run Python code that comes with the base model"""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    gradient_checkpointing: bool = False
+    """keep only what enters each layer of a network that learns and compute the rest anew for the backward pass; a
+    memory knob, which costs a forward pass"""
     resume: str = ""
     """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
     save_interval: int = 50
@@ -69,6 +72,7 @@ MAY_CHANGE = {
     "hf_entity",
     "log_interval",
     "save_interval",
+    "gradient_checkpointing",
     "ppo.local_micro_batch_size",
     "ppo.local_micro_batch_tokens",
     "ppo.local_rollout_batch_size",

@@ -6,13 +6,14 @@ Files and lines beside marks are those of openai/lm-human-preferences at commit 
 import hashlib
 import math
 from collections.abc import Collection
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib import precision
+from ppo_rlhf.lib import precision, processes
 
 LOOK_EVERY = 8  # tokens; how often generation looks whether rows have ended
 
@@ -91,11 +92,19 @@ def response_statistics(
     # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
     columns, responses = slice(context_length - 1, -1), query_responses[:, context_length:]
     hidden_states = read_packed(lm_backbone, query_responses, pad_id, columns, longest)
+    responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
+    read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
+    return processes.in_pieces(read, responses.shape[1] * vocab_size, hidden_states, responses)
+
+
+def token_logprobs(
+    lm_backbone: PreTrainedModel, vocab_size: int, temperature: float, hidden_states: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (batch, length) of tokens of that shape after hidden states (batch, length, width)."""
     all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
-    tokens = responses.masked_fill(responses == pad_id, 0).long()  # (batch, response_length)
-    logprobs = all_logprobs.gather(2, tokens.unsqueeze(2)).squeeze(2)  # (batch, response_length)
+    logprobs = all_logprobs.gather(2, tokens.long().unsqueeze(2)).squeeze(2)  # (batch, length)
     with torch.no_grad():
-        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, length)
     return logprobs, entropies
 
 

@@ -14,18 +14,22 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError
+from accelerate import Accelerator, init_empty_weights
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 
 from ppo_rlhf.lib import errors, files, hub, lm, precision, processes
 from ppo_rlhf.lib.errors import InputError, flag
@@ -110,31 +114,48 @@ def load_pretrained(
             raise OSError(f"its attention is code from the hub; {flag('trust_remote_code')} runs it, if you trust it")
         if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):
             raise OSError("it is one process's part of a distributed checkpoint; save it with save_pretrained")
-        with without_pickles():
-            model, loading = auto_class.from_pretrained(
-                path,
-                revision=revision,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                # The library would load adapters that lie beside the weights. They are looked for where none can be.
-                adapter_kwargs={"subfolder": "config.json"},
-            )
-        if loading["missing_keys"]:
-            missing = ", ".join(sorted(loading["missing_keys"])[:3])
-            raise OSError(f"its weights lack {missing}")
-        if loading["mismatched_keys"]:
-            name, there, wanted = sorted(loading["mismatched_keys"])[0]
-            raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
-        if not all(parameter.isfinite().all() for parameter in model.parameters()):
-            raise OSError("its weights hold numbers that are not finite")
+        if processes.sharding():  # `place` reads the weights
+            model = without_weights(auto_class, config, dtype, trust_remote_code)
+            model.source = base_model
+        else:
+            model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
             setattr(model.config, name, value)
         return model
+
+
+def read_whole(
+    auto_class: type,
+    path: str,
+    revision: str | None,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """A model with all its weights; an OSError if they are not those that its configuration means."""
+    with without_pickles():
+        model, loading = auto_class.from_pretrained(
+            path,
+            revision=revision,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            # The library would load adapters that lie beside the weights. They are looked for where none can be.
+            adapter_kwargs={"subfolder": "config.json"},
+        )
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:3])
+        raise OSError(f"its weights lack {missing}")
+    if loading["mismatched_keys"]:
+        name, there, wanted = sorted(loading["mismatched_keys"])[0]
+        raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise OSError("its weights hold numbers that are not finite")
+    return model
 
 
 @contextlib.contextmanager
@@ -216,6 +237,93 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     except what_the_library_raises as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
+
+
+# ---- Place: whole, or in slices --------------------------------------------------------------------------------
+
+
+def place(network: nn.Module, accelerator: Accelerator) -> None:
+    """Take a network to this process's device: all of it or, if the launcher asks for that, a slice of each weight.
+
+    No process ever holds the whole of a sharded network: each reads its slices from the files.
+    """
+    if not processes.sharding():
+        network.to(accelerator.device)
+        return
+    backbones = [part for part in network.modules() if isinstance(part, PreTrainedModel) and hasattr(part, "source")]
+    for tensor in (*network.parameters(), *network.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(accelerator.device)
+    processes.shard(network, layers(network))
+    for backbone in backbones:
+        read_slices(backbone, accelerator.device)
+    processes.make_outermost(network)
+
+
+def without_weights(
+    model_class: type, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    """A model with weights on the meta device, where they have a shape, but no numbers. Its buffers have theirs."""
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+
+
+@torch.no_grad()
+def read_slices(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a sharded model on the meta device this process's slices of its weights, from safetensors."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    model.tie_weights()
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    prefix, finite = f"{model.base_model_prefix}.", True
+    with model_errors(model.source) as (path, revision), contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in files_with_weights(path, revision)]
+        found = {key: file for file in opened for key in [*file.keys()]}
+        for name, parameter in model.named_parameters():
+            # What reward_head.safetensors has counts more: see save_reward_model. The other files may be those of a
+            # model with a head or without, and GPT-NeoX's have an older name of the output layer.
+            names = (f"lm_backbone.{name}", name, name.removeprefix(prefix), prefix + name)
+            names += (name.replace("lm_head.", "embed_out."),)
+            key = next((other for other in names if other in found), None)
+            if key is None:
+                raise OSError(f"its weights lack {name}")
+            weight = found[key].get_slice(key)
+            if weight.get_shape() != list(parameter.shape):
+                there, wanted = tuple(weight.get_shape()), tuple(parameter.shape)
+                raise OSError(f"its weights hold {name} of shape {there}, but config.json means {wanted}")
+            processes.copy_slice(weight, parameter)
+            finite = finite and bool(parameter.to_local().isfinite().all())
+    processes.fail_together("" if finite else f"{model.source}: its weights hold numbers that are not finite")
+
+
+def files_with_weights(path: str, revision: str | None) -> list[Path]:
+    """The safetensors of a model in a folder, or on the hub; an OSError if it has none."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(path, revision=revision, allow_patterns=["model*.safetensors*"]))
+    index = folder / "model.safetensors.index.json"
+    names = set(files.read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    if not all((folder / name).is_file() for name in names):
+        raise OSError("it cannot be loaded with `safetensors`: it has none")
+    return [*(folder / name for name in sorted(names)), *folder.glob("reward_head.safetensors")]
+
+
+@torch.no_grad()
+def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A sharded model in one piece, in this precision, gathered weight by weight. Every process must call this."""
+    with torch.device("meta"):
+        whole = type(model)(model.config)
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(dtype)
+    whole.to_empty(device=model.device)
+    whole.tie_weights()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+        tensor.copy_(processes.full_tensor(tensors[name]))
+    return whole.eval()
 
 
 # ---- Check -----------------------------------------------------------------------------------------------------
@@ -308,9 +416,13 @@ def load_reward_model(
     if not head_file.is_file():
         raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
-    reward_model = (model_class or lm.RewardModel)(backbone).to(dtype)
+    reward_model = (model_class or lm.RewardModel)(backbone)
+    for own in (reward_model.gain, reward_model.bias, *reward_model.reward_head.parameters()):
+        own.data = own.data.to(torch.promote_types(dtype, torch.float32))  # never in low precision
     try:
         head = load_file(head_file)
+        if processes.sharding():  # `place` reads what belongs to the backbone
+            head = {name: tensor for name, tensor in head.items() if not name.startswith("lm_backbone.")}
         missing = {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head)
         unexpected = reward_model.load_state_dict(head, strict=False).unexpected_keys
     except (SafetensorError, RuntimeError) as error:
@@ -333,16 +445,25 @@ def config_for_plots(given: Any, args: Any) -> dict[str, Any]:
     return {"rewards": dataclasses.asdict(given.rewards) | {"label_dataset": info.get("label_dataset")}}
 
 
-def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM) -> PreTrainedModel:
+def dtype_of_weights(args: Any, *, frozen: bool) -> torch.dtype:
+    """The precision of the weights of a model that a script's arguments name. frozen: whether it never learns."""
+    return torch.bfloat16 if frozen and args.frozen_bfloat16 else precision.weights_dtype(args.dtype)
+
+
+def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:
     """The base model that a script's arguments name, in the precision of its weights."""
-    return load_pretrained(args.base_model, precision.weights_dtype(args.dtype), args.trust_remote_code, auto_class)
+    dtype = dtype_of_weights(args, frozen=frozen)
+    return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
 
 
-def load_scalar_model(args: Any, field: str, vocab_size: int, model_class: type | None = None) -> lm.RewardModel:
+def load_scalar_model(
+    args: Any, field: str, vocab_size: int, model_class: type | None = None, *, frozen: bool = False
+) -> lm.RewardModel:
     """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
     folder = Path(getattr(args.rewards, field))
     what = f"{flag(f'rewards.{field}')} {folder}"
-    model = load_reward_model(folder, precision.weights_dtype(args.dtype), args.trust_remote_code, model_class)
+    dtype = dtype_of_weights(args, frozen=frozen)
+    model = load_reward_model(folder, dtype, args.trust_remote_code, model_class)
     check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
     return model
@@ -352,16 +473,65 @@ class MixedPrecision(nn.Module):
     """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
 
     low_precision = False
+    copies: list[PreTrainedModel]
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The precision of what is computed within the block."""
-        return precision.mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
+        # It would keep the casts of all layers to the end of the block: as much as the copy in one piece takes.
+        keep_casts = not isinstance(self, FSDPModule)
+        return precision.mixed_precision(
+            next(self.parameters()).device, enabled=self.low_precision, keep_casts=keep_casts
+        )
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """For rollouts and evaluations: the precision of the training, no gradients, whole weights if sharded."""
-        with torch.no_grad(), self.autocast(), processes.gathered(self):
+        """For rollouts and evaluations: the precision of the training, no gradients, a sampler."""
+        with torch.no_grad(), self.autocast():
+            self.copies = []
             yield
+            self.copies = []
+        processes.reshard(self)
+
+    @property
+    def sampler(self) -> PreTrainedModel:
+        """What generates, within `sampling`: the language model. If it is sharded, a copy of it in one piece.
+
+        The copy is in bfloat16 if matrix products are. Without it, each token would gather all layers.
+        """
+        if not isinstance(self, FSDPModule):
+            return self.lm_backbone
+        if not self.copies:
+            dtype = torch.bfloat16 if self.low_precision else self.lm_backbone.dtype
+            self.copies.append(whole_copy(self.lm_backbone, dtype))
+        return self.copies[0]
+
+
+# ---- Layers ----------------------------------------------------------------------------------------------------
+
+
+def layers(network: nn.Module) -> list[nn.Module]:
+    """The layers of the language models in a network, which are alike and follow each other."""
+    parts = list(network.modules())
+    names = {name for part in parts if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()}
+    return [part for part in parts if type(part).__name__ in names]
+
+
+def checkpoint_layers(network: nn.Module) -> None:
+    """Let passes with gradients keep only what enters a layer; the backward pass computes the rest anew.
+
+    Here and not by the library, which does so in train mode, and there for rollouts too, whose cache it refuses.
+    """
+
+    def checkpointed(forward: Callable) -> Callable:
+        def forward_twice(*arguments: Any, **options: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **options)
+            return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+
+        return forward_twice
+
+    for layer in layers(network):
+        layer.forward = checkpointed(layer.forward)
 
 
 # ---- Adapters --------------------------------------------------------------------------------------------------
@@ -402,10 +572,12 @@ FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2
 
 
 def unsharded(reward_model: lm.RewardModel, trust_remote_code: bool = False) -> lm.RewardModel:
-    """A reward model with whole weights: itself, unless it is sharded. Every process must call this."""
+    """A reward model with whole weights, on the first process: itself, unless it is sharded. All must call this."""
     if not any(isinstance(module, FSDPModule) for module in reward_model.modules()):
         return reward_model
     weights, config = processes.full_state_dict(reward_model), reward_model.lm_backbone.config
+    if not errors.is_first_process():
+        return reward_model
     plain = lm.RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
     plain.to(reward_model.gain.dtype).load_state_dict(weights, strict=False)  # tied weights come once
     return plain

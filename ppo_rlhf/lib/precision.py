@@ -12,9 +12,16 @@ def weights_dtype(dtype: str) -> torch.dtype:
     return torch.float64 if dtype == "float64" else torch.float32
 
 
-def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
-    return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
+def mixed_precision(
+    device: torch.device, *, enabled: bool, keep_casts: bool = True
+) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision.
+
+    keep_casts: whether a weight is cast once for all its products in the block, and its cast kept to the end.
+    """
+    if not enabled:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=keep_casts)
 
 
 class KeyValueCache(StaticCache):

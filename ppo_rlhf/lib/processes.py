@@ -9,7 +9,7 @@ import datetime
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from ppo_rlhf.lib import errors
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
@@ -141,48 +142,69 @@ def fail_together(problem: str) -> None:
 # ---- Sharding: a process keeps a slice of every weight, gradient and Adam moment -------------------------------
 
 
-def shard(model: nn.Module, layers: Collection[str], accelerator: Accelerator) -> None:
-    """Shard a model over all processes (FSDP2) if the launcher asks for it.
-
-    layers: class names of the parts that are gathered one by one. With `fsdp_reshard_after_forward: false` the
-    weights stay whole from forward to backward, and only gradients and moments are sliced: ZeRO-2. A parameter that
-    is a single number, such as a gain, stays whole, and must not learn.
-    """
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and accelerator.num_processes > 1:
-        if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
-            raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
-        scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
-        for module in [*(m for m in model.modules() if type(m).__name__ in layers), model]:
-            fully_shard(module, reshard_after_forward=reshards_after_forward(), ignored_params=scalars)
-        # FSDP takes the first module that is called for the outermost one. A rollout calls inner ones, so here is a
-        # call of the outermost before; and back to slices, or what it has gathered now would stay for ever.
-        model.begin = lambda: None
-        register_fsdp_forward_method(model, "begin")
-        model.begin()
-        model.reshard()
-
-
-def weights_are_sharded() -> bool:
-    """Whether the launcher asked several processes to shard."""
+def sharding() -> bool:
+    """Whether the launcher asks for networks that are sharded over its processes."""
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     return several and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
 
 
-def reshards_after_forward() -> bool:
-    return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+def shard(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Shard a model over all processes (FSDP2). layers: the parts that are gathered one by one.
+
+    With `fsdp_reshard_after_forward: false` weights that learn stay whole from forward to backward, and only
+    gradients and moments are sliced: ZeRO-2. A parameter that is a single number, such as a gain, stays whole, and
+    must not learn.
+    """
+    if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
+        raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
+    for module in [*layers, model]:
+        fully_shard(module, reshard_after_forward=reshards_after_forward(model), ignored_params=scalars)
+
+
+def reshards_after_forward(model: nn.Module) -> bool:
+    """Whether weights are sliced again after a forward pass. Those that never learn are: no backward pass follows."""
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    return not learns or os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+
+
+def make_outermost(model: nn.Module) -> None:
+    """Make a sharded model that has its weights the outermost, which the first part that is called would be else."""
+    model.begin = lambda: None
+    register_fsdp_forward_method(model, "begin")
+    model.begin()
+    model.reshard()  # or what it has gathered now would stay for ever
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """All weights whole, on every process, for generation, which needs them at each token."""
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
+    """Within the block, parts of a sharded model may be called: what lies around its layers is whole.
+
+    Layers are gathered when they are called. At the end, all is sliced again.
+    """
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.set_reshard_after_forward(False, recurse=False)
+    model.unshard()
     yield
-    for module in sharded:
-        module.set_reshard_after_forward(reshards_after_forward(), recurse=False)
-        module.reshard()
+    model.set_reshard_after_forward(reshards_after_forward(model), recurse=False)
+    reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Keep only this process's slices of a sharded model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def copy_slice(whole: Any, parameter: DTensor) -> None:
+    """Copy this process's slice of a tensor into a sharded parameter. whole: can be sliced, as those of safe_open."""
+    local, mesh = parameter.to_local(), parameter.device_mesh
+    first = mesh.get_local_rank() * math.ceil(parameter.shape[0] / mesh.size())
+    if len(local):
+        local.copy_(whole[first : first + len(local)])
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,14 +213,17 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves, tied weights once, from the slices of all processes, which must all call this."""
+    """What a model saves, tied weights once; if it is sharded, on the first process. All of them must call this."""
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     return {name: gather_for_saving(tensor) for name, tensor in model.state_dict().items() if name in names}
 
 
 def gather_for_saving(tensor: torch.Tensor) -> torch.Tensor:
-    """As full_tensor, but on the CPU, where all of them have room."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    """As full_tensor, but on the CPU of the first process, which saves. The others get the sum: is it finite?"""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return (whole if errors.is_first_process() else whole.sum()).cpu()
 
 
 def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -316,7 +341,7 @@ def plan_passes(lengths: torch.Tensor, device: torch.device, rows: int = 0, toke
         in_halves = [-(-count // 2**n) for n in range(count.bit_length())]  # all rows, half of them, a quarter, ...
         starts = list(range(0, count, rows or min(in_halves, key=lambda size: cost_of_passes(ordered, size, device))))
     passes = list(order.tensor_split(starts[1:]))
-    if weights_are_sharded():
+    if sharding():
         counts = [0] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(counts, len(passes))
         while len(passes) < max(counts):
@@ -356,3 +381,20 @@ def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Te
     if isinstance(chunks[0], torch.Tensor):
         return torch.cat(chunks)
     return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+
+LARGEST_PIECE = 2**28  # numbers: in float32, a gigabyte
+
+
+def in_pieces(function: Callable, numbers: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Apply a function to a batch, a few rows at a time where it holds many numbers for a row: logits.
+
+    numbers: how many, for each row. Tensors and what the function returns have the same rows. With several pieces,
+    the backward pass computes each anew, so that those of one piece are all that is ever held.
+    """
+    rows = max(1, LARGEST_PIECE // max(1, numbers))
+    if rows >= len(tensors[0]):
+        return function(*tensors)
+    pieces = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

@@ -1,0 +1,244 @@
+"""What changes memory, and what it may change besides: gradient checkpointing, frozen models in bfloat16, slices."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import SCRIPTS, launch
+from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ppo_rlhf.lib import lm, models, processes
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.tldr_policy import ActorCritic
+
+VOCAB = PAD = 29
+TOKENS = torch.randint(1, VOCAB, (3, 11), generator=torch.Generator().manual_seed(0))
+TOKENS[0, :4] = TOKENS[1, 8:] = PAD
+CONTEXT = 6
+RUN = Path(__file__).parent / "checkpointed_run.py"
+
+
+# ---- Gradient checkpointing ------------------------------------------------------------------------------------
+
+
+def passes(network: ActorCritic) -> tuple[list[torch.Tensor], int]:
+    """Results and gradients of a pass forward and backward; how many numbers it keeps in between."""
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel() if tensor.requires_grad and not tensor.is_leaf else 0
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        results = network(TOKENS, PAD, CONTEXT, 0.7)
+    sum((tensor * tensor).sum() for tensor in results if tensor.requires_grad).backward()
+    return [*results, *(p.grad for p in network.parameters() if p.grad is not None)], kept
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama", "qwen2"])
+def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny_models):
+    networks = [
+        ActorCritic(
+            tiny_models(architecture).eval(), lm.RewardModel(tiny_models(architecture, seed=1).base_model), VOCAB
+        )
+        for _ in range(2)
+    ]
+    networks[1].load_state_dict(networks[0].state_dict())
+    models.checkpoint_layers(networks[1])
+    (expected, all_kept), (actual, kept) = map(passes, networks)
+    assert len(expected) == len(actual) and all(map(torch.equal, actual, expected))
+    assert kept < 0.5 * all_kept
+    uniforms = torch.rand(3, 5, generator=torch.Generator().manual_seed(1))
+    sampled = [lm.generate(network.lm_backbone, TOKENS, uniforms, PAD, VOCAB, 0.7) for network in networks]
+    assert all(map(torch.equal, *sampled))  # with its cache
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_logits_in_pieces_give_the_same(rows, tiny_models, monkeypatch):
+    """Those of a row or two at a time, and once more in the backward pass."""
+    network = ActorCritic(
+        tiny_models("gpt2").double(), lm.RewardModel(tiny_models("gpt2").base_model).double(), VOCAB
+    )
+    expected, _ = passes(network)
+    network.zero_grad()
+    length = TOKENS.shape[1] - CONTEXT
+    monkeypatch.setattr(processes, "LARGEST_PIECE", rows * length * VOCAB + 1)
+    monkeypatch.setattr(lm, "scaled_logits", counted := Counted(lm.scaled_logits))
+    actual, _ = passes(network)
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, rtol=1e-12, atol=1e-13)
+    assert sorted(counted.rows) == sorted(2 * {1: [1, 1, 1], 2: [2, 1]}[rows])
+
+
+class Counted:
+    def __init__(self, function: Callable):
+        self.function, self.rows = function, []
+
+    def __call__(self, lm_backbone, hidden_states, *arguments):
+        self.rows.append(len(hidden_states))
+        return self.function(lm_backbone, hidden_states, *arguments)
+
+
+SMALL = {  # a script, and what makes a run of it small
+    "tldr_sft.py": "--batch_size 16 --epochs 1 --eval_posts 4 --lr 0.01",
+    "tldr_reward.py": "--batch_size 16 --lr 0.01 --normalize_posts 4",
+    "tldr_policy.py": "--ppo.total_episodes 16 --ppo.batch_size 8 --ppo.nminibatches 1 --ppo.lr 0.01 "
+    "--eval_interval 0 --eval_posts 4 --rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.monitor=",
+    "train_reward.py": "--save_interval 0",
+    "train_policy.py": "--ppo.total_episodes 32 --save_interval 0 --ppo.lr 0.01 "
+    "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --rewards.monitor=",
+}
+STEPS = {"tldr_sft.py": 3, "tldr_reward.py": 3, "tldr_policy.py": 8, "train_reward.py": 5, "train_policy.py": 8}
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_metrics_are_the_same_with_gradient_checkpointing(script, tiny_world: Path, tiny_posts: Path, tmp_path: Path):
+    if script.startswith("tldr"):
+        words = [*posts_arguments(tiny_posts), "--base_model", str(tiny_posts / "model")]
+    else:
+        own = reward_arguments(tiny_world) if script == "train_reward.py" else policy_arguments()
+        words = [*world_arguments(tiny_world), *own]
+    rows, checkpoints = [], []
+    for name, flags in {"without": [], "with": ["--gradient_checkpointing"]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        result = launch(RUN, str(SCRIPTS / script), *words, *SMALL[script].split(), *flags, folder=folder)
+        assert result.status == 0, result.stderr
+        rows.append(metrics_of(only(folder, "runs/*")))
+        checkpoints.append(int((folder / "checkpoints").read_text()))
+    assert rows[0] == rows[1] and len(rows[0]) >= 2
+    layers_of_a_pass = 2 if script == "tldr_policy.py" else 1  # policy and critic, of one layer each
+    assert checkpoints[0] == 0 and checkpoints[1] >= layers_of_a_pass * STEPS[script]
+
+
+# ---- Frozen models in bfloat16 ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["gpt2", "gpt_neox", "llama", "qwen2"])
+def saved(request, tiny_models, tiny_tokenizer, tmp_path: Path) -> Path:
+    """The folders sft and reward: a language model, and a reward model with another."""
+    language_model = tiny_models(request.param).eval()
+    language_model.save_pretrained(tmp_path / "sft")
+    reward_model = lm.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
+    with torch.no_grad():
+        reward_model.bias.fill_(1.5)
+    models.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})
+    return tmp_path
+
+
+def test_a_frozen_reward_model_has_a_head_in_full_precision(saved: Path):
+    exact, rounded = (models.load_reward_model(saved / "reward", dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert {parameter.dtype for parameter in rounded.lm_backbone.parameters()} == {torch.bfloat16}
+    own = [rounded.gain, rounded.bias, *rounded.reward_head.parameters(), *rounded.buffers()]
+    assert {tensor.dtype for tensor in own} == {torch.float32}
+    scores, expected = rounded(TOKENS, PAD), exact(TOKENS, PAD)
+    assert scores.dtype == torch.float32 and not torch.equal(scores, expected)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0.1)
+
+
+def test_a_run_of_chapter_1_with_frozen_models_in_bfloat16(tiny_world: Path, tiny_reward: Path, tmp_path: Path):
+    words = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.trained_model", str(tiny_reward)]
+    rows = []
+    for name, flags in {"without": [], "with": ["--frozen_bfloat16"]}.items():
+        (tmp_path / name).mkdir()
+        result = launch("train_policy.py", *words, *flags, folder=tmp_path / name)
+        assert result.status == 0, result.stderr
+        rows.append(metrics_of(only(tmp_path / name, "runs/*"))[0])
+    assert abs(rows[0]["objective/kl"]) < 1e-5 < abs(rows[1]["objective/kl"]) < 0.05
+    assert rows[0]["objective/score"] != rows[1]["objective/score"]
+    assert rows[1]["objective/score"] == pytest.approx(rows[0]["objective/score"], abs=0.05)
+
+
+# ---- Slices of weights from files ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path: Path):
+    """A group of one process, which reads all slices."""
+    monkeypatch.setattr(processes, "sharding", lambda: True)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield SimpleNamespace(device=torch.device("cpu"))
+    torch.distributed.destroy_process_group()
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: processes.full_tensor(tensor).detach().clone() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModel, None])
+@pytest.mark.parametrize("several", [False, True])
+def test_slices_are_those_of_the_whole_model(saved: Path, auto_class, several: bool, monkeypatch, alone):
+    """Of a language model, with its output layer and without, in one file or several; and of a reward model."""
+
+    def load() -> torch.nn.Module:
+        if auto_class is None:
+            return models.load_reward_model(saved / "reward", torch.float32)
+        return models.load_pretrained(str(saved / "sft"), torch.float32, auto_class=auto_class)
+
+    if several:
+        for folder, opened in (("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
+            opened.from_pretrained(saved / folder).save_pretrained(saved / folder, max_shard_size="10KB")
+            (saved / folder / "model.safetensors").unlink(missing_ok=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "sharding", lambda: False)
+        whole = load()
+    model = load()
+    assert all(parameter.is_meta for parameter in getattr(model, "lm_backbone", model).parameters())
+    models.place(model, alone)
+    expected, actual = weights_of(whole), weights_of(model)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+    assert not model.training or auto_class is None
+    if auto_class is None:
+        assert torch.equal(model(TOKENS, PAD), whole(TOKENS, PAD))
+    elif auto_class is AutoModelForCausalLM:
+        copied = models.whole_copy(model, torch.bfloat16)
+        assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+        rounded = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
+        buffers = dict(copied.named_buffers())
+        for name, tensor in weights_of(copied).items():
+            assert torch.equal(tensor.float(), expected[name] if name in buffers else rounded[name])
+
+
+def spoil(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+NORM = "transformer.ln_f.weight"
+SPOILT = {
+    "its weights lack transformer.ln_f.weight": lambda tensors: tensors.pop(NORM),
+    r"hold transformer.ln_f.weight of shape \(3,\), but config.json means \(16,\)": lambda tensors: tensors.update(
+        {NORM: torch.ones(3)}
+    ),
+    "its weights hold numbers that are not finite": lambda tensors: tensors[NORM][2].fill_(torch.inf),
+}
+
+
+@pytest.mark.parametrize("message", SPOILT)
+def test_slices_of_a_damaged_model_are_refused(message, tiny_models, tmp_path: Path, alone):
+    tiny_models("gpt2").save_pretrained(tmp_path / "model")
+    spoil(tmp_path / "model", SPOILT[message])
+    model = models.load_pretrained(str(tmp_path / "model"), torch.float32)
+    with pytest.raises(InputError, match=message):
+        models.place(model, alone)
+
+
+@pytest.mark.parametrize("there", [[], ["pytorch_model.bin"]])
+def test_pickles_are_not_read_for_slices(there, tiny_models, tmp_path: Path, alone):
+    tiny_models("gpt2").save_pretrained(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    for name in there:
+        torch.save({}, tmp_path / "model" / name)
+        index = {"weight_map": {"transformer.ln_f.weight": name}}
+        (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="safetensors"):
+        models.place(models.load_pretrained(str(tmp_path / "model"), torch.float32), alone)
