@@ -447,8 +447,8 @@ def respond(
     Returns four of (batch, response_length): responses, truncated; log-probs and values, which are those of the
     training pass; and the distance of these log-probs from those that the sampler saw.
     """
-    # [T33] [T36] A response ends with its first stop token; what follows is padding, and need not be sampled.
-    #       ppo.py#L350-L355, ppo.py#L494-L495, ppo.py#L542-L549, ppo.py#L632
+    # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
+    # [T33] As it is not looked at, it is not sampled either.   ppo.py#L494-L495, ppo.py#L542-L549
     short, stop_ids = lm.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop}
     responses, sampled_logprobs = lm.generate_until(
         actor_critic.sampler, short, uniforms, ids.pad, actor_critic.vocab_size, temperature, stop_ids
