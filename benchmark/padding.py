@@ -31,7 +31,7 @@ import torch
 import tyro
 from accelerate import Accelerator
 from compare import markdown
-from speed import SHAPES
+from speed import SHAPES, spread_lengths
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -73,16 +73,6 @@ class Args:
     """where"""
     output: Path | None = None
     """file that gets everything measured, as JSON"""
-
-
-def spread_lengths(shortest: int, longest: int, mean: float, count: int) -> Tensor:
-    """So many lengths, the same each time, from shortest to longest with about this mean: (count,)."""
-    if shortest == longest:
-        return torch.full((count,), longest)
-    steepness = (longest - shortest) / (mean - shortest) - 1  # the mean of u^steepness is 1 / (1 + steepness)
-    u = torch.linspace(0, 1, count, dtype=torch.float64) ** steepness
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
-    return (shortest + (longest - shortest) * u).round().long()[order]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
     python benchmark/speed.py --peer trl --query_length 64
     python benchmark/speed.py --peer details trl --details_path lm-human-preference-details --base_model gpt2 \\
         --batch_size 16 --dtype float32 bfloat16
+    python benchmark/speed.py --query_length 64 --shortest_query 24 --peer trl
     python benchmark/speed.py --processes 1 2
     python benchmark/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 --dtype bfloat16 \\
         --compile --output speed.json
@@ -87,7 +88,10 @@ class Args:
     base_model: Literal["tales", "gpt2", "pythia-160m", "pythia-410m"] = "tales"
     """shape of the model; its weights are random"""
     query_length: int = 24
-    """tokens of a query"""
+    """tokens of a query, or of the longest"""
+    shortest_query: int = 0
+    """tokens of the shortest query, if they differ; the mean then lies 0.65 of the way from here to the longest, as
+    with prose that is cut at sentence ends"""
     response_length: int = 24
     """tokens of a response"""
     batch_size: int = 64
@@ -124,13 +128,13 @@ class Args:
 
 
 def flops_per_episode(
-    config: PretrainedConfig, query_length: int, response_length: int, epochs: int
+    config: PretrainedConfig, query_length: float, response_length: int, epochs: int
 ) -> dict[str, int]:
     """FLOPs of the matrix products that one episode needs, by phase."""
     with torch.device("meta"):
         trunk = AutoModelForCausalLM.from_config(config).base_model
     weights = sum(m.weight.numel() for m in trunk.modules() if isinstance(m, torch.nn.Linear | Conv1D))
-    length = query_length + response_length
+    length = round(query_length + response_length)
     keys = length * (length + 1) // 2  # token t attends to t tokens
     attention = 4 * config.hidden_size * config.num_hidden_layers * keys
     trunk_pass = 2 * weights * length + attention
@@ -148,9 +152,8 @@ def flops_per_episode(
 def make_inputs(args: Args) -> dict[str, str]:
     """A model with random weights, its tokenizer, a reward model and texts, made once. Returns their paths."""
     folder = args.folder / args.base_model
-    paths = {name: str(folder / name) for name in ("model", "reward", "texts.jsonl")}
-    texts = folder / "texts.jsonl"
-    if not texts.exists():
+    paths = {name: str(folder / name) for name in ("model", "reward")}
+    if not (folder / "reward" / "config.json").exists():
         torch.manual_seed(0)
         config = SHAPES[args.base_model]()
         model = AutoModelForCausalLM.from_config(config)
@@ -162,10 +165,31 @@ def make_inputs(args: Args) -> dict[str, str]:
         tokenizer.save_pretrained(folder / "model")
         info = {"kind": "reward", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
         save_reward_model(folder / "reward", RewardModel(model), tokenizer, info)
-        ids = torch.randint(1, config.vocab_size, (4096, 256))
-        lines = [json.dumps(" ".join(f"w{i}" for i in row)) for row in ids.tolist()]
-        texts.write_text("\n".join(lines) + "\n")
-    return {"model": paths["model"], "reward": paths["reward"], "texts": paths["texts.jsonl"]}
+    texts = folder / f"texts-{args.shortest_query}-{args.query_length}.jsonl"
+    if not texts.exists():
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, SHAPES[args.base_model]().vocab_size, (4096, args.query_length), generator=generator)
+        shortest, longest = args.shortest_query or args.query_length, args.query_length
+        lengths = spread_lengths(shortest, longest, mean_query(args), 4096)
+        rows = (row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True))
+        texts.write_text("".join(json.dumps(" ".join(f"w{i}" for i in row)) + "\n" for row in rows))
+    return paths | {"texts": str(texts)}
+
+
+def mean_query(args: Args) -> float:
+    """Tokens of a query, in the mean."""
+    shortest = args.shortest_query or args.query_length
+    return shortest + 0.65 * (args.query_length - shortest)
+
+
+def spread_lengths(shortest: int, longest: int, mean: float, count: int) -> torch.Tensor:
+    """So many lengths, the same each time, from shortest to longest with about this mean: (count,)."""
+    if shortest == longest:
+        return torch.full((count,), longest)
+    steepness = (longest - shortest) / (mean - shortest) - 1  # the mean of u^steepness is 1 / (1 + steepness)
+    u = torch.linspace(0, 1, count, dtype=torch.float64) ** steepness
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+    return (shortest + (longest - shortest) * u).round().long()[order]
 
 
 def peers_python(args: Args) -> str:
@@ -217,7 +241,7 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
         "query_length": args.query_length,
         "response_length": args.response_length,
         "batch_size": args.batch_size,
-        "micro_batch_size": args.micro_batch_size or args.batch_size,
+        "micro_batch_size": args.micro_batch_size,
         "epochs": args.epochs,
         "dtype": who.dtype,
         "compile": args.compile,
@@ -300,7 +324,7 @@ PHASES = {
 
 def utilisation_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
     """One row per implementation of ours and phase: share of the time, and share of the rate of matrix products."""
-    flops = flops_per_episode(SHAPES[args.base_model](), args.query_length, args.response_length, args.epochs)
+    flops = flops_per_episode(SHAPES[args.base_model](), mean_query(args), args.response_length, args.epochs)
     rows = []
     for name, measured in runs.items():
         for what, phases in PHASES.items():
@@ -331,6 +355,10 @@ def main(args: Args) -> int:
             raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {processes} processes")
     if "details" in args.peer and args.query_length != args.response_length:
         raise InputError("--peer details cuts queries to --response_length; give both lengths the same number")
+    if "details" in args.peer and args.shortest_query:
+        raise InputError("--peer details wants queries of one length; leave --shortest_query out")
+    if args.shortest_query > args.query_length:
+        raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")
     if "details" in args.peer and args.details_path is None:
         raise InputError("--peer details needs --details_path, a checkout of lm-human-preference-details")
     if "details" in args.peer and not (args.details_path / DETAILS_SCRIPT).exists():
@@ -352,7 +380,8 @@ def main(args: Args) -> int:
             rates = spread([run["matmul_rate"] / 1e9 for run in runs[runner.name]])
             device = runs[runner.name][0]["device"]
             print(f"{runner.name}: matrix products of {rates} GFLOP/s for a process, {runner.dtype}, {device}")
-    print(f"{args.batch_size} episodes of {args.query_length} + {args.response_length} tokens, {args.epochs} epochs")
+    queries = f"{args.shortest_query} to {args.query_length}" if args.shortest_query else args.query_length
+    print(f"{args.batch_size} episodes of {queries} + {args.response_length} tokens, {args.epochs} epochs")
     print(f"medians [lowest, highest] of {args.pairs} runs of {args.updates} updates after the first")
     print(*(REMARKS[peer] for peer in args.peer), sep="\n")
     print(f"arithmetic of TRL: {args.peer_dtype}" if "trl" in args.peer else "")

@@ -169,7 +169,7 @@ def trl(settings: Settings) -> Result:
     reward, value = (
         AutoModelForSequenceClassification.from_pretrained(settings["model"], num_labels=1) for _ in range(2)
     )
-    micro_batch_size = settings["micro_batch_size"]
+    micro_batch_size = settings["micro_batch_size"] or settings["batch_size"]
     config = PPOConfig(
         output_dir=settings["folder"],
         total_episodes=settings["batch_size"] * settings["updates"],
@@ -233,7 +233,8 @@ def details(settings: Settings) -> Result:
         "task.response_length": settings["response_length"],
         "ppo.total_episodes": settings["batch_size"] * settings["updates"],
         "ppo.local_batch_size": settings["batch_size"],
-        "ppo.gradient_accumulation_steps": settings["batch_size"] // settings["micro_batch_size"],
+        "ppo.gradient_accumulation_steps": settings["batch_size"]
+        // (settings["micro_batch_size"] or settings["batch_size"]),
         "ppo.noptepochs": settings["epochs"],
     }
     sys.argv = [
