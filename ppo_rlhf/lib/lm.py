@@ -5,6 +5,7 @@ Files and lines beside marks are those of openai/lm-human-preferences at commit 
 
 import hashlib
 import math
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import precision
+
+LOOK_EVERY = 8  # tokens; how often generation looks whether rows have ended
 
 # ---- Models ----------------------------------------------------------------------------------------------------
 
@@ -169,6 +172,67 @@ def generate(
         hidden_states.append(hidden)
         position_ids = position_ids[:, -1:] + 1
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+@torch.no_grad()
+def generate_until(
+    lm_backbone: PreTrainedModel,
+    contexts: Tensor,
+    uniforms: Tensor,
+    pad_id: int,
+    vocab_size: int,
+    temperature: float,
+    stop_ids: Collection[int],
+) -> tuple[Tensor, Tensor]:
+    """Sample responses as `generate` does, but only up to the first stop id of each; without any, all of them.
+
+    Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length).
+    """
+    tokens = left_pad(contexts, pad_id)
+    mask = tokens != pad_id  # (batch, context_length)
+    position_ids = mask.cumsum(1) - mask.long()
+    tokens = tokens.masked_fill(~mask, 0)
+    width, length = contexts.shape[1], contexts.shape[1] + uniforms.shape[1]
+    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    attention_mask = causal_mask(mask, lm_backbone.dtype)  # of the context; no response token is there yet
+    hidden_token = torch.finfo(lm_backbone.dtype).min
+    attention_mask = F.pad(attention_mask, (0, uniforms.shape[1]), value=hidden_token)
+    token_mask = attention_mask.new_zeros(mask.shape).masked_fill(~mask, hidden_token)  # what a response token sees
+    token_mask = F.pad(token_mask, (0, uniforms.shape[1]), value=hidden_token)[:, None, None]
+    stops = torch.tensor(sorted(stop_ids), device=contexts.device, dtype=torch.long)
+    rows = torch.arange(len(contexts), device=contexts.device)  # those that are still sampled
+    ended = torch.zeros_like(rows, dtype=torch.bool)
+    responses = contexts.new_full(uniforms.shape, pad_id)
+    logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
+    for column in range(uniforms.shape[1]):
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (rows, width)
+        all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
+        cdf = all_logprobs.double().exp().cumsum(1)  # (rows, vocab_size)
+        thresholds = uniforms[rows, column : column + 1].double() * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (rows, 1)
+        responses[rows, column] = torch.where(ended, pad_id, tokens[:, 0]).to(responses.dtype)
+        logprobs[rows, column] = all_logprobs.gather(1, tokens)[:, 0].masked_fill(ended, 0).to(logprobs.dtype)
+        ended = ended | torch.isin(tokens[:, 0], stops)
+        position_ids = position_ids[:, -1:] + 1
+        token_mask[..., width + column] = 0
+        # Every look waits for the device, so it is taken now and then. Rows that have ended leave when they are half.
+        if column % LOOK_EVERY == LOOK_EVERY - 1 and 2 * (left := int((~ended).sum())) <= len(rows):
+            if not left:
+                break
+            kept = (~ended).nonzero()[:, 0]
+            rows, ended, tokens, position_ids, token_mask = (
+                tensor[kept] for tensor in (rows, ended, tokens, position_ids, token_mask)
+            )
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[kept], layer.values[kept]
+        attention_mask = token_mask
+    return responses, logprobs
 
 
 def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:

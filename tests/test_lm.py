@@ -1,0 +1,53 @@
+"""lib/lm.py beyond what chapter 1 has too: sampling that ends where the responses end."""
+
+import pytest
+import torch
+from test_policy_math import PAD, VOCAB, prefer, token_ids
+from torch.testing import assert_close
+
+from ppo_rlhf.lib import lm
+
+ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
+
+
+def contexts_and_noise(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    contexts = token_ids(5, rows, 6)
+    contexts[1, :4] = contexts[2, 3:] = contexts[3, 2:4] = PAD
+    generator = torch.Generator().manual_seed(1)
+    return contexts, torch.rand(rows, length, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("stop_ids", [{3}, {3, 7, 11, 20}, set(), set(range(VOCAB))])
+def test_tokens_and_logprobs_are_those_of_generate_up_to_the_first_stop(tiny_models, architecture, stop_ids):
+    model = tiny_models(architecture).double()
+    contexts, uniforms = contexts_and_noise(12, 45)
+    sampling = (contexts, uniforms, PAD, VOCAB, 8.0)  # so that every id is drawn now and then
+    expected, wanted, _ = lm.generate(model, *sampling)
+    responses, logprobs = lm.generate_until(model, *sampling, stop_ids)
+    lengths = [next((i + 1 for i, token in enumerate(row) if token in stop_ids), 45) for row in expected.tolist()]
+    assert stop_ids != {3, 7, 11, 20} or len(set(lengths)) > 3
+    for row, length in enumerate(lengths):
+        assert responses[row].tolist() == expected[row, :length].tolist() + [PAD] * (45 - length)
+        assert_close(logprobs[row, :length], wanted[row, :length], atol=1e-12, rtol=0)
+        assert (logprobs[row, length:] == 0).all()
+    assert responses.dtype == contexts.dtype
+
+
+def test_sampling_ends_with_the_last_response_and_rows_that_ended_leave(tiny_models, monkeypatch):
+    model = tiny_models("gpt2").double()
+    prefer(model, slice(9, 11))  # ids 9 and 10, about as often
+    rows_of_steps, forward = [], model.base_model.forward
+
+    def counted(input_ids, **options):
+        rows_of_steps.append(len(input_ids))
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(model.base_model, "forward", counted)
+    contexts, uniforms = contexts_and_noise(16, 64)
+    uniforms[:12] = 0.99
+    uniforms[:12, 2] = uniforms[12:15, 10] = uniforms[15, 20] = 0.01  # the step in which each ends
+    uniforms[12:15, :10] = uniforms[15, :20] = 0.99
+    responses, _ = lm.generate_until(model, contexts, uniforms, PAD, VOCAB, 1.0, {9})
+    assert (responses != PAD).sum(1).tolist() == [3] * 12 + [11] * 3 + [21]
+    assert rows_of_steps == [16] * 8 + [4] * 8 + [1] * 8
