@@ -3,9 +3,9 @@
     python benchmark/hub_check.py                                   # or make hub-check
     python benchmark/hub_check.py --base_model gpt2-medium EleutherAI/pythia-2.8b-deduped
 
-Looks for the files of all texts, labels, posts, comparisons, tokenizers and models of the presets, and reads the
-first row of each. The big files are not downloaded, so this takes a minute or two. Prints a line for each; the exit
-status is 1 if something is missing, and 2 without a network.
+Looks for the files of all texts, labels, posts, comparisons, problems, tokenizers and models of the presets, and
+reads the first row of each. The big files are not downloaded, so this takes a minute or two. Prints a line for each;
+the exit status is 1 if something is missing, and 2 without a network.
 """
 
 import io
@@ -26,6 +26,7 @@ from ppo_rlhf.lib.errors import InputError, run_script
 from ppo_rlhf.lib.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
 from ppo_rlhf.lib.models import load_tokenizer
 from ppo_rlhf.lib.posts import COMPARISON_FILES, POSTS_REPOSITORY
+from ppo_rlhf.lib.problems import GSM8K_FILES
 from ppo_rlhf.lib.texts import HUB_FILES, read_json_array
 
 WORLDS = ("tales", "tldr-tales")
@@ -115,6 +116,8 @@ def checks(args: Args) -> Iterator[tuple[str, str, Callable[[], str]]]:
         yield f"posts {split}", POSTS_REPOSITORY, lambda split=split: look_at_posts(split)
     for split in ("train", "validation"):
         yield files("comparisons", COMPARISON_FILES, split, ("info", "summaries", "choice"))
+    for split in ("train", "test"):
+        yield files("gsm8k", GSM8K_FILES, split, ("question", "answer"))
     for name in dict.fromkeys([*(preset.base_model for preset in chapter_1 + chapter_2), *args.base_model]):
         yield "model", name, lambda name=name: look_at_model(name)
 

@@ -12,7 +12,15 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same numbers on a machine with a 
 import pytest
 import torch
 from processes import launch
-from runs import TINY_WORLD, build_tiny_posts, build_tiny_world, only, reward_arguments, world_arguments
+from runs import (
+    TINY_WORLD,
+    build_tiny_posts,
+    build_tiny_sums,
+    build_tiny_world,
+    only,
+    reward_arguments,
+    world_arguments,
+)
 
 torch.set_num_threads(1)
 
@@ -41,6 +49,12 @@ def tiny_world(tmp_path_factory):
 def tiny_posts(tmp_path_factory):
     """The folder of a very small world of posts: model/, 48 + 16 + 16 posts, 48 + 16 comparisons, world.json."""
     return build_tiny_posts(tmp_path_factory.mktemp("posts"))
+
+
+@pytest.fixture(scope="session")
+def tiny_sums(tmp_path_factory):
+    """The folder of a very small world of sums: model/, 64 + 32 problems, world.json."""
+    return build_tiny_sums(tmp_path_factory.mktemp("sums"))
 
 
 VOCAB = 29  # tokens of tiny_tokenizer; its padding id

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ppo_rlhf import tldr_all, train_both
-from ppo_rlhf.lib import errors, models, posts, texts
+from ppo_rlhf.lib import errors, models, posts, problems, texts
 from ppo_rlhf.lib.run import upload_model
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
@@ -55,6 +55,11 @@ def comparisons(split: str, articles: bool = False) -> Any:
     return [*columns, read.groups]
 
 
+def problems_of(split: str) -> Any:
+    read = problems.read_problems(problems.TaskArgs(prompt_format="plain"), models.load_tokenizer("gpt2"), split)
+    return [read.texts, read.answers]
+
+
 def logits(name: str) -> Any:
     model = models.load_pretrained(name, torch.float32).eval()
     with torch.no_grad():
@@ -77,6 +82,7 @@ LOADS: dict[str, Callable[[], Any]] = {
     **{f"posts, {split}": lambda split=split: posts_of(split) for split in ("train", "validation", "test")},
     **{f"comparisons, {split}": lambda split=split: comparisons(split) for split in ("train", "validation")},
     "comparisons, articles": lambda: comparisons("validation", articles=True),
+    **{f"problems, {split}": lambda split=split: problems_of(split) for split in ("train", "test")},
     **{name: lambda name=name: logits(name) for name in ("gpt2", "EleutherAI/pythia-1b-deduped")},
     "pickle": lambda: logits("somebody/pickle"),
     "pickle's safe revision": lambda: (

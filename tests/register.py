@@ -51,6 +51,7 @@ ORIGINALS = {
     "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
     "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
     "huggingface/trl": "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+    "volcengine/verl": "b178a3cd56f58b2d502255daba591e92833930a7",
 }
 
 MARK = re.compile(r"\[([DTX]\d\d)\]")
@@ -66,7 +67,7 @@ HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* ')
 FIELD = re.compile(r"- \*([\w ]+)\*: (.*)")
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
-GOLDEN_ROW = re.compile(r"^\| (`[\w*/]+\.(?:npz|json)`.*?) \|", re.MULTILINE)
+GOLDEN_ROW = re.compile(r"^\| (`[\w*/.]+\.(?:npz|jsonl?|xz)`.*?) \|", re.MULTILINE)
 LENGTH = re.compile(r"(\]\((ppo_rlhf/[\w/]+\.py)\), )([\d,]+)( lines)")
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from ppo_rlhf.worlds import posts, tales
+from ppo_rlhf.worlds import posts, sums, tales
 
 TINY_WORLD = tales.TalesArgs(
     stories=300,
@@ -35,6 +35,19 @@ TINY_POSTS = posts.PostsArgs(
     lm_batch_size=4,
 )
 
+TINY_SUMS = sums.SumsArgs(
+    train_problems=64,
+    test_problems=32,
+    width=16,
+    layers=1,
+    heads=2,
+    lm_solutions=2_000,
+    lm_short_steps=5,
+    lm_steps=5,
+    lm_batch_size=8,
+    start_problems=32,
+)
+
 TIMES = {"elapsed/fps", "elapsed/time", "eps", "time"}
 
 
@@ -48,6 +61,12 @@ def build_tiny_posts(cache: Path) -> Path:
     """The folder of a very small world of posts: model/, posts_<split>.jsonl, comparisons_<split>.jsonl."""
     with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
         return posts.find_world(TINY_POSTS)
+
+
+def build_tiny_sums(cache: Path) -> Path:
+    """The folder of a very small world of sums: model/, problems_<split>.jsonl."""
+    with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
+        return sums.find_world(TINY_SUMS)
 
 
 def world_arguments(world: Path) -> list[str]:

@@ -129,6 +129,12 @@ class Publisher:
         script = self.file("datasets", "openai/summarize_from_feedback", "summarize_from_feedback.py")
         script.write_text("raise SystemExit\n")
 
+    def chapter_3(self) -> None:
+        for split in ("train", "test"):
+            row = {"question": f"1+1 in {split}?", "answer": "1+1=<<1+1=2>>2\n#### 2"}
+            file = self.file("datasets", "openai/gsm8k", f"main/{split}-00000-of-00001.parquet")
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+
     def tokenizer(self, name: str, files: tuple[str, ...], revision: str = "main") -> None:
         """Byte by byte, and an end of text."""
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -192,6 +198,7 @@ def publish(root: Path) -> dict[str, list[float]]:
     publisher.texts_of_2019()
     publisher.labels()
     publisher.chapter_2()
+    publisher.chapter_3()
     gpt2, neox = random_model(GPT2), random_model(NEOX)
     publisher.model("openai-community/gpt2", gpt2, GPT2)
     publisher.tokenizer("openai-community/gpt2", ("tokenizer.json", "vocab.json"))
@@ -302,6 +309,13 @@ def test_comparisons(answers, when):
 
 
 @both
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_problems(answers, when, split):
+    suffix = ' Let\'s think step by step and output the final answer after "####".'
+    assert answers[when][f"problems, {split}"] == [[f"1+1 in {split}?{suffix}"], ["2"]]
+
+
+@both
 @pytest.mark.parametrize(
     ("name", "model"),
     [
@@ -350,10 +364,10 @@ def test_hub_check_finds_everything_and_what_is_missing(tmp_path):
         rows.write_text('[{"text": "under another name"}]')
         incomplete = run_client(tmp_path, hub.address, hub_check.__file__)
     assert complete.returncode == 0, complete.stdout + complete.stderr
-    assert complete.stdout.splitlines()[-1] == "all 17 are there"
+    assert complete.stdout.splitlines()[-1] == "all 19 are there"
     assert incomplete.returncode == 1
     *lines, last = incomplete.stdout.splitlines()
-    assert last == "4 of 17 are missing"
+    assert last == "4 of 19 are missing"
     missing = [line for line in lines if line.startswith("MISSING")]
     for line, what, reason in zip(
         missing,

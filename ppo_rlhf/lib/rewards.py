@@ -1,15 +1,22 @@
-"""Scores of texts by a function."""
+"""Scores of texts: by a function of the user's, and by the verifiers of chapter 3.
+
+Files and lines beside marks of chapter 3 (V01 to V99) are those of volcengine/verl at commit b178a3c.
+"""
 
 import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from decimal import Decimal
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -55,16 +62,21 @@ def takes_references(function: Callable) -> bool:
 
 
 def score_texts(
-    function: Callable, what: str, queries: list[str], responses: list[str], references: Sequence[str | None]
+    function: Callable,
+    what: str,
+    queries: list[str],
+    responses: list[str],
+    references: Sequence[str | None],
+    none: float | None = None,
 ) -> tuple[list[float], str]:
     """What a function says of responses, one number each, and an empty text; or what is wrong with it, in one line.
 
     The function gets lists of its own: queries, responses and, if it has a third parameter, references. what: names
-    the function.
+    the function. none: what it means if the function says None of a response; None: that it has failed.
     """
     try:
         texts = [queries, responses, references] if takes_references(function) else [queries, responses]
-        scores = [float(score) for score in function(*map(list, texts))]
+        scores = [float(none if score is None else score) for score in function(*map(list, texts))]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -126,3 +138,210 @@ def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str
     if own_name in taken:
         raise InputError(f"{flag('rewards.monitor')} {name}: the name {own_name} is taken; rename the function")
     return {own_name: of_texts(name, "rewards.monitor")}
+
+
+# ---- Verifiers: chapter 3 --------------------------------------------------------------------------------------
+
+# [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
+Verifier = Callable[[str, str], float]  # response, answer -> value
+
+# [V16] Sign, dollars, digits with commas, decimals. What follows, as a full stop does, is no part of a number.
+#       reward_score/gsm8k.py#L20-L70
+NUMBER = r"[-+\u2212]?\$?[0-9][0-9,]*(?:\.[0-9]+)?"
+
+
+def last_number(pattern: str, text: str) -> str | None:
+    """The last number that a pattern finds in a text, in plain digits: -1,234.50 for `\u2212$1,234.50`."""
+    found = re.findall(pattern, text)
+    return found[-1].translate({ord("\u2212"): "-", ord("$"): None, ord(","): None}) if found else None
+
+
+def hashed_number(text: str) -> str | None:
+    """The last number that stands behind four hashes and a space, as GSM8K's solutions end; None: there is none."""
+    # [V16] The last one counts: who corrects himself means that.
+    return last_number(f"#### ({NUMBER})", text)
+
+
+def equal_numbers(number: str | None, answer: str) -> float:
+    """1 if they are the same number, such as 72, 72.00 and 072; else 0, also if one of them is none."""
+    answer = answer.strip()
+    gold = last_number(NUMBER, answer) if re.fullmatch(NUMBER, answer) else None
+    return float(number is not None and gold is not None and Decimal(number) == Decimal(gold))
+
+
+def gsm8k_strict(response: str, answer: str) -> float:
+    """1 if the last number behind `#### ` is the answer, else 0."""
+    return equal_numbers(hashed_number(response), answer)
+
+
+def gsm8k_flexible(response: str, answer: str) -> float:
+    """1 if the last number of all is the answer, else 0."""
+    # [V17] Whatever stands before and behind it.   reward_score/gsm8k.py#L20-L70
+    return equal_numbers(last_number(NUMBER, response), answer)
+
+
+def gsm8k_format(response: str, answer: str) -> float:
+    """1 if there is a number behind `#### `, right or wrong."""
+    return float(hashed_number(response) is not None)
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{...} whose braces are balanced; None: there is none."""
+    opened, boxes = [], {}
+    for mark in re.finditer(r"(\\boxed\s*{)|\\.|([{}])", text, re.DOTALL):  # \{ and \} are no braces
+        if mark[1] or mark[2] == "{":
+            opened.append(mark)
+        elif mark[2] and opened and (begin := opened.pop())[1]:
+            boxes[begin.start()] = text[begin.end() : mark.start()]
+    return boxes[max(boxes)].strip() if boxes else None
+
+
+class MathVerify:
+    """The library math-verify, in a process of its own that does not outlive an expression which takes too long."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def ask(self, *contents: str) -> bool:
+        """Whether all these contents of boxes are mathematics and, if there are two, whether they are equal."""
+        if self.process is None:
+            self.process = self.start()
+        reply = ""
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(contents) + "\n")
+            self.process.stdin.flush()
+            reply = self.process.stdout.readline()
+        if not reply:  # the process has ended
+            self.process.communicate()
+            self.process = None
+        return reply == "True\n"
+
+    def start(self) -> subprocess.Popen[str]:
+        program = Path(__file__).with_name("math_worker.py")
+        process = subprocess.Popen(
+            [sys.executable, "-P", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that a Ctrl-C reaches the script alone
+        )
+        if process.stdout.readline() != "ready\n":
+            reason = (process.communicate()[1].strip() or "it has ended").splitlines()[-1]
+            raise InputError(f"boxed answers need math-verify ({reason}): pip install 'ppo-rlhf[math]'")
+        return process
+
+
+@functools.lru_cache(maxsize=2**16)
+def same_mathematics(*contents: str) -> bool:
+    return MATH_VERIFY.ask(*contents)
+
+
+MATH_VERIFY = MathVerify()
+
+
+def boxed(response: str, answer: str) -> float:
+    """1 if the last \\boxed{...} holds what equals the answer, else 0. Raises an InputError without math-verify.
+
+    answer: mathematics, with a box around it or without.
+    """
+    # [V19] What is no mathematics, or takes too long, is wrong.   reward_score/math_verify.py#L20-L40
+    content, gold = last_boxed(response), last_boxed(answer)
+    return float(content is not None and same_mathematics(answer if gold is None else gold, content))
+
+
+def answer_line(response: str, answer: str) -> float:
+    """1 if the last `Answer: x` says the answer, letter by letter but for dollars, commas and space; else -1."""
+    # [V20] As DAPO has it: a scale of -1 and 1.   reward_score/math_dapo.py#L220-L272
+    found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response)
+    said, gold = (re.sub(r"[$,\s]", "", text) for text in (found[-1] if found else "", answer))
+    return 1.0 if said and said == gold else -1.0
+
+
+BLOCK = r"<{0}>(?:(?!</?(?:think|answer)>).)*</{0}>"
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def think_answer(response: str, answer: str) -> float:
+    """1 if the response is a think block and an answer block, with nothing but space between them; else 0."""
+    # [V21] The whole response, from its first character to its last.
+    form = BLOCK.format("think") + r"\s*" + BLOCK.format("answer")
+    return float(re.fullmatch(form, response, re.DOTALL) is not None)
+
+
+def think_answer_tags(response: str, answer: str) -> float:
+    """A quarter for each of the four tags of these blocks that stands in the response exactly once."""
+    return sum(response.count(tag) == 1 for tag in TAGS) / len(TAGS)
+
+
+VERIFIERS: dict[str, Verifier] = {
+    function.__name__: function
+    for function in (
+        gsm8k_strict,
+        gsm8k_flexible,
+        gsm8k_format,
+        boxed,
+        answer_line,
+        think_answer,
+        think_answer_tags,
+    )
+}
+
+
+def load_verifier(
+    name: str, field: str, response_prefix: str = "", *, on_all_processes: bool = False
+) -> Callable[[list[str], list[str], list[str]], list[float]]:
+    """One of VERIFIERS, or the function `package.module:name` of texts, for whole batches.
+
+    It takes prompts, responses and answers, and returns a number for each response; NaN: it cannot be scored. A
+    function of the user's says None or NaN of such a response; what else it does wrong ends in an InputError.
+    response_prefix: what the prompts end with that belongs to the responses, such as <think>.
+
+    on_all_processes: they call it together, each with its own texts, and if it fails on one, it fails on all.
+    """
+    # [V22] Once for the whole batch. None and NaN: the row takes no part; other numbers must be finite.
+    what = f"{flag(field)} {name}"
+    if name in VERIFIERS:
+        verifier = VERIFIERS[name]
+
+        def function(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+            return [verifier(response, answer) for response, answer in zip(responses, answers, strict=True)]
+    elif ":" not in name:
+        raise InputError(f"{what}: unknown; there are {', '.join(VERIFIERS)} and package.module:name")
+    else:
+        with contextlib.chdir("."):  # it may change the current folder, where the run will begin
+            function = import_function(name, field)
+
+    def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+        # [V21] A tag that the prompt's template has opened is put back.
+        responses = [response_prefix + response for response in responses]
+        if name in VERIFIERS:
+            return function(prompts, responses, answers)
+        scores, problem = score_texts(function, what, prompts, responses, answers, none=math.nan)
+        if not problem and (infinite := [number for number, score in enumerate(scores) if math.isinf(score)]):
+            problem = (
+                f"{what} returned {scores[infinite[0]]} for text {infinite[0]}; scores must be finite, NaN or None"
+            )
+        if on_all_processes:
+            processes.fail_together(problem)
+        elif problem:
+            raise InputError(problem)
+        return scores
+
+    with contextlib.chdir("."):
+        score(["A prompt."] * 2, ["A response.", r"Another one: \boxed{5}"], ["4", "5"])
+    return score
+
+
+def overlong_punishment(lengths: torch.Tensor, response_length: int, buffer: int, factor: float) -> torch.Tensor:
+    """What a response near its greatest length loses: 0 to -factor, to be added to its score. (batch,), float64.
+
+    lengths: (batch,) tokens, the stop id included. Nothing up to response_length - buffer tokens, then more and more.
+    """
+    # [V26] A line from 0 to -factor over the last `buffer` tokens.   reward_manager/dapo.py#L116-L127
+    return factor * ((response_length - buffer - lengths.double()) / buffer).clamp(max=0)
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The probability that at least one of k of a prompt's samples is right, if so many of them are."""
+    # [V98] Drawn without replacement: at k = samples it is 0 or 1.
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf.lib import run, texts
-from ppo_rlhf.worlds import posts, tales
+from ppo_rlhf.worlds import posts, sums, tales
 
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
 WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "base_model": {
         "tales": lambda: tales.find_world() / "model",
         "tldr-tales": lambda: posts.find_world() / "model",
+        "sums": lambda: sums.find_world() / "model",
     },
     "label_dataset": {},
     "task.query_dataset": {"tales": lambda: tales.find_world()},
     "task.posts": {"tales": lambda: posts.find_world()},
     "task.comparisons": {"tales": lambda: posts.find_world()},
+    "task.problems": {"sums": lambda: sums.find_world()},
+    "task.test_problems": {"sums": lambda: sums.find_world()},
     "rewards.trained_model": {},
     "rewards.value_model": {},
 }
@@ -30,6 +33,8 @@ OTHER_NAMES = {
     "task.query_dataset": {*texts.HUB_TEXTS, "dummy"},
     "task.posts": {"tldr"},
     "task.comparisons": {"tldr"},
+    "task.problems": {"gsm8k"},
+    "task.test_problems": {"gsm8k"},
 }
 
 

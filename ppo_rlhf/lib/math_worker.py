@@ -1,0 +1,43 @@
+"""The process in which math-verify reads and compares mathematics, for lib/rewards.py.
+
+It writes "ready", then True or False for each line that it reads: a JSON list of one text (is it mathematics?) or of
+two, first the right answer (are they equal?). Each text is what stands in a box.
+
+Expressions from a language model may take for ever, and compute where no handler of Python's is called. So the kernel
+ends the process after SECONDS of computing, or above MEMORY, and whoever asked begins another.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+SECONDS = 5.0
+MEMORY = 4 * 2**30  # bytes
+
+
+def is_true(contents: list[str]) -> bool:
+    # [V19] First the right answer is read, then the other; verify() takes them in this order.
+    latex = [LatexExtractionConfig(boxed_match_priority=0)]
+    parsed = [
+        parse(f"\\boxed{{{text}}}", latex, fallback_mode="no_fallback", parsing_timeout=None) for text in contents
+    ]
+    return all(parsed) and (len(parsed) < 2 or verify(*parsed, timeout_seconds=None))
+
+
+def main() -> None:
+    print("ready", flush=True)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this process's own time; what it does then ends it
+        answer = is_true(json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

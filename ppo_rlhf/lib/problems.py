@@ -1,0 +1,242 @@
+"""Where the problems of chapter 3 come from, and how they become prompts.
+
+--task.problems, --task.test_problems
+    gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
+    sums               the built-in world of worlds/sums.py
+    <folder>           problems_train.jsonl and problems_test.jsonl
+    <file>.jsonl       one file; each 50th row is held out, unless --task.test_problems says what is
+
+A row is an object with a question and an answer, which holds what a response must say:
+
+    {"question": "Petra has 7 apples. Felix gives her 5. How many ...", "answer": "7+5=12\\n#### 12"}
+
+Files and lines beside marks are those of volcengine/verl at commit b178a3c.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jinja2 import TemplateError
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ppo_rlhf.lib import hub, lm, models, posts, rewards, texts
+from ppo_rlhf.lib.errors import InputError, flag
+
+GSM8K_FILES = hub.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
+SOURCES = ("gsm8k", "sums")
+
+# ---- Task ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TaskArgs:
+    problems: str = "gsm8k"
+    """where problems come from: gsm8k, sums, a folder with problems_<split>.jsonl, or a .jsonl file"""
+    test_problems: str = ""
+    """where the held-out problems come from; empty: the test split of the same"""
+    question_column: str = "question"
+    """key of a row's question"""
+    answer_column: str = "answer"
+    """key of a row's answer"""
+    kind_column: str = ""
+    """key of what evaluations tell apart, such as steps; empty: nothing"""
+    answer_format: Literal["hashes", "boxed", "whole"] = "hashes"
+    """what of an answer a response must say: the number behind ####, what stands in its last box (all of it, if it
+    has none), or the whole text"""
+    prompt_format: Literal["chat", "plain"] = "chat"
+    """whether the tokenizer's chat template is put around a question"""
+    system_prompt: str | None = None
+    """first message of a chat, which may be empty; None: whatever the template does then, be it a text of its own"""
+    prompt_suffix: str = ' Let\'s think step by step and output the final answer after "####".'
+    """text after each question"""
+    response_prefix: str = ""
+    """text that every response begins with, such as <think>: the policy reads it at the end of its prompt"""
+    prompt_length: int = 1_024
+    """the most tokens of a prompt; longer ones are left out"""
+    response_length: int = 512
+    """the most tokens of a response, with the token that ends it"""
+    temperature: float = 1.0
+    """sampling temperature of the policy and of the reference"""
+
+
+SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 64, "response_length": 88}
+TASKS = {
+    "gsm8k": TaskArgs(),
+    "sums": TaskArgs(problems="sums", kind_column="steps", **SUMS_TASK),
+}
+
+
+@dataclass(frozen=True)
+class TaskIds:
+    """The task's special tokens as ids of one tokenizer."""
+
+    pad: int  # one above the largest id of the tokenizer
+    stops: tuple[int, ...]  # each of them ends a response
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids can be sampled: those below the padding. The output layer of a model may have more rows."""
+        return self.pad
+
+
+def task_ids(
+    task: TaskArgs, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+) -> TaskIds:
+    """Check the task's numbers and find its special tokens. generation_config: that of the model."""
+    for name in ("prompt_length", "response_length", "temperature"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
+    #       workers/fsdp_workers.py#L945-L949
+    theirs = generation_config.eos_token_id if generation_config else None
+    stops = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None}
+    if not stops:
+        raise InputError("neither the tokenizer nor the model names a token that ends a response")
+    return TaskIds(pad=models.vocabulary_size(tokenizer), stops=tuple(sorted(stops)))
+
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------
+
+
+def render_prompt(question: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text that a response continues."""
+    # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
+    content = question + task.prompt_suffix
+    if task.prompt_format == "plain":
+        if task.system_prompt is not None:
+            raise InputError(f"{flag('task.system_prompt')} is a message of a chat; the prompts here are plain")
+        return content + task.response_prefix
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{flag('task.prompt_format')} chat: the tokenizer has no chat template; plain prompts need none"
+        )
+    # [V02] No system message is another thing than an empty one: for the first, some templates have a text.
+    system = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+    # [V01] One message of the user's, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
+    messages = [*system, {"role": "user", "content": content}]
+    try:
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise InputError(f"the tokenizer's chat template refuses the messages: {error}") from error
+    return prompt + task.response_prefix
+
+
+def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text is nothing but text."""
+    if task.prompt_format == "plain":
+        return texts.encode_text(tokenizer, prompt)
+    return tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
+
+
+# ---- Problems --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Prompts, and what a right response says."""
+
+    prompts: list[list[int]]  # token ids, of different lengths
+    texts: list[str]  # the same as texts, as they were rendered
+    answers: list[str]  # what verifiers compare responses with
+    kinds: list[str]  # what stands under task.kind_column
+    too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
+    unscorable: int  # problems that were left out, because their answer does not say what a response must say
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    def batch(self, inds: Iterable[int], pad_id: int) -> torch.Tensor:
+        """Prompts with these numbers, padded on the left to the longest of them: (prompts, longest)."""
+        # [V05] To the longest of the whole batch: its shape does not depend on how it is split.
+        #       experimental/agent_loop/agent_loop.py#L534-L586
+        rows = [self.prompts[i] for i in inds]
+        return posts.pad_rows(rows, max(map(len, rows)), pad_id, left=True)
+
+
+def load_rows(source: str, field: str, split: str) -> Collection[dict[str, Any]]:
+    """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
+    if source == "gsm8k":
+        remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
+        with hub.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
+            from datasets import load_dataset
+
+            return load_dataset("parquet", data_files=list(GSM8K_FILES.download(split or "test")), split="train")
+    path = Path(source)
+    if path.is_dir():
+        return posts.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
+    if path.suffix != ".jsonl":
+        raise InputError(
+            f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, folders with "
+            f"problems_<split>.jsonl, and .jsonl files"
+        )
+    rows = posts.read_jsonl(path, field)
+    held_out = {"train": False, "test": True}.get(split)
+    return [row for i, row in enumerate(rows) if held_out in (None, i % texts.HELD_OUT == texts.HELD_OUT - 1)]
+
+
+def answer_of(solution: str, answer_format: str) -> str | None:
+    """What a response must say to be right; None if the solution does not tell."""
+    match answer_format:
+        case "hashes":
+            # [V04] The number behind the hashes, without commas.   examples/data_preprocess/gsm8k.py#L30-L35
+            answer = rewards.hashed_number(solution)
+            return answer if answer is not None and rewards.gsm8k_strict(solution, answer) else None
+        case "boxed":
+            # [V19] What is no mathematics cannot be compared.
+            content = rewards.last_boxed(solution)
+            answer = solution.strip() if content is None else content
+            return answer if rewards.same_mathematics(answer) else None
+        case _:
+            return solution.strip() or None
+
+
+def read_problems(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Problems:
+    """Problems of a split. split: train or test. limit: only the first so many rows; 0: all.
+
+    What has too long a prompt, or an answer that does not say what a response must say, is left out and counted.
+    """
+    source, field = task.problems, "problems"
+    if split == "test" and task.test_problems:
+        source, field, split = task.test_problems, "test_problems", ""
+    elif split == "train" and task.test_problems and Path(source).suffix == ".jsonl":
+        split = ""  # nothing of it is held out
+    what = f"{flag(f'task.{field}')} {source}"
+    kept, too_long, unscorable = [], 0, 0
+    for number, row in enumerate(load_rows(source, field, split)):
+        if limit and number >= limit:
+            break
+        posts.check_row(row, (task.question_column, task.answer_column), f"{what}: row {number}")
+        answer = answer_of(row[task.answer_column], task.answer_format)
+        if answer is None:
+            unscorable += 1
+            continue
+        prompt = render_prompt(row[task.question_column], task, tokenizer)
+        tokens = encode_prompt(prompt, task, tokenizer)
+        # [V06] A prompt that is too long is left out, never cut.   utils/dataset/rl_dataset.py#L181-L258
+        if len(tokens) > task.prompt_length:
+            too_long += 1
+            continue
+        kept.append((tokens, prompt, answer, str(row.get(task.kind_column, ""))))
+    if not kept:
+        raise InputError(
+            f"{what}: none of its {split or 'test'} rows can be used: {unscorable} say no answer in the format "
+            f"{flag('task.answer_format')} {task.answer_format}, and {too_long} have a prompt of more than "
+            f"{flag('task.prompt_length')} {task.prompt_length} tokens"
+        )
+    return Problems(*map(list, zip(*kept, strict=True)), too_long=too_long, unscorable=unscorable)
+
+
+def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torch.Tensor:
+    """Which problems make a batch: (batch,). number: how many batches came before it, since the run began."""
+    # [V07] Each epoch has an order of its own, by seed and epoch alone; what does not fill a batch is left out of it.
+    #       trainer/main_ppo.py#L411-L442
+    epoch, place = divmod(number, problems // batch)
+    order = torch.randperm(problems, generator=lm.keyed_generator(seed, "problems", epoch))
+    return order[place * batch : (place + 1) * batch]

@@ -1,0 +1,361 @@
+"""Sums: word problems for chapter 3, a small world with a known truth, like tales.py, that needs no network.
+
+Somebody has some things, and a few things happen. A solution shows its steps and ends as those of GSM8K do:
+
+    Petra has 7 apples. Felix gives Petra 5. Petra loses 3. How many apples does Petra have?
+    7+5=12
+    12-3=9
+    #### 9
+
+1. `write_problem`: a seeded grammar writes problems of one to four steps.
+2. `solve`: pupils write solutions. Some just calculate, others say first what happened; and in each step they may err
+   (ERRORS). Whoever errs goes on with the wrong number.
+3. `train_language_model`: a small Llama learns from scratch to write what pupils write. So it is right now and then,
+   more often if it takes the likeliest token than if it samples, and short or long as the pupils are.
+4. `measure_start`: how often it is right, on problems held out. What reinforcement learning starts from.
+
+The problems are written in GSM8K's format, and read by the same code.
+
+    python ppo_rlhf/worlds/sums.py    # build the world, unless it is there, and read a little of it
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ppo_rlhf.lib import cli, errors, lm, problems, rewards, texts
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.worlds import building, tales
+
+# ---- Arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SumsArgs:
+    """The settings of a world. Worlds with other settings live in other folders of the cache."""
+
+    seed: int = 1
+    """seed of everything in the world; not the seed of a training run, so that many runs share one world"""
+    train_problems: int = 8_192
+    """problems to train on"""
+    test_problems: int = 1_024
+    """problems held out"""
+    largest: int = 9
+    """the largest number that comes or goes in a step"""
+    largest_first: int = 20
+    """the largest number at first"""
+    error_rate: float = 0.12
+    """how likely a pupil errs in a step"""
+    wordy: float = 0.5
+    """share of pupils who say what happened before they calculate"""
+    vocab_size: int = 400
+    """largest number of tokens of the byte-level BPE, in which a digit is a token"""
+    width: int = 128
+    """width of the Llama"""
+    layers: int = 4
+    """layers of the Llama"""
+    heads: int = 4
+    """attention heads of a layer"""
+    max_positions: int = 160
+    """the longest sequence that the Llama can read, in tokens"""
+    lm_solutions: int = 40_000
+    """pupils' solutions to learn from, each of another problem"""
+    lm_short_steps: int = 500
+    """optimiser steps of language-model training on short solutions"""
+    lm_steps: int = 700
+    """further steps, on all"""
+    lm_batch_size: int = 32
+    """solutions per step"""
+    lm_lr: float = 3e-3
+    """learning rate of language-model training (AdamW); on all solutions it falls linearly to zero"""
+    start_problems: int = 512
+    """held-out problems on which the start is measured"""
+
+
+# ---- Problems --------------------------------------------------------------------------------------------------
+
+THINGS = "apples lanterns kettles ropes baskets ladders blankets hammers mirrors barrels candles boats bells"
+Step = tuple[str, int]  # + - or *, and by how much
+
+# What happens: {she} has the things, {other} is somebody else
+EVENTS = {
+    "+": ("{other} gives {her} {number}.", "{she} finds {number}.", "{she} buys {number}."),
+    "-": ("{she} gives {other} {number}.", "{she} loses {number}.", "{she} sells {number}."),
+    "*": ("Then {she} has {number} times as many.", "{other} makes them {number} times as many."),
+}
+PRONOUNS = (("she", "her"), ("he", "him"))  # the names of tales are those of women and men in turn
+FACTORS = (2, 3)
+MOST = 99  # nobody ever has more,
+MOST_OF_PUPILS = 999  # nor do pupils who err write more
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A word problem: how many things there are first, what happens then, and the sentences that say so."""
+
+    first: int
+    steps: tuple[Step, ...]
+    sentences: tuple[str, ...]  # one for the beginning, one for each step
+    question: str  # all of them, and what is asked
+
+
+def apply(step: Step, number: int) -> int:
+    """How many there are after a step."""
+    operation, by = step
+    return {"+": number + by, "-": number - by, "*": number * by}[operation]
+
+
+def write_problem(rng: random.Random, args: SumsArgs) -> Problem:
+    """A problem of one to four steps, each number of steps being equally likely."""
+    names = tales.NAMES.split()
+    name, other = rng.sample(names, 2)
+    she, her = PRONOUNS[names.index(name) % 2]
+    things, count = rng.choice(THINGS.split()), rng.randint(1, 4)
+    first = number = rng.randint(2, args.largest_first)
+    sentences, steps = [f"{name} has {first} {things}."], []
+    while len(steps) < count:
+        operation = rng.choice("+-*")
+        step = operation, rng.choice(FACTORS) if operation == "*" else rng.randint(2, args.largest)
+        if not 0 < apply(step, number) <= MOST:
+            continue
+        number = apply(step, number)
+        steps.append(step)
+        event = rng.choice(EVENTS[operation]).format(she=she, her=her, other=other, number=step[1])
+        sentences.append(event[0].upper() + event[1:])
+    asked = f"How many {things} does {name} have?"
+    return Problem(first, tuple(steps), tuple(sentences), " ".join([*sentences, asked]))
+
+
+def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[str]) -> list[Problem]:
+    """Problems whose questions differ from each other and from those that are taken; they are taken then."""
+    found: list[Problem] = []
+    while len(found) < count:
+        problem = write_problem(rng, args)
+        if problem.question not in taken:
+            taken.add(problem.question)
+            found.append(problem)
+    return found
+
+
+# ---- Pupils ----------------------------------------------------------------------------------------------------
+
+# What may go wrong in a step: its result, its number, its operation, or that it is there at all
+ERRORS = ("slips", "misreads", "confuses", "forgets")
+
+
+def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
+    """What a pupil who errs writes for a step, and how many there are after it then."""
+    operation, by = step
+    while True:
+        match rng.choice(ERRORS):
+            case "slips":
+                result = apply(step, number) + rng.choice([-10, -2, -1, 1, 2, 10])
+                line = f"{number}{operation}{by}={result}"
+            case "misreads":
+                other = (operation, by + rng.choice([-2, -1, 1, 2]))
+                result = apply(other, number)
+                line = f"{number}{operation}{other[1]}={result}"
+            case "confuses":
+                other = (rng.choice("+-*".replace(operation, "")), by)
+                result = apply(other, number)
+                line = f"{number}{other[0]}{by}={result}"
+            case "forgets":
+                line, result = "", number
+        if 0 <= result <= MOST_OF_PUPILS and result != apply(step, number):
+            return line, result
+
+
+def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float) -> str:
+    """A pupil's solution: a line for each step, and the answer behind hashes."""
+    speaks, number, lines = rng.random() < wordy, problem.first, []
+    for step, sentence in zip(problem.steps, problem.sentences[1:], strict=True):
+        if rng.random() < error_rate or not 0 <= apply(step, number) <= MOST_OF_PUPILS:
+            line, number = err(rng, step, number)
+        else:
+            line = f"{number}{step[0]}{step[1]}={apply(step, number)}"
+            number = apply(step, number)
+        if line:
+            lines.append(f"{sentence} {line}" if speaks else line)
+    return "\n".join([*lines, f"#### {number}"])
+
+
+def row_of(problem: Problem) -> dict[str, Any]:
+    """A row as GSM8K has them, with the right solution, and the number of steps."""
+    answer = solve(random.Random(0), problem, error_rate=0.0, wordy=0.0)
+    return {"question": problem.question, "answer": answer, "steps": len(problem.steps)}
+
+
+# ---- The language model ----------------------------------------------------------------------------------------
+
+
+def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE in which each digit is a token; `<|endoftext|>` is token 0, and no text contains it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+
+
+def train_language_model(
+    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, args: SumsArgs, device: str
+) -> tuple[LlamaForCausalLM, float]:
+    """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
+
+    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution.
+
+    To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
+    initial weights. So it begins with the shortest fifth of the pairs.
+    """
+    noise = torch.Generator().manual_seed(args.seed)
+    prompts, solutions = (tokenizer(list(part))["input_ids"] for part in zip(*pairs, strict=True))
+    rows = [
+        (torch.tensor([*prompt, *solution, tokenizer.eos_token_id]), len(prompt))
+        for prompt, solution in zip(prompts, solutions, strict=True)
+    ]
+    rows.sort(key=lambda row: len(row[0]))
+    torch.manual_seed(args.seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=args.width,
+            intermediate_size=11 * args.width // 4,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            max_position_embeddings=args.max_positions,
+            initializer_range=0.09,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lm_lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    losses: list[float] = []
+    for number in range(args.lm_short_steps + args.lm_steps):
+        left = 1 - (number - args.lm_short_steps) / args.lm_steps
+        optimizer.param_groups[0]["lr"] = args.lm_lr * min(1, (number + 1) / 50, left)
+        # The rows of a step are neighbours in length, so that little is padded.
+        most = max(1, len(rows) // (5 if number < args.lm_short_steps else 1) - args.lm_batch_size)
+        first = int(torch.randint(most, (), generator=noise))
+        tokens, labels = [], []
+        for row, prompt_length in rows[first : first + args.lm_batch_size]:
+            tokens.append(row)
+            labels.append(torch.where(torch.arange(len(row)) < prompt_length, -100, row))
+        input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)  # (batch, longest)
+        labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
+        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return model.eval(), statistics.fmean(losses[-20:])
+
+
+# ---- The world -------------------------------------------------------------------------------------------------
+
+
+def measure_start(
+    folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: SumsArgs
+) -> dict[str, dict[str, float]]:
+    """The share of right responses to held-out problems, of all and by number of steps; and tokens of a response."""
+    task = dataclasses.replace(problems.TASKS["sums"], problems=str(folder))
+    held_out, ids = problems.read_problems(task, tokenizer, "test", args.start_problems), len(tokenizer)
+    prompts = held_out.batch(range(len(held_out)), ids).to(model.device)
+    noise = lm.keyed_generator(args.seed, "start")
+    uniforms = torch.rand(len(held_out), task.response_length, generator=noise, dtype=torch.float64)
+    start = {}
+    for name, temperature in {"greedy": 0.01, "samples": task.temperature}.items():
+        responses, _, _ = lm.generate(model, prompts, uniforms.to(model.device), ids, ids, temperature)
+        responses = lm.truncate_at(responses, tokenizer.eos_token_id, 0, ids)
+        right = list(map(rewards.gsm8k_strict, texts.to_texts(tokenizer, responses, ids), held_out.answers))
+        lengths = (responses != ids).sum(1).tolist()
+        of_kind = {
+            f"{kind} steps": statistics.fmean(r for r, k in zip(right, held_out.kinds, strict=True) if k == kind)
+            for kind in sorted(set(held_out.kinds))
+        }
+        tokens = {"least": min(lengths), "mean": statistics.fmean(lengths), "most": max(lengths)}
+        start[name] = {"right": statistics.fmean(right), **of_kind, **{f"{k} tokens": n for k, n in tokens.items()}}
+    return start
+
+
+def write_rows(path: Path, found: list[Problem]) -> None:
+    path.write_text("".join(json.dumps(row_of(problem)) + "\n" for problem in found))
+
+
+def build_world(folder: Path, args: SumsArgs) -> None:
+    """Write problems, tokenizer and language model to a new folder; it appears when all is there."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with building.new_world(folder, "sums") as place:
+        print(f"sums: writing {args.train_problems + args.test_problems:,} problems", flush=True)
+        rng, taken = random.Random(args.seed), set()
+        for split in ("test", "train"):
+            found = write_problems(rng, getattr(args, f"{split}_problems"), args, taken)
+            write_rows(place / f"problems_{split}.jsonl", found)
+        # What the language model learns from are other problems again.
+        others = write_problems(rng, args.lm_solutions, args, taken)
+        suffix = problems.TASKS["sums"].prompt_suffix
+        pairs = [(other.question + suffix, solve(rng, other, args.error_rate, args.wordy)) for other in others]
+        tokenizer = train_tokenizer([prompt + solution for prompt, solution in pairs[:4_000]], args.vocab_size)
+        print(f"sums: training a Llama on {len(pairs):,} solutions, {args.lm_steps} steps", flush=True)
+        model, loss = train_language_model(pairs, tokenizer, args, device)
+        model.save_pretrained(place / "model")
+        tokenizer.save_pretrained(place / "model")
+        facts = {
+            "settings": dataclasses.asdict(args),
+            "parameters": model.num_parameters(),
+            "lm_loss": loss,
+            "start": measure_start(place, model, tokenizer, args),
+        }
+        (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def find_world(args: SumsArgs | None = None) -> Path:
+    """The folder of the world with these settings; it is built if it does not exist."""
+    args = args or SumsArgs()
+    cli.check_values(args)
+    sizes = {name for name, value in dataclasses.asdict(args).items() if type(value) is int} - {"seed"}
+    cli.at_least(1, "", args, *sorted(sizes))
+    cli.above_zero("", args, "lm_lr")
+    for name in ("error_rate", "wordy"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise InputError(f"{name} is {getattr(args, name)}; it must be in 0..1")
+    if not 2 <= args.largest <= MOST:
+        raise InputError(f"largest is {args.largest}; it must be in 2..{MOST}")
+    if args.width % (4 * args.heads):
+        raise InputError(f"width {args.width} is no multiple of 4 x heads {args.heads}")
+    made_of = [dataclasses.asdict(args), tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS]
+    return building.find("sums", made_of, lambda folder: build_world(folder, args))
+
+
+def main() -> None:
+    world = find_world(tyro.cli(SumsArgs, description=__doc__))
+    facts = building.read_facts(world)
+    greedy, samples = (facts["start"][name]["right"] for name in ("greedy", "samples"))
+    print(f"{world}: a Llama of {facts['parameters']:,} parameters, right in {samples:.0%} of its samples", end=" ")
+    print(f"and {greedy:.0%} of its likeliest responses. A problem and its solution:\n")
+    with (world / "problems_train.jsonl").open() as file:
+        row = json.loads(file.readline())
+    print(f"{row['question']}\n{row['answer']}")
+
+
+if __name__ == "__main__":
+    errors.run_script(main)

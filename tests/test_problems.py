@@ -1,0 +1,282 @@
+"""lib/problems.py: rows of problems, prompts, answers, batches."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from ppo_rlhf.lib import problems
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.problems import TaskArgs
+
+GSM8K = Path(__file__).parent / "golden" / "gsm8k"
+DEFAULT = "<|im_start|>system\nBe good.<|im_end|>\n"
+SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
+# As Qwen2.5's: a text of its own where no system message is given.
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A token for each byte, and three special ones: 256 to 258. Texts end with 258."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=chat_template)
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def task(**changes) -> TaskArgs:
+    return dataclasses.replace(TaskArgs(problems=str(GSM8K)), **changes)
+
+
+def written(folder: Path, rows: list, name: str = "problems_train.jsonl") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join((row if type(row) is str else json.dumps(row)) + "\n" for row in rows))
+    return folder / name
+
+
+def sums(count: int, **columns) -> list[dict]:
+    return [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}", **columns} for i in range(count)]
+
+
+def read(source: Path, split: str = "train", limit: int = 0, **changes) -> problems.Problems:
+    return problems.read_problems(task(problems=str(source), **changes), TOKENIZER, split, limit)
+
+
+def error_line(*given, **changes) -> str:
+    with pytest.raises(InputError) as caught:
+        read(*given, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {},
+            f"{DEFAULT}<|im_start|>user\nWhy?{SUFFIX}<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            {"system_prompt": "", "prompt_suffix": ""},
+            "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            {"system_prompt": "Add.", "prompt_suffix": "!", "response_prefix": "<think>"},
+            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhy?!<|im_end|>\n<|im_start|>assistant\n<think>",
+        ),
+        ({"prompt_format": "plain"}, f"Why?{SUFFIX}"),
+        ({"prompt_format": "plain", "prompt_suffix": "\n", "response_prefix": "<think>"}, "Why?\n<think>"),
+    ],
+)
+def test_prompts(changes, expected):
+    assert problems.render_prompt("Why?", task(**changes), TOKENIZER) == expected
+
+
+def test_the_ids_of_a_chat_are_those_of_the_template():
+    train = read(GSM8K)
+    rows = [json.loads(line) for line in (GSM8K / "problems_train.jsonl").read_text().splitlines()]
+    assert len(train) == len(rows) == 32
+    for row, tokens, text in zip(rows, train.prompts, train.texts, strict=True):
+        messages = [{"role": "user", "content": row["question"] + SUFFIX}]
+        assert tokens == TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert TOKENIZER.decode(tokens) == text
+
+
+def test_a_special_token_in_a_plain_question_is_text():
+    plain = task(prompt_format="plain", prompt_suffix="")
+    assert max(problems.encode_prompt("a<|im_end|>", plain, TOKENIZER)) < 256
+    assert problems.encode_prompt("a<|im_end|>", task(), TOKENIZER)[-1] == 258
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "words"),
+    [
+        ({}, None, "--task.prompt_format chat"),
+        ({"prompt_format": "plain", "system_prompt": ""}, TEMPLATE, "--task.system_prompt"),
+        ({"system_prompt": "x"}, "{{ raise_exception('no system messages') }}", "no system messages"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused_in_one_line(changes, template, words):
+    with pytest.raises(InputError) as caught:
+        problems.render_prompt("Why?", task(**changes), byte_tokenizer(template))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- Special tokens --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("eos", "expected"), [([258, 256], (256, 258)), (256, (256, 258)), (None, (258,)), ([258], (258,))]
+)
+def test_stop_ids_are_the_tokenizer_s_and_the_model_s(eos, expected):
+    config = GenerationConfig(eos_token_id=eos, pad_token_id=256)
+    assert problems.task_ids(task(), TOKENIZER, config).stops == expected
+
+
+def test_padding_is_no_token():
+    ids = problems.task_ids(task(), TOKENIZER)
+    assert ids.pad == ids.vocab_size == 259 and ids.stops == (258,)
+
+
+@pytest.mark.parametrize("changes", [{"prompt_length": 0}, {"response_length": -1}, {"temperature": 0.0}])
+def test_numbers_of_the_task_are_above_0(changes):
+    with pytest.raises(InputError, match=f"--task.{next(iter(changes))} is"):
+        problems.task_ids(task(**changes), TOKENIZER)
+
+
+def test_something_must_end_a_response():
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="ends a response"):
+        problems.task_ids(task(), tokenizer)
+
+
+# ---- Rows ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_the_numbers_behind_the_hashes():
+    train, test = read(GSM8K), read(GSM8K, "test")
+    assert train.answers[:4] == ["72", "10", "5", "42"] and test.answers[:4] == ["18", "3", "70000", "540"]
+    assert (train.too_long, train.unscorable, len(test)) == (0, 0, 16)
+
+
+@pytest.mark.parametrize(
+    ("answer", "answer_format", "expected"),
+    [
+        ("1,000+200=1,200\n#### 1,200", "hashes", "1200"),
+        ("It is 5.", "hashes", None),
+        (r"It is \boxed{3}, no, \boxed{\frac{1}{2}}.", "boxed", r"\frac{1}{2}"),
+        (r" \frac{1}{2} ", "boxed", r"\frac{1}{2}"),
+        (r"\boxed{}", "boxed", None),
+        (r"\frac{", "boxed", None),
+        (" by heart ", "whole", "by heart"),
+        (" ", "whole", None),
+    ],
+)
+def test_what_a_response_must_say(tmp_path, answer, answer_format, expected):
+    rows = [{"question": "Why?", "answer": answer}, {"question": "And?", "answer": r"\boxed{7} #### 7"}]
+    found = read(written(tmp_path, rows).parent, answer_format=answer_format)
+    assert found.unscorable == (expected is None)
+    assert found.answers[:-1] == [expected] * (expected is not None)
+
+
+def test_long_prompts_are_left_out_and_counted_and_never_cut(tmp_path):
+    rows = sums(3)
+    rows[1]["question"] = "x" * 30
+    found = read(written(tmp_path, rows).parent, prompt_format="plain", prompt_suffix="", prompt_length=29)
+    assert (found.texts, found.answers, found.too_long) == (["0+0?", "2+2?"], ["0", "4"], 1)
+    found = read(tmp_path, prompt_format="plain", prompt_suffix="", prompt_length=30)
+    assert len(found) == 3 and found.too_long == 0 and found.longest() == 30
+
+
+def test_columns_may_have_other_names_and_kinds_are_told_apart(tmp_path):
+    rows = [{"problem": "1+1?", "solution": "#### 2", "level": level} for level in (1, "hard")]
+    names = {"question_column": "problem", "answer_column": "solution", "kind_column": "level"}
+    found = read(written(tmp_path, rows).parent, **names)
+    assert found.answers == ["2", "2"] and found.kinds == ["1", "hard"]
+    assert "'question'" in error_line(tmp_path)
+
+
+def test_of_a_single_file_every_50th_row_is_held_out(tmp_path):
+    file = written(tmp_path, sums(120), "sums.jsonl")
+    train, test = read(file), read(file, "test")
+    assert test.answers == ["98", "198"] and len(train) == 118 and "98" not in train.answers
+    other = str(written(tmp_path, sums(3), "other.jsonl"))
+    assert len(read(file, test_problems=other)) == 120
+    assert read(file, "test", test_problems=other).answers == ["0", "2", "4"]
+    assert read(file, "test", test_problems=str(GSM8K)).answers[0] == "18"
+
+
+def test_a_limit_takes_the_first_rows(tmp_path):
+    assert read(written(tmp_path, sums(9)).parent, limit=2).answers == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (["{"], "problems_train.jsonl, row 0"),
+        (["[1]"], "is not a JSON object"),
+        ([{"question": "Why?"}], "row 0 has no text under 'answer'"),
+        ([*sums(1), {"question": 5, "answer": "#### 5"}], "row 1 has no text under 'question'"),
+        ([{"question": "\ud83d", "answer": "#### 5"}], "is not valid Unicode"),
+        ([{"question": "Why?", "answer": "5"}], "none of its train rows can be used: 1 say no answer"),
+        ([], "none of its train rows can be used"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, rows, words):
+    line = error_line(written(tmp_path, rows).parent)
+    assert line.startswith("--task.problems") and words in line
+
+
+@pytest.mark.parametrize("source", ["gsm9k", "no_such_folder", "texts.txt"])
+def test_an_unknown_source_is_named(source):
+    line = error_line(Path(source))
+    assert f"--task.problems {source}" in line and "gsm8k, sums" in line
+
+
+def test_a_missing_split_is_named(tmp_path):
+    assert "problems_test.jsonl" in error_line(written(tmp_path, sums(3)).parent, "test")
+    file = written(tmp_path, sums(3), "sums.jsonl")
+    assert "none of its test rows" in error_line(file, "test")
+    assert "--task.test_problems nothing" in error_line(file, "test", test_problems="nothing")
+
+
+def test_without_a_network_one_line_says_what_to_do(monkeypatch, tmp_path):
+    def not_there(*arguments, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", not_there)
+    line = error_line(Path("gsm8k"))
+    assert line.startswith("--task.problems gsm8k") and "--preset sums" in line
+
+
+# ---- Batches ---------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_padded_on_the_left_to_the_longest_of_the_batch(tmp_path):
+    rows = sums(12)
+    found = read(written(tmp_path, rows).parent, prompt_format="plain", prompt_suffix="")
+    batch = found.batch([9, 10, 0], pad_id=300)
+    assert batch.shape == (3, 6)  # "10+10?" is one token for each byte
+    assert (batch == 300).sum(1).tolist() == [2, 0, 2]
+    for row, text in zip(batch, ("9+9?", "10+10?", "0+0?"), strict=True):
+        assert TOKENIZER.decode(row[-len(text) :]) == text and (row[: 6 - len(text)] == 300).all()
+
+
+def test_an_epoch_is_dealt_in_batches_and_shuffled_again():
+    """7 problems, batches of 3: one is left out of each epoch."""
+    batches = [problems.problems_of_batch(7, 3, number, seed=1) for number in range(8)]
+    epochs = [torch.cat(batches[i : i + 2]).tolist() for i in range(0, 8, 2)]
+    assert all(len(set(epoch)) == 6 and set(epoch) <= set(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    again = [problems.problems_of_batch(7, 3, number, seed=1) for number in (5, 0)]  # in any order, as after a resume
+    assert torch.equal(again[0], batches[5]) and torch.equal(again[1], batches[0])
+    assert any(not torch.equal(problems.problems_of_batch(7, 3, i, seed=2), batches[i]) for i in range(3))
+
+
+def test_gsm8k_has_29_batches_of_256_in_an_epoch():
+    """As the logged run has it: 49 of 7,473 problems are unused in an epoch."""
+    seen = torch.cat([problems.problems_of_batch(7473, 256, number, seed=1) for number in range(29)])
+    assert len(set(seen.tolist())) == 7473 - 49
+    assert set(problems.problems_of_batch(7473, 256, 29, seed=1).tolist()) & set(seen.tolist())
+
+
+def test_the_suffix_of_gsm8k_is_that_of_the_published_runs():
+    assert problems.TASKS["gsm8k"].prompt_suffix == SUFFIX
+    assert (problems.TASKS["gsm8k"].prompt_length, problems.TASKS["gsm8k"].response_length) == (1024, 512)

@@ -1,0 +1,353 @@
+"""lib/rewards.py, the verifiers of chapter 3: numbers, boxes, formats, functions of texts, overlong responses."""
+
+import json
+import lzma
+import math
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from ppo_rlhf.lib import math_worker, rewards
+from ppo_rlhf.lib.errors import InputError
+
+GOLDEN = Path(__file__).parent / "golden"
+TABLES = json.loads((GOLDEN / "verl" / "scorers.json").read_text())
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TABLES["gsm8k"], ids=lambda row: row["response"][:20])
+def test_the_table_of_scorers(row):
+    given = row["response"], row["answer"]
+    assert rewards.gsm8k_strict(*given) == row["strict"]
+    assert rewards.gsm8k_flexible(*given) == row["flexible"]
+
+
+@pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
+def test_all_reference_solutions_of_gsm8k_are_right(split, rows):
+    """By the part behind the hashes, which is split off here, and not by a pattern."""
+    solutions = json.loads(lzma.decompress((GOLDEN / "gsm8k" / f"solutions_{split}.json.xz").read_bytes()))
+    assert len(solutions) == rows
+    for solution in solutions:
+        _, _, answer = solution.rpartition("#### ")
+        assert rewards.hashed_number(solution) == answer.replace(",", "")
+        assert rewards.gsm8k_strict(solution, answer.replace(",", "")) == 1
+        assert rewards.gsm8k_flexible(solution, answer) == 1
+        assert rewards.gsm8k_strict(solution, f"{int(answer.replace(',', '')) + 1}") == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "strict", "flexible"),
+    [
+        ("#### \u22125", "-5", 1, 1),
+        ("#### -$1,234.50", "-1234.5", 1, 1),
+        ("#### +5", "5", 1, 1),
+        ("#### 072", "72", 1, 1),
+        ("#### 0", "-0.0", 1, 1),
+        ("####  72", "72", 0, 1),  # one space, as all published scorers have it
+        ("#### 72\n#### none", "72", 1, 1),
+        ("#### 72\n#### 73", "72", 0, 0),
+        ("#### 72e3", "72", 1, 0),
+        ("#### 72", "seventy-two", 0, 0),
+        ("#### 72", "", 0, 0),
+        ("#### 72", " 72\n", 1, 1),
+        ("#### 72", "$72", 1, 1),
+        ("#### 7" + "0" * 60 + "1", "7" + "0" * 61, 0, 0),  # not as floats
+        ("#### 0.1", "0.10000000000000000001", 0, 0),
+        ("#### \u0667\u0662", "72", 0, 0),  # Arabic digits
+        ("#### nan", "nan", 0, 0),
+        ("#### inf", "inf", 0, 0),
+    ],
+)
+def test_numbers(response, answer, strict, flexible):
+    assert rewards.gsm8k_strict(response, answer) == strict
+    assert rewards.gsm8k_flexible(response, answer) == flexible
+
+
+def test_the_format_is_a_number_behind_hashes_right_or_wrong():
+    for response, expected in {"#### 5": 1, "so #### $-5": 0, "#### five": 0, "5": 0, "": 0}.items():
+        assert rewards.gsm8k_format(response, "7") == expected
+
+
+# ---- Boxes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TABLES["boxed"], ids=lambda row: row["response"])
+def test_the_table_of_boxes(row):
+    """The original compares texts, and so misses the comma of 1,234."""
+    expected = 1 if row["response"] == r"\boxed{1,234}" else row["verl_math_reward"]
+    assert rewards.boxed(row["response"], row["answer"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"\boxed{2+3}", "5", 1),
+        (r"\boxed{x=5}", "5", 1),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
+        (r"\boxed{5}", r"It is \boxed{5}.", 1),
+        (r"\boxed{6}", "5", 0),
+        (r"\boxed{5", "5", 0),
+        (r"\boxed{}", "5", 0),
+        (r"\boxed{\frac{1}}", "1", 0),
+        (r"\boxed{}{}}\frac{{", "5", 0),
+    ],
+)
+def test_boxes(response, answer, expected):
+    assert rewards.boxed(response, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no box", None),
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{\frac{1}{2}} {", r"\frac{1}{2}"),
+        (r"} \boxed {5}", "5"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{\{1\}", None),  # a brace behind a backslash opens and closes nothing
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{\} 1}", r"\} 1"),
+        (r"\\boxed{4}", None),  # a line break, then a word
+        (r"\boxed{", None),
+    ],
+)
+def test_the_last_box(text, expected):
+    assert rewards.last_boxed(text) == expected
+
+
+def test_a_great_many_boxes_take_no_time():
+    assert rewards.last_boxed(r"\boxed{" * 5_000 + "}" * 5_000) == ""
+
+
+def test_what_takes_too_long_is_wrong_and_the_next_is_read_again(monkeypatch, tmp_path):
+    """In a copy of the program that has less patience."""
+    text = Path(math_worker.__file__).read_text()
+    hasty = text.replace("SECONDS = 5.0", "SECONDS = 0.5")
+    assert hasty != text
+    (tmp_path / "math_worker.py").write_text(hasty)
+    monkeypatch.setattr(rewards, "__file__", str(tmp_path / "rewards.py"))
+    library = rewards.MathVerify()
+    assert library.ask("5", "2+3") is True
+    process = library.process
+    assert library.ask("5", "9^{9^{9^{9}}}") is False
+    assert process.poll() is not None
+    assert library.ask("5", "2+3") is True and library.ask("5", "6") is False
+    library.process.communicate()
+
+
+def test_a_process_that_was_killed_is_replaced():
+    library = rewards.MathVerify()
+    assert library.ask("5", "5") is True
+    library.process.kill()
+    library.process.wait()
+    assert library.ask("5", "5") is False  # whoever asked cannot know why it ended
+    assert library.ask("5", "5") is True
+    library.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [("5", True), (r"\frac{1}{2}", True), ("", False), ("}{", False), (r"\frac{", False)]
+)
+def test_what_is_mathematics(content, expected):
+    assert rewards.same_mathematics(content) is expected
+
+
+def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('No module named math_verify')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(rewards, "MATH_VERIFY", rewards.MathVerify())
+    with pytest.raises(InputError) as caught:
+        rewards.boxed(r"\boxed{3}", "no text that was asked about before")
+    assert str(caught.value) == (
+        "boxed answers need math-verify (ImportError: No module named math_verify): pip install 'ppo-rlhf[math]'"
+    )
+
+
+# ---- Formats ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TABLES["dapo"], ids=lambda row: row["response"])
+def test_the_table_of_answer_lines(row):
+    assert rewards.answer_line(row["response"], row["answer"]) == row["score"]
+
+
+@pytest.mark.parametrize(
+    ("response", "form", "tags"),
+    [
+        ("<think>a</think><answer>b</answer>", 1, 1),
+        ("<think>a\nb</think>\n \n<answer>\nc</answer>", 1, 1),
+        ("<think></think><answer></answer>", 1, 1),
+        ("<think>a</think><answer>b</answer> and more", 0, 1),
+        ("<think>a</think> so <answer>b</answer>", 0, 1),
+        ("Well, <think>a</think><answer>b</answer>", 0, 1),
+        ("<think>a</think>", 0, 0.5),
+        ("a</think><answer>b</answer>", 0, 0.75),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0.5),
+        ("<think>a<think>b</think><answer>c</answer>", 0, 0.75),
+        ("<answer>b</answer><think>a</think>", 0, 1),
+        ("", 0, 0),
+    ],
+)
+def test_think_and_answer_blocks(response, form, tags):
+    assert rewards.think_answer(response, "b") == form
+    assert rewards.think_answer_tags(response, "b") == tags
+
+
+# ---- Any text --------------------------------------------------------------------------------------------------
+
+NUMBERS = st.from_regex(r"[-+\u2212]?\$?[0-9][0-9,]{0,5}(\.[0-9]{1,3})?", fullmatch=True)
+PIECES = st.one_of(
+    st.sampled_from(
+        ["#### ", "####", "Answer: ", r"\boxed{", "}", "{", "\\", "$", ",", ".", "-", "\n", " ", *rewards.TAGS]
+    ),
+    NUMBERS,
+    st.text(max_size=5),
+)
+TEXTS = st.lists(PIECES, max_size=12).map("".join)
+WITHOUT_LIBRARY = [name for name in rewards.VERIFIERS if name != "boxed"]  # a box that holds mathematics asks it
+
+
+def exactly(number: str) -> Fraction:
+    """A number by the rules of fractions, which know nothing of decimals' contexts."""
+    return Fraction(number.translate({0x2212: "-", ord("$"): None, ord(","): None}))
+
+
+@settings(max_examples=100, deadline=None)
+@given(response=TEXTS, answer=TEXTS)
+def test_any_text_has_a_finite_value(response, answer):
+    for name in WITHOUT_LIBRARY:
+        value = rewards.VERIFIERS[name](response, answer)
+        assert type(value) is float and -1 <= value <= 1
+    content = rewards.last_boxed(response)
+    assert content is None or content in response
+
+
+@settings(max_examples=30, deadline=None)
+@given(content=st.text(alphabet="0123456789+-*/^_{}()\\abcfrx=,. ", max_size=12), answer=NUMBERS)
+def test_any_box_has_a_value(content, answer):
+    assert rewards.boxed(rf"\boxed{{{content}}}", answer) in (0, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS, number=NUMBERS, answer=NUMBERS)
+def test_a_number_at_the_end_counts_whatever_stands_before(text, number, answer):
+    expected = float(exactly(number) == exactly(answer))
+    assert rewards.gsm8k_strict(f"{text}\n#### {number}", answer) == expected
+    assert rewards.gsm8k_flexible(f"{text}\n{number}", answer) == expected
+
+
+@pytest.mark.parametrize("name", rewards.VERIFIERS)
+def test_the_prompt_is_never_rewarded(name):
+    prompt = r"<think>x</think><answer>5</answer> #### 5 \boxed{5} Answer: 5"
+    score = rewards.load_verifier(name, "rewards.verifier")
+    worst = rewards.VERIFIERS[name]("", "5")
+    assert worst <= 0
+    assert score([prompt, "", prompt], ["", "", "I do not know."], ["5", "5", "5"]) == [worst] * 3
+
+
+# ---- Functions -------------------------------------------------------------------------------------------------
+
+
+def length_of_answers(prompts, responses, answers):
+    assert all(type(texts) is list for texts in (prompts, responses, answers))
+    return [len(answer) for answer in answers]
+
+
+def of_two(prompts, responses):
+    return [len(prompt) - len(response) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def unsure(prompts, responses, answers):
+    return [{"n": None, "x": math.nan}.get(response[:1], 1) for response in responses]
+
+
+def infinite(prompts, responses, answers):
+    return [math.inf if response == "i" else 0 for response in responses]
+
+
+def failing(prompts, responses, answers):
+    return [1 / (response != "0") for response in responses]
+
+
+def too_few(prompts, responses, answers):
+    return [1.0] * min(2, len(responses))
+
+
+def load(name: str, **options):
+    return rewards.load_verifier(name, "rewards.verifier", **options)
+
+
+def test_functions_get_prompts_responses_and_answers():
+    assert load("test_verifiers:length_of_answers")(["p", "q"], ["r", "s"], ["1", "234"]) == [1.0, 3.0]
+    assert load("test_verifiers:of_two")(["abc", "q"], ["r", "stu"], ["1", "2"]) == [2.0, -2.0]
+
+
+def test_none_and_nan_mean_that_a_response_cannot_be_scored():
+    scores = load("test_verifiers:unsure")(["p"] * 4, ["a", "none", "x", "b"], ["1"] * 4)
+    assert [score for score in scores if not math.isnan(score)] == [1.0, 1.0]
+    assert [math.isnan(score) for score in scores] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "responses", "words"),
+    [
+        ("infinite", ["a", "i"], "returned inf for text 1"),
+        ("failing", ["a", "0"], "failed on 2 texts: ZeroDivisionError"),
+        ("too_few", ["a", "b", "c"], "returned 2 scores for 3 responses"),
+    ],
+)
+def test_a_function_that_is_wrong_is_named_in_one_line(name, responses, words):
+    score = load(f"test_verifiers:{name}")
+    with pytest.raises(InputError) as caught:
+        score(["p"] * len(responses), responses, ["1"] * len(responses))
+    line = str(caught.value)
+    assert line.startswith(f"--rewards.verifier test_verifiers:{name} ") and words in line and "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "nothing", "test_verifiers:nothing", "no_module:f"])
+def test_an_unknown_verifier_is_refused(name):
+    with pytest.raises(InputError, match=r"--rewards\.verifier") as caught:
+        load(name)
+    assert "gsm8k_strict" in str(caught.value) or "package.module:name" in str(caught.value)
+
+
+def test_a_function_is_tried_before_training(monkeypatch):
+    monkeypatch.setattr(sys.modules["test_verifiers"], "of_two", lambda prompts, responses: "no")
+    with pytest.raises(InputError, match="failed on 2 texts"):
+        load("test_verifiers:of_two")
+
+
+def test_what_the_prompt_ended_with_belongs_to_the_response():
+    response = "a</think><answer>b</answer>"
+    assert load("think_answer")(["p <think>"], [response], ["b"]) == [0.0]
+    assert load("think_answer", response_prefix="<think>")(["p <think>"], [response], ["b"]) == [1.0]
+    assert load("test_verifiers:of_two", response_prefix="<think>")(["p"], [response], ["b"]) == [1.0 - 34]
+
+
+# ---- Lengths and counts ----------------------------------------------------------------------------------------
+
+
+def test_overlong_punishment_is_the_original_s():
+    case = np.load(GOLDEN / "verl" / "overlong_punishment.npz")
+    ours = rewards.overlong_punishment(torch.tensor(case["in/lengths"]), response_length=20, buffer=4, factor=1.0)
+    assert ours.dtype == torch.float64
+    assert (1.0 + ours).tolist() == pytest.approx(case["out/reward"].tolist(), abs=1e-9)
+
+
+def test_overlong_punishment_by_hand():
+    lengths = torch.tensor([1, 70, 71, 85, 100])
+    ours = rewards.overlong_punishment(lengths, response_length=100, buffer=30, factor=0.6)
+    assert ours.tolist() == pytest.approx([0, 0, -0.02, -0.3, -0.6], abs=1e-12)
+
+
+def test_pass_at_k():
+    expected = {1: 3 / 8, 2: 1 - 10 / 28, 4: 1 - 5 / 70, 8: 1.0}
+    assert {k: rewards.pass_at_k(8, 3, k) for k in expected} == pytest.approx(expected)
+    assert rewards.pass_at_k(8, 0, 8) == 0 and rewards.pass_at_k(8, 8, 1) == 1
