@@ -509,10 +509,10 @@ TOKEN, SEQUENCE, EMPTY_ROW = MATCHED["is_token"], MATCHED["is_sequence"], MATCHE
 
 # mistake: (function, its text, what stands there instead, the checks that must fail)
 MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
-    "GAE over masked tokens": ("gae", "torch.where(mask[:, t], advantage, next_advantage)", "advantage", [GAE]),
+    "values of masked tokens": ("gae", "values.masked_fill(~mask, 0)\n", "values\n", [GAE]),
     "values from behind the end": ("gae", "torch.where(mask[:, t], values[:, t], next_value)", "next_value", [GAE]),
     "returns without values": ("gae", "(advantages + values)", "advantages", [GAE]),
-    "NaN times the mask": ("gae", "rewards.masked_fill(~mask, 0)", "rewards * mask", [differs_gae_nan]),
+    "NaN times the mask": ("gae", ", values.masked_fill(~mask, 0)", ", values * mask", [differs_gae_nan]),
     "returns that end at a hole": (
         "gae",
         "torch.where(mask[:, t], advantage, next_advantage)",
@@ -529,9 +529,9 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     ),
     "a raw reward in a group of one": (
         "centred_scores",
-        "(largest <= smallest) | ~live",
-        "~live",
-        [differs_rloo_single],
+        ".masked_fill((largest <= smallest) | ~live, 0)",
+        ".where(size > 1, totals)",
+        [GRPO, differs_rloo_single],
     ),
     "the mean with the response itself": ("rloo", "centred * size / (size - 1).clamp(min=1)", "centred", [RLOO]),
     "OPO without lengths": ("opo", "mask.sum(1)", "mask.any(1)", [OPO]),
@@ -548,7 +548,7 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     "k3 without a slope far below": ("kl_estimate", ".clamp(min=-10)", " * (d > -2.6)", [differs_kl_extreme]),
     "one bound for both sides": ("token_losses", "1 + high", "1 + low", [GSPO]),
     "the smaller loss": ("token_losses", "torch.maximum(losses", "torch.minimum(losses", [VANILLA]),
-    "no dual clip": ("token_losses", "dual_clip is None or", "True or", [VANILLA, DUAL]),
+    "no dual clip": ("token_losses", "dual_clip is None or", "True or", [DUAL]),
     "dual clip of right answers": ("token_losses", "(advantages < 0) & ", "", [VANILLA]),
     "GSPO with the sum": ("token_losses", "/ mask.sum(1, keepdim=True).clamp(min=1)", "", [GSPO]),
     "CISPO with a gradient through the ratio": (
@@ -578,7 +578,7 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
         "-logprobs",
         [check_entropy],
     ),
-    "weights without a cap": ("importance_weights", ".clamp(max=cap)", "", [TOKEN, check_bypass_reinforce]),
+    "weights without a cap": ("importance_weights", ".clamp(max=cap)", "", [check_bypass_reinforce]),
     "a weight per token for sequences": ("log_weights", 'kind == "token"', "True", [SEQUENCE]),
     "bounds on the inverse weight": ("rejection_mask", ".exp()", ".neg().exp()", [differs_reject_asymmetric]),
     "the stop id left out": ("response_mask", " - stops.long()", "", [check_response_mask]),

@@ -61,6 +61,11 @@ class TaskArgs:
     temperature: float = 1.0
     """sampling temperature of the policy and of the reference"""
 
+    @property
+    def query_length(self) -> int:
+        """The prompt_length, as other chapters call it."""
+        return self.prompt_length
+
 
 SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 64, "response_length": 88}
 TASKS = {
