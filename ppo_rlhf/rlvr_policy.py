@@ -346,7 +346,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             )
 
             # 8. Log, and adapt the KL coefficient.
-            metrics = update_metrics(batch, generated, estimate, steps, this_run, number, list(sources))
+            metrics = update_metrics(batch, generated or [batch], estimate, steps, this_run, number, list(sources))
             seconds, episode = this_run.seconds(), rounds * sizes.round
             metrics |= {"objective/kl_coef": controller.value, "lr": lr, "epoch": episode / n / len(train_problems)}
             metrics |= {"train/used_episodes": (number + 1) * sizes.batch, "train/rounds": len(generated)}
@@ -1035,7 +1035,6 @@ def gae(
     delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
     """
     # [V31] A response that was cut off counts as ended: its score already judges the cut text.   core_algos.py#L215
-    rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
     for t in reversed(range(values.shape[1])):

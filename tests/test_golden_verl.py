@@ -509,10 +509,6 @@ TOKEN, SEQUENCE, EMPTY_ROW = MATCHED["is_token"], MATCHED["is_sequence"], MATCHE
 
 # mistake: (function, its text, what stands there instead, the checks that must fail)
 MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
-    "values of masked tokens": ("gae", "values.masked_fill(~mask, 0)\n", "values\n", [GAE]),
-    "values from behind the end": ("gae", "torch.where(mask[:, t], values[:, t], next_value)", "next_value", [GAE]),
-    "returns without values": ("gae", "(advantages + values)", "advantages", [GAE]),
-    "NaN times the mask": ("gae", ", values.masked_fill(~mask, 0)", ", values * mask", [differs_gae_nan]),
     "returns that end at a hole": (
         "gae",
         "torch.where(mask[:, t], advantage, next_advantage)",
