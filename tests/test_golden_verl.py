@@ -509,6 +509,19 @@ TOKEN, SEQUENCE, EMPTY_ROW = MATCHED["is_token"], MATCHED["is_sequence"], MATCHE
 
 # mistake: (function, its text, what stands there instead, the checks that must fail)
 MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
+    "the next value is 0": (
+        "gae",
+        "torch.where(mask[:, t], values[:, t], next_value)",
+        "next_value",
+        [GAE],
+    ),
+    "returns without values": ("gae", "(advantages + values)", "advantages", [GAE]),
+    "NaN times the mask": (
+        "gae",
+        "(advantages + values).masked_fill(~mask, 0)",
+        "(advantages + values) * mask",
+        [differs_gae_nan],
+    ),
     "returns that end at a hole": (
         "gae",
         "torch.where(mask[:, t], advantage, next_advantage)",
