@@ -53,7 +53,7 @@ def whiten(x):
 '''
 
 
-OPENAI, SUMMARIZE, TRL = register.ORIGINALS
+OPENAI, SUMMARIZE, TRL, _ = register.ORIGINALS
 
 
 def test_marks_stand_in_comments_and_docstrings_but_not_in_that_of_the_module():

@@ -7,6 +7,7 @@ Expressions from a language model may take for ever, and compute where no handle
 ends the process after SECONDS of computing, or above MEMORY, and whoever asked begins another.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -29,9 +30,10 @@ def is_true(contents: list[str]) -> bool:
 
 
 def main() -> None:
-    print("ready", flush=True)
+    with contextlib.suppress(ValueError):  # where there is no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    print("ready" if is_true(["2", "1+1"]) else "it cannot calculate", flush=True)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this process's own time; what it does then ends it
         answer = is_true(json.loads(line))

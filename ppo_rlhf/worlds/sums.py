@@ -53,7 +53,7 @@ class SumsArgs:
     """the largest number that comes or goes in a step"""
     largest_first: int = 20
     """the largest number at first"""
-    error_rate: float = 0.12
+    error_rate: float = 0.07
     """how likely a pupil errs in a step"""
     wordy: float = 0.5
     """share of pupils who say what happened before they calculate"""
@@ -69,13 +69,13 @@ class SumsArgs:
     """the longest sequence that the Llama can read, in tokens"""
     lm_solutions: int = 40_000
     """pupils' solutions to learn from, each of another problem"""
-    lm_short_steps: int = 500
+    lm_short_steps: int = 400
     """optimiser steps of language-model training on short solutions"""
-    lm_steps: int = 700
+    lm_steps: int = 370
     """further steps, on all"""
     lm_batch_size: int = 32
     """solutions per step"""
-    lm_lr: float = 3e-3
+    lm_lr: float = 2e-3
     """learning rate of language-model training (AdamW); on all solutions it falls linearly to zero"""
     start_problems: int = 512
     """held-out problems on which the start is measured"""
@@ -156,22 +156,19 @@ def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
     """What a pupil who errs writes for a step, and how many there are after it then."""
     operation, by = step
     while True:
+        written, slip = step, 0
         match rng.choice(ERRORS):
             case "slips":
-                result = apply(step, number) + rng.choice([-10, -2, -1, 1, 2, 10])
-                line = f"{number}{operation}{by}={result}"
+                slip = rng.choice([-10, -2, -1, 1, 2, 10])
             case "misreads":
-                other = (operation, by + rng.choice([-2, -1, 1, 2]))
-                result = apply(other, number)
-                line = f"{number}{operation}{other[1]}={result}"
+                written = operation, by + rng.choice([-2, -1, 1, 2])
             case "confuses":
-                other = (rng.choice("+-*".replace(operation, "")), by)
-                result = apply(other, number)
-                line = f"{number}{other[0]}{by}={result}"
-            case "forgets":
-                line, result = "", number
+                written = rng.choice("+-*".replace(operation, "")), by
+            case "forgets" if number != apply(step, number):
+                return "", number
+        result = apply(written, number) + slip
         if 0 <= result <= MOST_OF_PUPILS and result != apply(step, number):
-            return line, result
+            return f"{number}{written[0]}{written[1]}={result}", result
 
 
 def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float) -> str:
@@ -226,11 +223,10 @@ def train_language_model(
     """
     noise = torch.Generator().manual_seed(args.seed)
     prompts, solutions = (tokenizer(list(part))["input_ids"] for part in zip(*pairs, strict=True))
-    rows = [
-        (torch.tensor([*prompt, *solution, tokenizer.eos_token_id]), len(prompt))
-        for prompt, solution in zip(prompts, solutions, strict=True)
-    ]
-    rows.sort(key=lambda row: len(row[0]))
+    rows = []  # token ids and labels, the shortest first
+    for prompt, solution in sorted(zip(prompts, solutions, strict=True), key=lambda row: len(row[0]) + len(row[1])):
+        answer = [*solution, tokenizer.eos_token_id]
+        rows.append((torch.tensor(prompt + answer), torch.tensor([-100] * len(prompt) + answer)))
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -254,13 +250,11 @@ def train_language_model(
         # The rows of a step are neighbours in length, so that little is padded.
         most = max(1, len(rows) // (5 if number < args.lm_short_steps else 1) - args.lm_batch_size)
         first = int(torch.randint(most, (), generator=noise))
-        tokens, labels = [], []
-        for row, prompt_length in rows[first : first + args.lm_batch_size]:
-            tokens.append(row)
-            labels.append(torch.where(torch.arange(len(row)) < prompt_length, -100, row))
-        input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).to(device)  # (batch, longest)
-        labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100).to(device)
-        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        batch = zip(*rows[first : first + args.lm_batch_size], strict=True)
+        tokens, labels = (
+            torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=-100).to(device) for part in batch
+        )  # (batch, longest)
+        logits = model(input_ids=tokens.clamp(min=0), use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -278,16 +272,16 @@ def measure_start(
 ) -> dict[str, dict[str, float]]:
     """The share of right responses to held-out problems, of all and by number of steps; and tokens of a response."""
     task = dataclasses.replace(problems.TASKS["sums"], problems=str(folder))
-    held_out, ids = problems.read_problems(task, tokenizer, "test", args.start_problems), len(tokenizer)
-    prompts = held_out.batch(range(len(held_out)), ids).to(model.device)
-    noise = lm.keyed_generator(args.seed, "start")
+    held_out = problems.read_problems(task, tokenizer, "test", args.start_problems)
+    pad_id, noise = len(tokenizer), lm.keyed_generator(args.seed, "start")
+    prompts = held_out.batch(range(len(held_out)), pad_id).to(model.device)
     uniforms = torch.rand(len(held_out), task.response_length, generator=noise, dtype=torch.float64)
     start = {}
     for name, temperature in {"greedy": 0.01, "samples": task.temperature}.items():
-        responses, _, _ = lm.generate(model, prompts, uniforms.to(model.device), ids, ids, temperature)
-        responses = lm.truncate_at(responses, tokenizer.eos_token_id, 0, ids)
-        right = list(map(rewards.gsm8k_strict, texts.to_texts(tokenizer, responses, ids), held_out.answers))
-        lengths = (responses != ids).sum(1).tolist()
+        responses, _, _ = lm.generate(model, prompts, uniforms.to(model.device), pad_id, pad_id, temperature)
+        responses = lm.truncate_at(responses, tokenizer.eos_token_id, 0, pad_id)
+        right = list(map(rewards.gsm8k_strict, texts.to_texts(tokenizer, responses, pad_id), held_out.answers))
+        lengths = (responses != pad_id).sum(1).tolist()
         of_kind = {
             f"{kind} steps": statistics.fmean(r for r, k in zip(right, held_out.kinds, strict=True) if k == kind)
             for kind in sorted(set(held_out.kinds))
