@@ -215,7 +215,6 @@ SUMS_PPO = PpoArgs(
     cliprange_value=None,
 )
 # [V99] Arguments of verl's logged run, of its recipes and of TRL; docs/details says what differs.
-#       examples/ppo_trainer/run_gemma.sh#L1-L40
 PRESETS = {
     "gsm8k": Args(dtype="bfloat16", ppo=PpoArgs(entropy_coef=0.001)),
     "gsm8k-grpo": Args(
@@ -441,7 +440,7 @@ class ActorCritic(models.MixedPrecision):
 class Reference:
     """What the policy started from. With adapters, the policy itself while they are switched off."""
 
-    # [V57] Frozen.   ppo_trainer.yaml#L1-L20
+    # [V57] Frozen; where nothing is penalised there is none.
     def __init__(self, network: ActorCritic, adapters: nn.Module | None):
         """network: without a critic."""
         self.network, self.adapters = network, adapters
@@ -472,7 +471,7 @@ class Reference:
 
 def read_logits(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs of tokens (...) under logits (..., vocab_size), and exact entropies there, in nats: two of (...)."""
-    # [V68] Summed over the vocabulary, with a gradient.   core_algos.py#L1782-L1796
+    # [V68] Summed over the vocabulary, with a gradient.   core_algos.py#L1782
     all_logprobs = F.log_softmax(logits, dim=-1)
     logprobs = all_logprobs.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
     return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
@@ -654,7 +653,6 @@ def fill_batch(
         return batch, [batch], None, rounds + 1
     pool, generated = [surplus] if surplus else [], []
     # [V78] Groups whose scores differ, by the raw score; what is left over is the next update's, in its order.
-    #       dapo_ray_trainer.py#L235-L294
     while sum(len(part.groups) for part in pool) < sizes.batch:
         if len(generated) == ppo.max_generation_rounds:
             mean, filled = torch.cat([one.raw_scores for one in generated]).mean(), sum(len(x.groups) for x in pool)
@@ -734,7 +732,7 @@ def rollout(
 
     # 4. Score.
     parts, raw_scores = score_responses(sources, tokenizer, ids, prompts, answers, queries, responses)
-    # [V22] What cannot be scored has no token that counts.   grpo_trainer.py#L2676-L2730
+    # [V22] What cannot be scored has no token that counts.
     mask = mask & raw_scores.isfinite().unsqueeze(1)
     raw_scores = raw_scores.nan_to_num(0)
     scores = punish(raw_scores, mask.sum(1), stopped, shaping, task.response_length)
@@ -826,7 +824,7 @@ def with_rewards(batch: Rollout, kl_coef: float, name: str) -> Rollout:
     return dataclasses.replace(batch, **dict(zip(("rewards", "non_score_rewards", "kl"), found, strict=True)))
 
 
-# A mask is True where the policy wrote a token. What stands elsewhere, be it NaN, reaches no result and no gradient.
+# [V11] A mask is True where the policy wrote a token. What stands elsewhere, be it NaN, reaches no result, no gradient.
 
 
 def response_mask(responses: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
@@ -835,7 +833,7 @@ def response_mask(responses: Tensor, stop_ids: Collection[int]) -> tuple[Tensor,
     With stop ids 8 and 9, [[5, 9, 8, 7]] gives [[1, 1, 0, 0]] and [1].
     """
     # [V09] [V10] A set of stop ids, one of which may be the padding: only the first one's place says where a response
-    #       ends.   torch_functional.py#L342-L366
+    #       ends.   torch_functional.py#L342
     stops = torch.isin(responses, torch.tensor(sorted(stop_ids), dtype=responses.dtype, device=responses.device))
     return stops.cumsum(1) - stops.long() == 0, stops.any(1)
 
@@ -974,6 +972,7 @@ def update(
             norms = {name: clip_gradients(optimizer, ppo.max_grad_norm) for name, optimizer in optimizers.items()}
             if "value" in optimizers:
                 optimizers["value"].step()
+            # [V71] In the first critic_warmup updates, exactly, the policy is left alone.   ray_trainer.py#L1604
             if policy_learns:
                 optimizers["policy"].step()
             sums = {name: sum(share[name].detach() for share in shares) for name in shares[0]}
@@ -1081,7 +1080,7 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
 
 def dr_grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """R - mean in each group, undivided: prompts that are easy or hard weigh no more than others."""
-    # [V36] [V37] Dr. GRPO; one implementation, so that no option is lost.   core_algos.py#L319
+    # [V36] [V37] Dr. GRPO; one implementation, so that no option is lost.   core_algos.py#L267-L357
     return to_tokens(centred_scores(rewards, mask, groups)[0], mask), None
 
 
@@ -1137,7 +1136,6 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 }
 IN_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline")
 # [V47] Always, and no other: whitening after GRPO would undo the scale of each prompt.
-#       core_algos.py#L260, core_algos.py#L468, core_algos.py#L614
 WHITENED = ("gae", "reinforce++", "reinforce++-baseline")
 
 
@@ -1148,11 +1146,11 @@ def whiten(
 
     values, mask: (batch, response_length). reduce: sums a tensor over all processes; by default there is one.
     """
-    # [V44] Over the whole batch on all processes, summed in float64: 1 and 8 processes agree.   core_algos.py#L260
+    # [V44] Over the whole batch on all processes, summed in float64: 1 and 8 processes agree.   core_algos.py#L215-L263
     count = reduce(mask.sum().double()).clamp(min=1)
     mean = reduce(values.masked_fill(~mask, 0).double().sum()) / count
     centred = (values - mean).masked_fill(~mask, 0)
-    # [V45] [V46] Divided by n, so that one token, or none, gives 0.   torch_functional.py#L322-L340
+    # [V45] [V46] Divided by n, so that one token, or none, gives 0.   torch_functional.py#L322
     variance = reduce((centred.double() ** 2).sum()) / count
     whitened = centred * torch.rsqrt(variance + 1e-8) + (mean if keep_mean else 0)
     return whitened.masked_fill(~mask, 0).to(values.dtype)
@@ -1204,7 +1202,7 @@ def token_losses(
     if dual_clip is None or loss == "gspo":
         return losses, clipped, nothing
     # [V59] A token of a wrong answer that became much likelier pulls no harder than c times.
-    #       core_algos.py#L1239-L1250
+    #       core_algos.py#L1160-L1250
     bound = -advantages * dual_clip
     clipped_below = (advantages < 0) & (losses > bound) & mask
     return torch.where(clipped_below, bound, losses), clipped, clipped_below
@@ -1514,7 +1512,7 @@ def check_arguments(args: Args) -> None:
 
 def warn(shaping: RewardsArgs) -> None:
     """Say what may not be meant."""
-    # [V48] verl and TRL offer these without a word.   ray_trainer.py#L86-L96
+    # [V48] verl and TRL offer these without a word.   ray_trainer.py#L86-L108
     if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
         print(f"{cli.flag('rewards.kl_estimator')} {shaping.kl_estimator}: {K_WARNING}")
     # [V56] Allowed, and said.   verl/utils/config.py#L181
@@ -1649,7 +1647,7 @@ def load_networks(
 
 def load_critic(args: Args, vocab_size: int) -> lm.RewardModel:
     """The model that the critic starts from, ready to learn."""
-    # [V70] A backbone of its own, from the policy's start; a new head says 0.   critic.yaml#L1-L30
+    # [V70] A backbone of its own, from the policy's start; a new head says 0.
     if args.rewards.value_model or args.rewards.trained_model:
         name = "value_model" if args.rewards.value_model else "trained_model"
         critic = models.load_scalar_model(args, name, vocab_size)
@@ -1695,7 +1693,7 @@ def load_sources(
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
     """One for the policy, and one for the critic if there is one."""
 
-    # [V73] AdamW, its learning rates constant.   verl/workers/config/optimizer.py#L1-L80
+    # [V73] AdamW, its learning rates constant if nothing else is asked for.
     def adamw(network: nn.Module, lr: float) -> torch.optim.Optimizer:
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}

@@ -54,7 +54,7 @@ ORIGINALS = {
     "volcengine/verl": "b178a3cd56f58b2d502255daba591e92833930a7",
 }
 
-MARK = re.compile(r"\[([DTX]\d\d)\]")
+MARK = re.compile(r"\[([DTVX]\d\d)\]")
 LINES = r"[\w./-]+#L\d+(?:-L\d+)?"
 REFERENCE = re.compile(rf"({'|'.join(ORIGINALS)}) ({LINES}(?:, {LINES})*) @([0-9a-f]{{7}})\b")
 SHORT_NAME = r"[A-Z]{2,}"
