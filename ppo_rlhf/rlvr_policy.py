@@ -191,7 +191,7 @@ class Args(cli.RunArgs):
     eval_problems: int = 0
     """held-out problems of an evaluation, the first so many; 0: all"""
     eval_samples: int = 0
-    """sampled responses to each of them, beside the greedy one"""
+    """sampled responses to each of them before the first update and after the last, beside the greedy one"""
     eval_temperature: float = 1.0
     """sampling temperature of those"""
     task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
@@ -327,7 +327,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             started = time.monotonic()
             lr = set_learning_rates(optimizers, ppo, number, sizes.updates)
             if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
-                evaluation, _ = evaluate()
+                evaluation |= evaluate(args.eval_samples if number == 0 else 0)[0]
             # 1. to 4. Draw problems, generate, read, score; again, if groups are left out, until the batch is full.
             with actor_critic.sampling():
                 batch, generated, surplus, rounds = fill_batch(
@@ -361,10 +361,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 tensors = checkpoint_tensors(actor_critic, optimizers, surplus)
                 this_run.save_checkpoint(number + 1, tensors, state)
 
-    evaluation, rows = evaluate()
+    evaluation, rows = evaluate(args.eval_samples)
     this_run.write_evaluation("validation", rows)
     show_right_and_wrong(this_run, sizes.updates, rows)
-    save_policy_and_critic(this_run.model_folder, actor_critic, adapters, tokenizer, given, accelerator)
+    info = {"task": dataclasses.asdict(given.task), "monitor": "", "function": shaping.verifier}
+    info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
+    parts = (actor_critic.lm_backbone, actor_critic.critic, adapters)
+    models.save_policy_and_critic(this_run.model_folder, *parts, tokenizer, info, args.trust_remote_code)
     last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
     left_out = {"too_long": train_problems.too_long, "unscorable": train_problems.unscorable}
     this_run.finish(PANELS, **evaluation, **last, **left_out)
@@ -513,8 +516,9 @@ def evaluate_policy(
     args: Args,
     sizes: PpoSizes,
     accelerator: Accelerator,
+    samples: int,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Solve held-out problems, greedily and by samples. Returns means and the rows of evaluation.jsonl.
+    """Solve held-out problems, greedily and by so many samples. Returns means and the rows of evaluation.jsonl.
 
     Every process must call this.
     """
@@ -533,46 +537,18 @@ def evaluate_policy(
         right = torch.tensor([verifier(prompts, texts, answers) for verifier in verifiers]).T > 0  # (rows, verifiers)
         return responses, mask.sum(1), stopped.double(), right.double().to(mask.device)
 
-    def solve_all(temperature: float, uniforms: Tensor) -> tuple[Tensor, ...]:
+    def solve_all(temperature: float, uniforms: Tensor) -> problems.Solved:
         with actor_critic.sampling():
-            of_rows = partial(solve, temperature, uniforms)
-            return processes.map_rows(of_rows, len(held_out), sizes.local_rollout_batch, accelerator)
+            of_rows, chunk = partial(solve, temperature, uniforms), sizes.local_rollout_batch
+            responses, *numbers = processes.map_rows(of_rows, len(held_out), chunk, accelerator)
+        return problems.Solved(to_texts(tokenizer, responses, ids), *numbers)
 
-    n, shape = len(held_out), (len(held_out), args.task.response_length)
-    responses, lengths, stopped, right = solve_all(GREEDY, torch.full(shape, 0.5, dtype=torch.float64))
-    accuracy = right.mean(0)  # (verifiers,)
-    error = (accuracy * (1 - accuracy) / n).sqrt()
-    means = {f"eval/{name}": value for name, value in zip(names, accuracy.tolist(), strict=True)}
-    means |= {"eval/standard_error": error[0].item(), "eval/stopped": stopped.mean().item()}
-    means |= {"eval/length": lengths.double().mean().item(), "eval/length_max": lengths.max().item()}
-    for kind in sorted(set(held_out.kinds) - {""}):
-        of_kind = torch.tensor([other == kind for other in held_out.kinds])
-        means[f"eval/{names[0]}_{args.task.kind_column}_{kind}"] = right[of_kind, 0].mean().item()
-    columns = {"prompt": held_out.texts, "answer": held_out.answers, "kind": held_out.kinds}
-    columns |= {"response": to_texts(tokenizer, responses, ids), "tokens": lengths.tolist()}
-    columns |= {name: right[:, i].tolist() for i, name in enumerate(names)}
-    samples = [
-        solve_all(
-            args.eval_temperature,
-            torch.rand(shape, generator=lm.keyed_generator(args.seed, "evaluate", k), dtype=torch.float64),
-        )
-        for k in range(args.eval_samples)
-    ]
-    if samples:
-        right_of = torch.stack([right[:, 0] for *_, right in samples], 1)  # (problems, samples)
-        correct, of_samples = right_of.sum(1).long().tolist(), right_of.mean(1)
-        means[f"eval/mean@{len(samples)}"] = of_samples.mean().item()
-        means["eval/mean_standard_error"] = of_samples.std().item() / math.sqrt(n)
-        for k in (2**i for i in range(len(samples).bit_length())):
-            means[f"eval/pass@{k}"] = sum(scorers.pass_at_k(len(samples), c, k) for c in correct) / n
-        means["eval/sampled_length"] = torch.stack([lengths for _, lengths, *_ in samples]).double().mean().item()
-        columns["right_samples"] = correct
-        for name, wanted in (("a_right_sample", 1), ("a_wrong_sample", 0)):  # the first of that kind, if there is one
-            numbers = [row.index(wanted) if wanted in row else None for row in right_of.tolist()]
-            tokens = torch.stack([samples[k or 0][0][i] for i, k in enumerate(numbers)])
-            texts = to_texts(tokenizer, tokens, ids)
-            columns[name] = [text if k is not None else None for text, k in zip(texts, numbers, strict=True)]
-    return means, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    shape = (len(held_out), args.task.response_length)
+    greedy, sampled = solve_all(GREEDY, torch.full(shape, 0.5, dtype=torch.float64)), []
+    for number in range(samples):
+        generator = lm.keyed_generator(args.seed, "evaluate", number)
+        sampled.append(solve_all(args.eval_temperature, torch.rand(shape, generator=generator, dtype=torch.float64)))
+    return problems.evaluation(held_out, args.task.kind_column, names, greedy, sampled)
 
 
 def show_right_and_wrong(this_run: run.Run, step: int, rows: list[dict[str, Any]]) -> None:
@@ -591,9 +567,7 @@ class Rollout:
     """What is known of episodes, one a row, when the learner gets them."""
 
     query_responses: Tensor  # (rows, context_length + response_length), padded on the left and after the stop id
-    mask: (
-        Tensor  # (rows, response_length) bool, the tokens that the policy wrote; none in a row that cannot be scored
-    )
+    mask: Tensor  # (rows, response_length) bool, the tokens of the response; none where it cannot be scored
     loss_mask: Tensor  # (rows, response_length) bool, those of them that are trained on
     logprobs: Tensor  # (rows, response_length), under the policy when the rollout was read, in training arithmetic
     sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn
@@ -824,7 +798,7 @@ def with_rewards(batch: Rollout, kl_coef: float, name: str) -> Rollout:
     return dataclasses.replace(batch, **dict(zip(("rewards", "non_score_rewards", "kl"), found, strict=True)))
 
 
-# [V11] A mask is True where the policy wrote a token. What stands elsewhere, be it NaN, reaches no result, no gradient.
+# [V11] A mask is True where the policy wrote a token. What stands elsewhere, be it NaN, reaches nothing.
 
 
 def response_mask(responses: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
@@ -955,16 +929,15 @@ def update(
                 loss = policy_loss + shaping.kl_loss_coef * kl_loss - ppo.entropy_coef * entropy
                 # The networks share nothing: the sum has the gradient of each. Gradients are averaged over processes.
                 ((loss + value_loss) * accelerator.num_processes).backward()
+                losses_of = {"policy": policy_loss, "value": value_loss, "kl": kl_loss, "entropy": entropy}
                 shares.append(
-                    {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "kl_loss": kl_loss}
-                    | {"entropy_loss": entropy}
-                    | token_statistics(new_logprobs, entropies, mb, counts["tokens"], version)
-                    | {
-                        name: aggregate(flags.double(), mb.loss_mask, "token-mean", tokens=counts["tokens"])
-                        for name, flags in (
-                            *(("clipped", clipped), ("clipped_below", clipped_below), ("value_clipped", v_clipped)),
-                        )
-                    }
+                    {"objective/loss": loss}
+                    | {f"loss/{name}_avg": x for name, x in losses_of.items()}
+                    | token_statistics(
+                        *(mb, new_logprobs, entropies, counts["tokens"], version),
+                        **{"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below},
+                        **{"val/clipfrac_avg": v_clipped},
+                    )
                 )
             processes.average_gradients(actor_critic, accelerator)
             # [V72] The critic, then the policy, each clipped for itself over the whole minibatch.
@@ -976,7 +949,7 @@ def update(
             if policy_learns:
                 optimizers["policy"].step()
             sums = {name: sum(share[name].detach() for share in shares) for name in shares[0]}
-            steps.append(sums | {f"{name}_norm": norm for name, norm in norms.items()})
+            steps.append(sums | {f"{name}/grad_norm": norm for name, norm in norms.items()})
     return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}, (advantages, returns)
 
 
@@ -1146,7 +1119,7 @@ def whiten(
 
     values, mask: (batch, response_length). reduce: sums a tensor over all processes; by default there is one.
     """
-    # [V44] Over the whole batch on all processes, summed in float64: 1 and 8 processes agree.   core_algos.py#L215-L263
+    # [V44] Over the whole batch on all processes, in float64: 1 and 8 processes agree.   core_algos.py#L215-L263
     count = reduce(mask.sum().double()).clamp(min=1)
     mean = reduce(values.masked_fill(~mask, 0).double().sum()) / count
     centred = (values - mean).masked_fill(~mask, 0)
@@ -1263,7 +1236,7 @@ def aggregate(
 
 @torch.no_grad()
 def token_statistics(
-    new_logprobs: Tensor, entropies: Tensor, mb: Rollout, tokens: int, version: int
+    mb: Rollout, new_logprobs: Tensor, entropies: Tensor, tokens: int, version: int, **flags: Tensor
 ) -> dict[str, Tensor]:
     """A micro-batch's shares of means over the tokens of its minibatch, of which there are so many."""
     log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0).double()
@@ -1271,116 +1244,14 @@ def token_statistics(
     fresh = (mb.versions == version).unsqueeze(
         1
     )  # what an earlier policy has sampled starts with another ratio than 1
-    numbers = {"kl_old_new": -log_ratio, "approxkl": 0.5 * log_ratio**2, "ratio": log_ratio.exp()}
-    numbers |= {"entropy": entropies.double(), "square_of_ratio_minus_1": square, "fresh_square": square * fresh}
-    return {name: aggregate(x, mb.loss_mask, "token-mean", tokens=tokens) for name, x in numbers.items()}
-
-
-def update_metrics(
-    batch: Rollout,
-    generated: list[Rollout],
-    estimate: Estimate,
-    steps: dict[str, Tensor],
-    this_run: run.Run,
-    version: int,
-    sources: Collection[str],
-) -> dict[str, float]:
-    """The metrics of an update. Every process adds its shares, and all get the same numbers.
-
-    generated: all that was sampled; estimate and steps: what update returns. Raises a NumericalError if the numbers
-    cannot be right.
-    """
-    args, accelerator = this_run.args, this_run.accelerator
-    names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores")
-    one = {name: torch.cat([getattr(part, name) for part in generated]) for name in names}
-    live, lengths, right = one["mask"].any(1), one["mask"].sum(1), one["parts"][:, 0] > 0
-    by_groups = partial(by_group, groups=one["groups"])
-    differ = torch.cat([scores_differ(part) for part in generated])
-    advantages, returns = estimate
-    # [V79] Scores, lengths and the like are of all that was generated; so episodes count what was generated too.
-    means_over: dict[str, tuple[Tensor, dict[str, Tensor]]] = {
-        "responses": (
-            live,
-            {
-                "objective/scores": one["scores"],
-                "objective/verifiable_correct_rate": right,
-                **{f"objective/{name}_reward": one["parts"][:, i] for i, name in enumerate(sources)},
-                "val/sequence_lengths": lengths,
-                "val/stop_token_rate": one["stopped"],
-                "val/groups_zero_std": ~differ,
-                "val/groups_all_right": by_groups((right | ~live).double(), reduce="amin"),
-                "val/groups_all_wrong": by_groups((~right | ~live).double(), reduce="amin"),
-            },
-        ),
-        "right": (live & right, {"val/sequence_lengths_correct": lengths}),
-        "wrong": (live & ~right, {"val/sequence_lengths_incorrect": lengths}),
-        "rows": (torch.ones_like(live), {"val/unscorable": ~live}),
-        "episodes": (
-            batch.mask.any(1),
-            {
-                "objective/kl": batch.kl.sum(1),
-                "objective/non_score_reward": batch.non_score_rewards.sum(1),
-                "objective/rlhf_reward": batch.rewards.masked_fill(~batch.mask, 0).sum(1),
-                "objective/entropy": -batch.logprobs.masked_fill(~batch.mask, 0).sum(1),
-            },
-        ),
-        "tokens": (
-            batch.mask,
-            {
-                "objective/kl_per_token": batch.kl,
-                "objective/sampler_gap": (batch.logprobs - batch.sampler_logprobs).abs(),
-                "val/advantages_mean": advantages,
-                "val/advantages_abs_mean": advantages.abs(),
-                "val/mean": batch.values,
-                "val/returns": returns,
-                "square_of_return": returns.double() ** 2,
-                "error": returns - batch.values,
-                "square_of_error": (returns - batch.values).double() ** 2,
-            },
-        ),
+    numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
+    numbers |= {
+        "policy/entropy_avg": entropies,
+        "val/ratio": log_ratio.exp(),
+        "square": square,
+        "first": square * fresh,
     }
-    sums = {name: mask.sum() for name, (mask, _) in means_over.items()}
-    for mask, numbers in means_over.values():
-        sums |= {name: x.double().masked_fill(~mask, 0).sum() for name, x in numbers.items()}
-    shares = {name: x.mean() for name, x in steps.items() if not name.endswith("_norm")}
-    shares |= {"first": steps["fresh_square"][0]}
-    sums = processes.sum_over_processes(sums | {f"step/{name}": x for name, x in shares.items()}, accelerator)
-    m = {name: sums[name] / max(sums[kind], 1) for kind, (_, numbers) in means_over.items() for name in numbers} | {
-        name: x for name, x in sums.items() if name.startswith("step/")
-    }
-    everyone = accelerator.gather(lengths)
-    return_variance = m["square_of_return"] - m["val/returns"] ** 2
-    metrics = {name: x for name, x in m.items() if name.startswith(("objective/", "val/"))}
-    metrics |= {
-        "val/sequence_lengths_min": everyone.min().item(),
-        "val/sequence_lengths_max": everyone.max().item(),
-        "objective/loss": m["step/loss"],
-        "loss/policy_avg": m["step/policy_loss"],
-        "loss/value_avg": m["step/value_loss"],
-        "loss/kl_avg": m["step/kl_loss"],
-        "loss/entropy_avg": m["step/entropy_loss"],
-        "policy/approxkl_avg": m["step/approxkl"],
-        "policy/clipfrac_avg": m["step/clipped"],
-        "policy/clipfrac_low_avg": m["step/clipped_below"],
-        "policy/entropy_avg": m["step/entropy"],
-        "policy/kl_old_new": m["step/kl_old_new"],
-        "policy/grad_norm": steps["policy_norm"].mean().item(),
-        "val/ratio": m["step/ratio"],
-        "val/ratio_var": m["step/square_of_ratio_minus_1"] - (m["step/ratio"] - 1) ** 2,
-        "val/first_ratio_gap": math.sqrt(m["step/first"]),
-    }
-    if "value_norm" in steps:
-        metrics |= {
-            "val/clipfrac_avg": m["step/value_clipped"],
-            "val/explained_var": 1 - (m["square_of_error"] - m["error"] ** 2) / max(return_variance, 1e-12),
-            "value/grad_norm": steps["value_norm"].mean().item(),
-        }
-    else:
-        metrics = {
-            name: x for name, x in metrics.items() if name not in ("val/mean", "val/returns", "loss/value_avg")
-        }
-    processes.check_update(metrics, version, args.dtype, gap="val/first_ratio_gap")
-    return metrics
+    return {name: aggregate(x.double(), mb.loss_mask, "token-mean", tokens=tokens) for name, x in numbers.items()}
 
 
 # ---- Off-policy: the sampler was another policy, or computed otherwise -----------------------------------------
@@ -1438,6 +1309,83 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
 
 
 # ---- Metrics, samples, pictures --------------------------------------------------------------------------------
+
+
+def update_metrics(
+    batch: Rollout,
+    generated: list[Rollout],
+    estimate: Estimate,
+    steps: dict[str, Tensor],
+    this_run: run.Run,
+    version: int,
+    sources: Collection[str],
+) -> dict[str, float]:
+    """The metrics of an update. Every process adds its shares, and all get the same numbers.
+
+    generated: all that was sampled; estimate and steps: what update returns. Raises a NumericalError if the numbers
+    cannot be right.
+    """
+    accelerator = this_run.accelerator
+    names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores")
+    one = {name: torch.cat([getattr(part, name) for part in generated]) for name in names}
+    live, lengths, right = one["mask"].any(1), one["mask"].sum(1), one["parts"][:, 0] > 0
+    advantages, returns = estimate
+    # [V79] Scores, lengths and the like are of all that was generated; so episodes count what was generated too.
+    of_responses = {
+        "objective/scores": one["scores"],
+        "objective/verifiable_correct_rate": right,
+        **{f"objective/{name}_reward": one["parts"][:, i] for i, name in enumerate(sources)},
+        "val/sequence_lengths": lengths,
+        "val/stop_token_rate": one["stopped"],
+        "val/groups_zero_std": ~torch.cat([scores_differ(part) for part in generated]),
+        "val/groups_all_right": by_group((right | ~live).double(), one["groups"], "amin"),
+        "val/groups_all_wrong": by_group((~right | ~live).double(), one["groups"], "amin"),
+    }
+    # [V55] A row without a token is in no mean.
+    of_episodes = {
+        "objective/kl": batch.kl.sum(1),
+        "objective/non_score_reward": batch.non_score_rewards.sum(1),
+        "objective/rlhf_reward": batch.rewards.masked_fill(~batch.mask, 0).sum(1),
+        "objective/entropy": -batch.logprobs.masked_fill(~batch.mask, 0).sum(1),
+    }
+    of_tokens = {
+        "objective/kl_per_token": batch.kl,
+        "objective/sampler_gap": (batch.logprobs - batch.sampler_logprobs).abs(),
+        "val/advantages_mean": advantages,
+        "val/advantages_abs_mean": advantages.abs(),
+    }
+    errors = (returns - batch.values).double()
+    of_values = {"val/mean": batch.values, "val/returns": returns, "square_of_return": returns.double() ** 2}
+    of_values |= {"error": errors, "square_of_error": errors**2}
+    critic = "value/grad_norm" in steps
+    m = processes.means_over(
+        *(
+            (live, of_responses),
+            (batch.mask.any(1), of_episodes),
+            (batch.mask, of_tokens | (of_values if critic else {})),
+        ),
+        *(
+            (live & right, {"val/sequence_lengths_correct": lengths}),
+            (torch.ones_like(live), {"val/unscorable": ~live}),
+        ),
+        (live & ~right, {"val/sequence_lengths_incorrect": lengths}),
+        accelerator=accelerator,
+    )
+    shares = {name: x.mean() for name, x in steps.items() if not name.endswith("grad_norm")}
+    m |= processes.sum_over_processes(shares | {"first": steps["first"][0]}, accelerator)
+    m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
+    m |= {"val/ratio_var": m["square"] - (m["val/ratio"] - 1) ** 2, "val/first_ratio_gap": math.sqrt(m["first"])}
+    if critic:
+        variances = [
+            m[f"square_of_{x}"] - m[name] ** 2 for x, name in (("error", "error"), ("return", "val/returns"))
+        ]
+        m["val/explained_var"] = 1 - variances[0] / max(variances[1], 1e-12)
+    everyone = accelerator.gather(lengths)
+    m |= {"val/sequence_lengths_min": everyone.min().item(), "val/sequence_lengths_max": everyone.max().item()}
+    of_critic = () if critic else ("loss/value_avg", "val/clipfrac_avg")
+    metrics = {name: m[name] for name in m if "/" in name and name not in of_critic}
+    processes.check_update(metrics, version, this_run.args.dtype, gap="val/first_ratio_gap")
+    return metrics
 
 
 def sample_rows(
@@ -1742,35 +1690,6 @@ def resume(
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(device) for name, tensor in found.get("surplus", {}).items()}
     return state, Rollout(**surplus) if surplus else None
-
-
-def save_policy_and_critic(
-    folder: Path,
-    actor_critic: ActorCritic,
-    adapters: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    args: Args,
-    accelerator: Accelerator,
-) -> None:
-    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
-
-    adapters: peft's handle, which saves them once more on their own, in policy/adapter. Every process must call this.
-    """
-    lm_backbone, critic = actor_critic.lm_backbone, actor_critic.critic
-    critic = models.unsharded(critic, args.trust_remote_code) if critic else None
-    if adapters is not None and accelerator.is_main_process:
-        adapters.save_pretrained(folder / "policy" / "adapter")
-        lm_backbone = adapters.merge_and_unload()
-    weights = processes.full_state_dict(lm_backbone)
-    if not accelerator.is_main_process:
-        return
-    info = {"base_model": args.base_model, "vocab_size": models.vocabulary_size(tokenizer)}
-    info |= {"task": dataclasses.asdict(args.task), "kind": "policy", "monitor": ""}
-    info |= {"reward_model": args.rewards.trained_model, "function": args.rewards.verifier}
-    models.save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info)
-    if critic:
-        info = {name: info[name] for name in ("base_model", "vocab_size", "task")} | {"kind": "critic"}
-        models.save_reward_model(folder / "value", critic, tokenizer, info, args.trust_remote_code)
 
 
 if __name__ == "__main__":

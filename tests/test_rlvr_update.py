@@ -183,7 +183,7 @@ def test_micro_batches_and_processes_change_nothing(tiny_models, variant):
         same_parameters(whole, parameters)
     for name, expected in steps.items():
         of_both = [found[name] for _, found in shares]
-        assert_close(of_both[0] if name.endswith("_norm") else sum(of_both), expected, atol=1e-9, rtol=1e-9)
+        assert_close(of_both[0] if name.endswith("norm") else sum(of_both), expected, atol=1e-9, rtol=1e-9)
     start, _ = networks(tiny_models, critic=settings.get("advantage", "gae") == "gae")
     moved = [(p - start.get_parameter(name)).abs().max() for name, p in whole.items()]
     assert max(moved) > 1e-4
@@ -269,7 +269,7 @@ def test_weights_of_another_sampler_scale_the_losses(tiny_models):
                 weights=weights,
             ),
         )[0]
-        found.append(steps["policy_norm"])
+        found.append(steps["policy/grad_norm"])
     assert_close(found[1], 2 * found[0])
 
 
