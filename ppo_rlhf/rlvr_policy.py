@@ -213,6 +213,7 @@ SUMS_PPO = PpoArgs(
     beta2=0.95,
     weight_decay=0.0,
     cliprange_value=None,
+    local_micro_batch_size=16,
 )
 # [V99] Arguments of verl's logged run, of its recipes and of TRL; docs/details says what differs.
 PRESETS = {
@@ -692,17 +693,16 @@ def rollout(
     query_responses = torch.cat([queries, responses], dim=1)
     # [V76] [V82] What the first pass of training will find, so that the ratio starts at 1; the sampler's are kept.
     #       dp_actor.py#L543, dp_actor.py#L590
-    read = lambda tokens, mask: actor_critic(tokens, mask, ids.pad)[:2]  # noqa: E731
-    logprobs, values = processes.in_chunks(read, chunk, query_responses, mask)
+    full = shaping.kl_estimator == "full"
 
-    # 3. Log-probs of the reference.
-    ref_logprobs, exact_kl = logprobs, torch.zeros_like(logprobs)
-    if reference:
-        ref_logprobs = processes.in_chunks(partial(reference.logprobs, ids.pad), chunk, query_responses, mask)
-    if reference and shaping.kl_estimator == "full":
-        exact_kl = processes.in_chunks(
-            partial(reference.exact_kl, actor_critic, ids.pad), chunk, query_responses, mask
-        )
+    def read(tokens: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        logprobs, values, _, exact_kl = actor_critic(tokens, mask, ids.pad, reference if full else None)
+        # 3. Log-probs of the reference.
+        return logprobs, values, reference.logprobs(ids.pad, tokens, mask) if reference else logprobs, exact_kl
+
+    by_length = (query_responses != ids.pad).sum(1).argsort()  # rows of about one length at a time: little padding
+    numbers = processes.in_chunks(read, sizes.local_micro_batch, query_responses[by_length], mask[by_length])
+    logprobs, values, ref_logprobs, exact_kl = (x[by_length.argsort()] for x in numbers)
 
     # 4. Score.
     parts, raw_scores = score_responses(sources, tokenizer, ids, prompts, answers, queries, responses)
@@ -900,6 +900,7 @@ def update(
     asked = reference if shaping.kl_loss_coef and shaping.kl_loss_estimator == "full" else None
     # 7. Epochs over minibatches.
     steps: list[dict[str, Tensor]] = []
+    lengths = (batch.query_responses != pad_id).sum(1)
     for order in orders:
         for mb_inds in order.to(advantages.device):  # (local_minibatch,)
             # [V60] [V61] Counts of the whole minibatch on all processes: a token weighs the same in whatever
@@ -908,7 +909,8 @@ def update(
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
-            for inds in mb_inds.split(ppo.local_micro_batch_size or len(mb_inds)):
+            # [V77] Rows of about one length at a time: little padding, and a sum that is the same.
+            for inds in mb_inds[lengths[mb_inds].argsort()].split(ppo.local_micro_batch_size or len(mb_inds)):
                 mb, mb_advantages, mb_returns = batch.rows(inds), advantages[inds], returns[inds]
                 total = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
                 new_logprobs, new_values, entropies, exact_kl = actor_critic(
