@@ -255,6 +255,7 @@ def test_prompts_are_padded_on_the_left_to_the_longest_of_the_batch(tmp_path):
     batch = found.batch([9, 10, 0], pad_id=300)
     assert batch.shape == (3, 6)  # "10+10?" is one token for each byte
     assert (batch == 300).sum(1).tolist() == [2, 0, 2]
+    assert found.batch([9, 0], pad_id=300).shape == (2, 4) and found.longest() == 6
     for row, text in zip(batch, ("9+9?", "10+10?", "0+0?"), strict=True):
         assert TOKENIZER.decode(row[-len(text) :]) == text and (row[: 6 - len(text)] == 300).all()
 

@@ -2,14 +2,14 @@
 
 Somebody has some things, and a few things happen. A solution shows its steps and ends as those of GSM8K do:
 
-    Petra has 7 apples. Felix gives Petra 5. Petra loses 3. How many apples does Petra have?
+    Petra has 7 apples. Felix gives her 5. She loses 3. How many apples does Petra have?
     7+5=12
     12-3=9
     #### 9
 
 1. `write_problem`: a seeded grammar writes problems of one to four steps.
-2. `solve`: pupils write solutions. Some just calculate, others say first what happened; and in each step they may err
-   (ERRORS). Whoever errs goes on with the wrong number.
+2. `solve`: pupils write solutions. Some just calculate, others say first what happened (`Felix gives her 5. 7+5=12`);
+   and in each step they may err (ERRORS). Whoever errs goes on with the wrong number.
 3. `train_language_model`: a small Llama learns from scratch to write what pupils write. So it is right now and then,
    more often if it takes the likeliest token than if it samples, and short or long as the pupils are.
 4. `measure_start`: how often it is right, on problems held out. What reinforcement learning starts from.
