@@ -16,7 +16,10 @@ from ppo_rlhf import tldr_policy, train_policy
 # ---- The same text ---------------------------------------------------------------------------------------------
 
 FOLDER = Path(ppo_rlhf.__file__).parent
-SCRIPTS = {path.name: path.read_text() for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py")])}
+SCRIPTS = {
+    path.name: path.read_text()
+    for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py"), *FOLDER.glob("rlvr_*.py")])
+}
 LM = (FOLDER / "lib" / "lm.py").read_text()
 CHAPTER_1 = ("train_policy.py", "train_reward.py")
 DIFFERENT = {

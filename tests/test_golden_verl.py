@@ -274,7 +274,7 @@ def test_numbers_of_verl(name):
 # ---- Different on purpose --------------------------------------------------------------------------------------
 
 
-def differs_whiten(name: str, keep_mean: bool) -> None:
+def check_differing_whiten(name: str, keep_mean: bool) -> None:
     """Divided by n in place of n - 1."""
     x, _ = case(name)
     whitened = rlvr_policy.whiten(x["values"], x["mask"], keep_mean=keep_mean, reduce=reduce)
@@ -285,14 +285,14 @@ def differs_whiten(name: str, keep_mean: bool) -> None:
     assert (whitened - x["out/whitened"]).abs().max() > 1e-3
 
 
-def differs_whiten_few(name: str) -> None:
+def check_differing_whiten_few(name: str) -> None:
     """0 in place of an exception."""
     x, _ = case(name)
     assert "ValueError" in CASES[name]["result"]
     same(rlvr_policy.whiten(x["values"], x["mask"], keep_mean=False, reduce=reduce), x["spec/whitened"])
 
 
-def differs_gae_reward_on_masked_slot() -> None:
+def check_differing_gae_reward_on_masked_slot() -> None:
     """The same: no token ever sees it. Ours are never put there, not even by a rejection."""
     x, settings = case("gae_reward_on_masked_slot")
     arguments = (x["token_level_rewards"], x["response_mask"], torch.zeros(1))
@@ -303,7 +303,7 @@ def differs_gae_reward_on_masked_slot() -> None:
     assert rewards_.tolist() == [[0, 0, 1, 0]]
 
 
-def differs_grpo_vectorized() -> None:
+def check_differing_grpo_vectorized() -> None:
     """One implementation, in the precision of the rewards."""
     x, _ = case("grpo_vectorized")
     advantages, _ = rlvr_policy.ESTIMATORS["grpo"](x["token_level_rewards"], x["response_mask"], x["groups"])
@@ -314,14 +314,14 @@ def differs_grpo_vectorized() -> None:
     assert found[1].item() == pytest.approx(5e-5 / (1e-4 / math.sqrt(2) + 1e-6))
 
 
-def differs_no_estimator(name: str, other: str) -> None:
+def check_differing_no_estimator(name: str, other: str) -> None:
     """Not offered: another estimator of ours says something else."""
     x, _ = case(name)
     advantages, _ = rlvr_policy.ESTIMATORS[other](x["token_level_rewards"], x["response_mask"], x["groups"])
     assert (advantages - x["out/advantages"]).abs().max() > 0.1
 
 
-def differs_rloo_single() -> None:
+def check_differing_rloo_single() -> None:
     """A group of one gives 0 in both here; verl's other version gives the raw reward."""
     x, _ = case("rloo_vectorized_single")
     advantages, _ = rlvr_policy.ESTIMATORS["rloo"](x["token_level_rewards"], x["response_mask"], x["groups"])
@@ -329,14 +329,14 @@ def differs_rloo_single() -> None:
     assert (advantages[CASES["rloo_vectorized_single"]["rows_of_single_groups"]] == 0).all()
 
 
-def differs_kl_extreme() -> None:
+def check_differing_kl_extreme() -> None:
     """k3 grows on and pulls back with a slope of -10, where verl's is 0."""
     x, _ = case("kl_extreme")
     check_kl("kl_extreme")
     assert (x["out/k3/grad"] == 0).all()
 
 
-def differs_seq_mean_token_sum_norm() -> None:
+def check_differing_seq_mean_token_sum_norm() -> None:
     """Divided by the number of sequences too."""
     x, _ = case("policy_seq_mean_token_sum_norm")
     logprobs = x["log_prob"].clone().requires_grad_(True)
@@ -347,7 +347,7 @@ def differs_seq_mean_token_sum_norm() -> None:
     same(3 * gradient, x["out/grad_log_prob"], AVERAGE)
 
 
-def differs_two_processes() -> None:
+def check_differing_two_processes() -> None:
     """Shares of processes add up to the whole in all four modes; locally counted ones are as far off as verl's."""
     x, settings = case("policy_two_processes")
     losses, _, _ = losses_of(x, x["log_prob"], "ppo", {})
@@ -363,7 +363,7 @@ def differs_two_processes() -> None:
             same(rows * local, x["out/table"][row, column], AVERAGE)
 
 
-def differs_geo_mean() -> None:
+def check_differing_geo_mean() -> None:
     """Not offered."""
     x, _ = case("policy_geo_mean")
     losses, _, _ = losses_of(x, x["log_prob"], "gspo", {"low": 0.4, "high": 0.4})
@@ -371,7 +371,7 @@ def differs_geo_mean() -> None:
     assert (total - x["out/loss"]).abs() > 1e-3
 
 
-def differs_all_masked() -> None:
+def check_differing_all_masked() -> None:
     """0 in place of 0/0."""
     x, _ = case("agg_all_masked")
     for mode in MODES:
@@ -379,7 +379,7 @@ def differs_all_masked() -> None:
     assert x["out/token-mean"].isnan()
 
 
-def differs_reject_asymmetric() -> None:
+def check_differing_reject_asymmetric() -> None:
     """Bounds on the ratio itself: verl's .9 and 3 are our 1/3 and 1/.9."""
     x, _ = case("reject_token_k1_asymmetric")
     log_ratio, mask = x["log_ratio"], x["response_mask"]
@@ -390,7 +390,7 @@ def differs_reject_asymmetric() -> None:
     assert (ours != x["out/mask"].bool()).any()
 
 
-def differs_mismatch_of_an_empty_row() -> None:
+def check_differing_mismatch_of_an_empty_row() -> None:
     """An empty row is left out of the means over sequences."""
     x, _ = case("offpolicy_metrics_empty_row")
     arrays = [x[key] for key in ("train_log_prob", "sampler_log_prob", "response_mask")]
@@ -402,7 +402,7 @@ def differs_mismatch_of_an_empty_row() -> None:
         same(expected, x[f"out/{theirs}"], AVERAGE)
 
 
-def differs_gae_nan() -> None:
+def check_differing_gae_nan() -> None:
     """NaN under the mask reaches nothing."""
     x, settings = case("gae_nan_under_mask")
     rewards_, mask, values = x["token_level_rewards"], x["response_mask"], x["values"]
@@ -415,7 +415,7 @@ def differs_gae_nan() -> None:
         same(one, other)
 
 
-def differs_grpo_reward_on_masked_slot() -> None:
+def check_differing_grpo_reward_on_masked_slot() -> None:
     """What stands beyond the last token is no reward, so it does not move the siblings either."""
     x, _ = case("grpo_reward_on_masked_slot")
     rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
@@ -425,7 +425,7 @@ def differs_grpo_reward_on_masked_slot() -> None:
     assert (found - x["out/advantages"]).abs().max() > 0.1
 
 
-def differs_reinforce_pp_hole() -> None:
+def check_differing_reinforce_pp_hole() -> None:
     """A return runs across a hole in the mask."""
     x, settings = case("reinforce_pp_interior_mask")
     mask = x["response_mask"]
@@ -436,7 +436,7 @@ def differs_reinforce_pp_hole() -> None:
     assert (advantages - x["out/returns"]).abs().max() == 1
 
 
-def differs_kl_names() -> None:
+def check_differing_kl_names() -> None:
     """k1+, k2+ and k3+ are there."""
     x = torch.zeros(1, 1, dtype=torch.float64)
     assert CASES["kl_names"]["result"]["k3+"] == "NotImplementedError"
@@ -444,7 +444,7 @@ def differs_kl_names() -> None:
         assert rlvr_policy.kl_estimate(x, x, x == 0, name).tolist() == [[0]]
 
 
-def differs_micro_batches() -> None:
+def check_differing_micro_batches() -> None:
     """With the counts of the minibatch, two halves add up to the whole in every mode."""
     x, _ = case("agg_micro_batches")
     losses, mask = x["loss_mat"], x["loss_mask"]
@@ -456,7 +456,7 @@ def differs_micro_batches() -> None:
     assert (x["out/token-mean/mean_of_halves"] - x["out/token-mean"]).abs() > 1e-3
 
 
-def differs_aggregate_nan() -> None:
+def check_differing_aggregate_nan() -> None:
     """NaN under the mask reaches nothing."""
     x, _ = case("agg_nan_under_mask")
     for mode in MODES:
@@ -466,27 +466,27 @@ def differs_aggregate_nan() -> None:
 
 
 DIFFERENT: dict[str, Callable[[], None]] = {
-    "whiten_shift": partial(differs_whiten, "whiten_shift", keep_mean=False),
-    "whiten_keep_mean": partial(differs_whiten, "whiten_keep_mean", keep_mean=True),
-    **{name: partial(differs_whiten_few, name) for name in ("whiten_one_token", "whiten_no_token")},
-    "gae_reward_on_masked_slot": differs_gae_reward_on_masked_slot,
-    "grpo_vectorized": differs_grpo_vectorized,
-    "grpo_passk": partial(differs_no_estimator, "grpo_passk", "grpo"),
-    "rloo_vectorized_single": differs_rloo_single,
-    "gpg": partial(differs_no_estimator, "gpg", "dr_grpo"),
-    "kl_extreme": differs_kl_extreme,
-    "policy_seq_mean_token_sum_norm": differs_seq_mean_token_sum_norm,
-    "policy_two_processes": differs_two_processes,
-    "policy_geo_mean": differs_geo_mean,
-    "agg_all_masked": differs_all_masked,
-    "reject_token_k1_asymmetric": differs_reject_asymmetric,
-    "offpolicy_metrics_empty_row": differs_mismatch_of_an_empty_row,
-    "gae_nan_under_mask": differs_gae_nan,
-    "grpo_reward_on_masked_slot": differs_grpo_reward_on_masked_slot,
-    "reinforce_pp_interior_mask": differs_reinforce_pp_hole,
-    "kl_names": differs_kl_names,
-    "agg_micro_batches": differs_micro_batches,
-    "agg_nan_under_mask": differs_aggregate_nan,
+    "whiten_shift": partial(check_differing_whiten, "whiten_shift", keep_mean=False),
+    "whiten_keep_mean": partial(check_differing_whiten, "whiten_keep_mean", keep_mean=True),
+    **{name: partial(check_differing_whiten_few, name) for name in ("whiten_one_token", "whiten_no_token")},
+    "gae_reward_on_masked_slot": check_differing_gae_reward_on_masked_slot,
+    "grpo_vectorized": check_differing_grpo_vectorized,
+    "grpo_passk": partial(check_differing_no_estimator, "grpo_passk", "grpo"),
+    "rloo_vectorized_single": check_differing_rloo_single,
+    "gpg": partial(check_differing_no_estimator, "gpg", "dr_grpo"),
+    "kl_extreme": check_differing_kl_extreme,
+    "policy_seq_mean_token_sum_norm": check_differing_seq_mean_token_sum_norm,
+    "policy_two_processes": check_differing_two_processes,
+    "policy_geo_mean": check_differing_geo_mean,
+    "agg_all_masked": check_differing_all_masked,
+    "reject_token_k1_asymmetric": check_differing_reject_asymmetric,
+    "offpolicy_metrics_empty_row": check_differing_mismatch_of_an_empty_row,
+    "gae_nan_under_mask": check_differing_gae_nan,
+    "grpo_reward_on_masked_slot": check_differing_grpo_reward_on_masked_slot,
+    "reinforce_pp_interior_mask": check_differing_reinforce_pp_hole,
+    "kl_names": check_differing_kl_names,
+    "agg_micro_batches": check_differing_micro_batches,
+    "agg_nan_under_mask": check_differing_aggregate_nan,
 }
 
 
@@ -520,13 +520,13 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
         "gae",
         "(advantages + values).masked_fill(~mask, 0)",
         "(advantages + values) * mask",
-        [differs_gae_nan],
+        [check_differing_gae_nan],
     ),
     "returns that end at a hole": (
         "gae",
         "torch.where(mask[:, t], advantage, next_advantage)",
         "advantage * mask[:, t]",
-        [differs_reinforce_pp_hole],
+        [check_differing_reinforce_pp_hole],
     ),
     "std of a group with n": ("grpo", "(size - 1)", "size", [GRPO]),
     "groups by position": ("by_group", "groups.unique(return_inverse=True)", "groups, groups * 0", [GRPO]),
@@ -534,13 +534,13 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
         "centred_scores",
         "rewards.masked_fill(~mask, 0)",
         "rewards",
-        [differs_grpo_reward_on_masked_slot],
+        [check_differing_grpo_reward_on_masked_slot],
     ),
     "a raw reward in a group of one": (
         "centred_scores",
         ".masked_fill((largest <= smallest) | ~live, 0)",
         ".where(size > 1, totals)",
-        [GRPO, differs_rloo_single],
+        [GRPO, check_differing_rloo_single],
     ),
     "the mean with the response itself": ("rloo", "centred * size / (size - 1).clamp(min=1)", "centred", [RLOO]),
     "OPO without lengths": ("opo", "mask.sum(1)", "mask.any(1)", [OPO]),
@@ -554,7 +554,7 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     "whitening of all entries": ("whiten", "mask.sum().double()", "torch.tensor(mask.numel()).double()", [GAE]),
     "k2 without its half": ("kl_estimate", "d**2 / 2", "d**2", [check_kl]),
     "k3 upside down": ("kl_estimate", "torch.exp((-d)", "torch.exp((d)", [check_kl]),
-    "k3 without a slope far below": ("kl_estimate", ".clamp(min=-10)", " * (d > -2.6)", [differs_kl_extreme]),
+    "k3 without a slope far below": ("kl_estimate", ".clamp(min=-10)", " * (d > -2.6)", [check_differing_kl_extreme]),
     "one bound for both sides": ("token_losses", "1 + high", "1 + low", [GSPO]),
     "the smaller loss": ("token_losses", "torch.maximum(losses", "torch.minimum(losses", [VANILLA]),
     "no dual clip": ("token_losses", "dual_clip is None or", "True or", [DUAL]),
@@ -566,7 +566,7 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
         "clipped_ratio",
         [CISPO],
     ),
-    "no half in the value loss": ("value_losses", "0.5 * ", "", [check_value_loss]),
+    "value errors without their half": ("value_losses", "0.5 * ", "", [check_value_loss]),
     "values clipped to the returns": (
         "value_losses",
         "values - bound, values",
@@ -581,7 +581,7 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     ),
     "lengths that do not divide": ("aggregate", "/ lengths.clamp(min=1)", "", [check_aggregate]),
     "the norm without the sequences": ("aggregate", "(episodes or len(mask)) * ", "", [check_aggregate]),
-    "entropy of the sampled token": (
+    "the sampled token as entropy": (
         "read_logits",
         "-(all_logprobs.exp() * all_logprobs).sum(-1)",
         "-logprobs",
@@ -589,14 +589,14 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     ),
     "weights without a cap": ("importance_weights", ".clamp(max=cap)", "", [check_bypass_reinforce]),
     "a weight per token for sequences": ("log_weights", 'kind == "token"', "True", [SEQUENCE]),
-    "bounds on the inverse weight": ("rejection_mask", ".exp()", ".neg().exp()", [differs_reject_asymmetric]),
+    "bounds on the inverse weight": ("rejection_mask", ".exp()", ".neg().exp()", [check_differing_reject_asymmetric]),
     "the stop id left out": ("response_mask", " - stops.long()", "", [check_response_mask]),
     "the sign of the mismatch": ("mismatch", "-log_w[mask].mean()", "log_w[mask].mean()", [check_mismatch]),
     "empty rows in the mismatch": (
         "mismatch",
         "live = mask.any(1)",
         "live = mask.any(1) | True",
-        [differs_mismatch_of_an_empty_row],
+        [check_differing_mismatch_of_an_empty_row],
     ),
 }
 
