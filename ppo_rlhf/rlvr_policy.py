@@ -55,14 +55,6 @@ from ppo_rlhf.lib.errors import InputError
 
 
 @dataclass(frozen=True)
-class AdaptiveKLArgs:
-    target: float | None = None
-    """KL divergence from the reference to hold, in nats per response; None keeps `kl_coef` fixed"""
-    horizon: int = 10_000
-    """how slowly the coefficient follows, in episodes"""
-
-
-@dataclass(frozen=True)
 class RewardsArgs:
     verifier: str = "gsm8k_strict"
     """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, answer_line, or package.module:name of a function
@@ -87,7 +79,7 @@ class RewardsArgs:
     """weight of the KL penalty in the loss, per nat"""
     kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"
     """of the divergence in the loss"""
-    adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
+    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
     """of a response that does not end: replace, its score becomes minus the penalty; subtract, it is lowered by it"""
