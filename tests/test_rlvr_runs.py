@@ -22,7 +22,8 @@ from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
     "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 64 --ppo.nminibatches 2 --save_interval 1 "
-    "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 20"
+    "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 20 "
+    "--ppo.local_micro_batch_size 0"
 )
 LETTERS = """
 def letters(prompts, responses, answers):
@@ -151,11 +152,15 @@ def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_f
         assert only(folder, f"models/*/{name}").read_bytes() == only(whole, f"models/*/{name}").read_bytes()
 
 
-@pytest.mark.parametrize("extra", ["", "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"])
-def test_processes_and_chunks_change_nothing_but_rounding(ppo_run, in_folder, extra):
+CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.mark.parametrize(("count", "extra", "environment"), [(2, "", {}), (1, CHUNKS, {}), (2, "", SHARDED)])
+def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_folder, count, extra, environment):
     whole, arguments = ppo_run
     folder = in_folder()
-    results = launch_together(1 if extra else 2, "rlvr_policy.py", *arguments, *extra.split(), folder=folder)
+    results = launch_together(count, "rlvr_policy.py", *arguments, *extra.split(), folder=folder, **environment)
     assert all(result.status == 0 for result in results), results[0].stderr
     for one, other in zip(metrics_of(only(folder, "runs/*")), metrics_of(only(whole, "runs/*")), strict=True):
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
@@ -300,7 +305,7 @@ def test_presets_are_named_by_their_key_and_pass_the_checks():
     for name, args in PRESETS.items():
         assert args.preset == name
         rlvr_policy.check_arguments(args)
-        rlvr_policy.ppo_sizes(args.ppo, 8)
+        rlvr_policy.ppo_sizes(args.ppo, 4)
         assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
 
 
