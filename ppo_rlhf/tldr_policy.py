@@ -52,14 +52,6 @@ from ppo_rlhf.lib.errors import InputError
 
 
 @dataclass(frozen=True)
-class AdaptiveKLArgs:
-    target: float | None = None
-    """KL divergence from the reference to hold, in nats per summary; None keeps `kl_coef` fixed"""
-    horizon: int = 10_000
-    """how slowly the coefficient follows, in episodes"""
-
-
-@dataclass(frozen=True)
 class RewardsArgs:
     trained_model: str = ""
     """folder of the reward model that tldr_reward.py saved: models/<run>/reward"""
@@ -74,7 +66,7 @@ class RewardsArgs:
     """weight of the KL penalty at the start, reward per nat"""
     kl_estimator: Literal["k1", "k3"] = "k1"
     """of a token's divergence, with x = log p(reference) - log p(policy): k1 is -x, k3 is exp(x) - 1 - x"""
-    adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
+    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient"""
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
     """of a summary that does not end: replace, its score becomes minus the penalty; subtract, it is lowered by it"""
@@ -267,7 +259,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 this_run.save_checkpoint(update + 1, run.training_state(actor_critic, optimizer), state)
 
     results = evaluate_splits(evaluate, held_out, sizes.updates, this_run)
-    save_policy_and_critic(this_run.model_folder, actor_critic, reference.adapters, tokenizer, given, accelerator)
+    # [T51] Policy and critic, both as ordinary models.   ppo.py#L842-L861
+    info = {"base_model": given.base_model, "task": dataclasses.asdict(given.task), "monitor": given.rewards.monitor}
+    info |= {"function": given.rewards.function, "reward_model": given.rewards.trained_model}
+    parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
+    models.save_policy_and_critic(this_run.model_folder, *parts, tokenizer, info, args.trust_remote_code)
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     this_run.finish(PANELS, **results, **last, too_long=train_posts.too_long)
     this_run.upload("policy", "value")
@@ -996,34 +992,6 @@ def load_scorers(
         )
 
     return score, monitor
-
-
-def save_policy_and_critic(
-    folder: Path,
-    actor_critic: ActorCritic,
-    adapters: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    args: Args,
-    accelerator: Accelerator,
-) -> None:
-    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
-
-    adapters: peft's handle, which saves them once more on their own, in policy/adapter. Every process must call this.
-    """
-    # [T51] Policy and critic, both as ordinary models.   ppo.py#L842-L861
-    lm_backbone, critic = actor_critic.lm_backbone, models.unsharded(actor_critic.critic, args.trust_remote_code)
-    if adapters is not None and accelerator.is_main_process:
-        adapters.save_pretrained(folder / "policy" / "adapter")
-        lm_backbone = adapters.merge_and_unload()
-    weights = processes.full_state_dict(lm_backbone)
-    if not accelerator.is_main_process:
-        return
-    task, vocab_size = dataclasses.asdict(args.task), models.vocabulary_size(tokenizer)
-    info = {"base_model": args.base_model, "vocab_size": vocab_size, "task": task}
-    scored_by = {"function": args.rewards.function, "monitor": args.rewards.monitor}
-    scored_by |= {"kind": "policy", "reward_model": args.rewards.trained_model}
-    models.save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info | scored_by)
-    models.save_reward_model(folder / "value", critic, tokenizer, info | {"kind": "critic"}, args.trust_remote_code)
 
 
 if __name__ == "__main__":

@@ -661,3 +661,31 @@ def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, a
     }
     save_language_model(folder, policy.lm_backbone, None, tokenizer, info)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+
+
+def save_policy_and_critic(
+    folder: Path,
+    lm_backbone: PreTrainedModel,
+    critic: lm.RewardModel | None,
+    adapters: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
+    trust_remote_code: bool,
+) -> None:
+    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
+
+    adapters: peft's handle, which saves them once more on their own, in policy/adapter. info: for ppo_rlhf.json.
+    Every process must call this.
+    """
+    critic = unsharded(critic, trust_remote_code) if critic else None
+    if adapters is not None and errors.is_first_process():
+        adapters.save_pretrained(folder / "policy" / "adapter")
+        lm_backbone = adapters.merge_and_unload()
+    weights = processes.full_state_dict(lm_backbone)
+    if not errors.is_first_process():
+        return
+    info = {"vocab_size": vocabulary_size(tokenizer), **info}
+    save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info | {"kind": "policy"})
+    if critic:
+        kept = {name: info[name] for name in ("base_model", "vocab_size", "task")}
+        save_reward_model(folder / "value", critic, tokenizer, kept | {"kind": "critic"}, trust_remote_code)

@@ -87,6 +87,19 @@ def sum_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator
     return dict(zip(values, accelerator.reduce(flat, "sum").tolist(), strict=True))
 
 
+def means_over(*parts: tuple[torch.Tensor, dict[str, torch.Tensor]], accelerator: Accelerator) -> dict[str, float]:
+    """Means over what counts on all processes; 0 where nothing does. parts: a mask, and numbers of its shape."""
+    sums = {f"count {number}": mask.sum() for number, (mask, _) in enumerate(parts)}
+    for mask, numbers in parts:
+        sums |= {name: values.double().masked_fill(~mask, 0).sum() for name, values in numbers.items()}
+    totals = sum_over_processes(sums, accelerator)
+    return {
+        name: totals[name] / max(totals[f"count {number}"], 1)
+        for number, (_, numbers) in enumerate(parts)
+        for name in numbers
+    }
+
+
 def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
     """Raise a NumericalError that names what is not finite, in the order given: causes first."""
     if broken := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
