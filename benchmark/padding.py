@@ -109,7 +109,10 @@ def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], f
     """A function that makes one update, and tokens with padding over tokens without."""
     torch.manual_seed(0)
     config = SHAPES[case.shape]()
-    networks = [AutoModelForCausalLM.from_config(config).to(device) for _ in range(4 if case.chapter == 2 else 3)]
+    if hasattr(config, "activation_function"):
+        config.activation_function = "gelu_pytorch_tanh"  # as load_pretrained sets it
+    count = 4 if case.chapter == 2 else 3
+    networks = [AutoModelForCausalLM.from_config(config).eval().to(device) for _ in range(count)]  # no dropout
     vocab = pad = config.vocab_size
     query_lengths = spread_lengths(*case.queries, case.batch)
     response_lengths = spread_lengths(*case.responses, case.batch)
