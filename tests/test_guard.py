@@ -48,6 +48,7 @@ def reward_args(tiny_world: Path) -> train_reward.Args:
         label_dataset=str(tiny_world / "labels/sentiment/offline_5k.json"),
         save_interval=1,
         num_train=32,
+        local_micro_batch_size=8,
         batch_size=8,
         rollout_batch_size=32,
         normalize_samples=32,
