@@ -169,11 +169,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    if args.rewards.kl_estimator == "k3" and accelerator.is_main_process:
-        print(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
-    args = worlds.find_paths(given, joint, unused=["task.comparisons"])
+    # Names such as `tales`, which meta.json and the saved models keep, become paths.
+    given, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
     task, ppo, shaping, device = args.task, args.ppo, args.rewards, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
@@ -184,11 +182,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
     trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
-    controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
     state = this_run.resume(actor_critic, optimizer)
     first_update, evaluation = state["step"], state.get("evaluation", {})
-    controller.value = state.get("kl_coef", controller.value)
+    controller = AdaptiveKLController(state.get("kl_coef", shaping.kl_coef), **vars(shaping.adaptive_kl))
     this_run.start_logging(first_update)
     rank, chunk = accelerator.process_index, sizes.local_rollout_batch
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
@@ -259,11 +256,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 this_run.save_checkpoint(update + 1, run.training_state(actor_critic, optimizer), state)
 
     results = evaluate_splits(evaluate, held_out, sizes.updates, this_run)
-    # [T51] Policy and critic, both as ordinary models.   ppo.py#L842-L861
-    info = {"base_model": given.base_model, "task": dataclasses.asdict(given.task), "monitor": given.rewards.monitor}
-    info |= {"function": given.rewards.function, "reward_model": given.rewards.trained_model}
-    parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
-    models.save_policy_and_critic(this_run.model_folder, *parts, tokenizer, info, args.trust_remote_code)
+    save_networks(this_run.model_folder, actor_critic, reference, tokenizer, given)
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     this_run.finish(PANELS, **results, **last, too_long=train_posts.too_long)
     this_run.upload("policy", "value")
@@ -882,6 +875,8 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "adam_eps")
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+    if args.rewards.kl_estimator == "k3":
+        run.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
@@ -992,6 +987,21 @@ def load_scorers(
         )
 
     return score, monitor
+
+
+def save_networks(
+    folder: Path,
+    actor_critic: ActorCritic,
+    adapters: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Args,
+) -> None:
+    """folder/policy and folder/value, with what ppo_rlhf.json says of them. Every process must call this."""
+    # [T51] Policy and critic, both as ordinary models.   ppo.py#L842-L861
+    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
+    info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
+    parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
+    models.save_policy_and_critic(folder, *parts, tokenizer, info, args.trust_remote_code)
 
 
 if __name__ == "__main__":

@@ -607,6 +607,12 @@ def checkpoint_steps(folder: Path) -> list[int]:
 # ---- Names, tables, pictures -----------------------------------------------------------------------------------
 
 
+def say(line: str) -> None:
+    """Print a line, once however many processes there are."""
+    if errors.is_first_process():
+        print(line)
+
+
 def run_name(args: Any, timestamp: int) -> str:
     return f"{args.exp_name}__{args.preset}__{args.seed}__{timestamp}"
 
