@@ -990,11 +990,7 @@ def load_scorers(
 
 
 def save_networks(
-    folder: Path,
-    actor_critic: ActorCritic,
-    adapters: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    args: Args,
+    folder: Path, actor_critic: ActorCritic, reference: Reference, tokenizer: PreTrainedTokenizerBase, args: Args
 ) -> None:
     """folder/policy and folder/value, with what ppo_rlhf.json says of them. Every process must call this."""
     # [T51] Policy and critic, both as ordinary models.   ppo.py#L842-L861
