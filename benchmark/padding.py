@@ -82,7 +82,7 @@ class Args:
 def padded() -> Iterator[None]:
     """As before: every row at the longest of its batch, and sampling that knows no end."""
 
-    def one_pass(lengths: Tensor, device: torch.device, rows: int = 0, tokens: int = 0) -> list[processes.Pass]:
+    def one_pass(lengths: Tensor, *_, **__) -> list[processes.Pass]:
         return [processes.Pass(torch.arange(len(lengths)), int(lengths.max()))]
 
     def generate(model, contexts, uniforms, pad_id, vocab_size, temperature, stop_ids) -> tuple[Tensor, Tensor]:
@@ -142,21 +142,26 @@ def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> C
     ppo = train_policy.PpoArgs(noptepochs=case.epochs, nminibatches=case.minibatches, whiten_groups=1)
     permutations = train_policy.draw_permutations(1, 0, case.epochs, range(1), case.batch)
 
-    def in_passes(function: Callable, lengths: Tensor, rows: int, *tensors: Tensor):
-        return processes.in_passes(function, processes.plan_passes(lengths, queries_on.device, rows), *tensors)
+    def in_passes(function: Callable, lengths: Tensor, calls: int, *tensors: Tensor):
+        passes = processes.plan_passes(lengths, queries_on.device, calls=calls)
+        return processes.in_passes(function, passes, *tensors)
 
     def update() -> None:
         lengths, length = (queries != pad).sum(1), case.response_length
         with torch.no_grad():
             tokens, logprobs, values, _ = in_passes(
-                lambda *rows: train_policy.respond(policy, ids, 0.7, *rows), lengths, case.batch, queries_on, uniforms
+                lambda *rows: train_policy.respond(policy, ids, 0.7, *rows),
+                lengths + length,
+                length,
+                queries_on,
+                uniforms,
             )
             in_passes(
-                lambda *rows: train_policy.reference_logprobs(reference, ids, 0.7, *rows), lengths + length, 0, tokens
+                lambda *rows: train_policy.reference_logprobs(reference, ids, 0.7, *rows), lengths + length, 1, tokens
             )
             in_passes(
                 lambda rows, longest: reward_model(train_policy.pack(rows, pad, longest), pad),
-                *(lengths + length, 0, tokens),
+                *(lengths + length, 1, tokens),
             )
         rollout = train_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values), lengths + length)
         train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, pad, 0.7)
@@ -179,7 +184,7 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
 
     def update() -> None:
         with torch.no_grad():
-            passes = processes.plan_passes((queries != pad).sum(1), queries_on.device, case.batch)
+            passes = processes.plan_passes((queries != pad).sum(1), queries_on.device, calls=case.response_length)
             responses, logprobs, values, gap = processes.in_passes(
                 lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), passes, queries_on, uniforms
             )
