@@ -142,8 +142,8 @@ def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> C
     ppo = train_policy.PpoArgs(noptepochs=case.epochs, nminibatches=case.minibatches, whiten_groups=1)
     permutations = train_policy.draw_permutations(1, 0, case.epochs, range(1), case.batch)
 
-    def in_passes(function: Callable, lengths: Tensor, calls: int, *tensors: Tensor):
-        passes = processes.plan_passes(lengths, queries_on.device, calls=calls)
+    def in_passes(function: Callable, lengths: Tensor, uses: int, *tensors: Tensor):
+        passes = processes.plan_passes(lengths, queries_on.device, uses=uses)
         return processes.in_passes(function, passes, *tensors)
 
     def update() -> None:
@@ -184,7 +184,7 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
 
     def update() -> None:
         with torch.no_grad():
-            passes = processes.plan_passes((queries != pad).sum(1), queries_on.device, calls=case.response_length)
+            passes = processes.plan_passes((queries != pad).sum(1), queries_on.device, uses=case.response_length)
             responses, logprobs, values, gap = processes.in_passes(
                 lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), passes, queries_on, uniforms
             )

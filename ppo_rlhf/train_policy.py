@@ -190,9 +190,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate responses; keep their log-probs and values.
-                plan = processes.plan_passes(
-                    lengths, device, ppo.local_rollout_batch_size, calls=task.response_length
-                )
+                plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size, uses=task.response_length)
                 context_responses, logprobs, values, sampler_gap = processes.in_passes(
                     partial(respond, policy, ids, task.temperature), plan, contexts, uniforms
                 )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)

@@ -336,12 +336,12 @@ class Pass:
 
 
 def plan_passes(
-    lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0, calls: int = 1
+    lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0, uses: int = 1
 ) -> list[Pass]:
     """Divide rows into passes of similar length, the longest first, so that little of what a model reads is padding.
 
     lengths: tokens of each row (rows,), on the CPU, so that nothing waits for a device. rows, tokens: how many a pass
-    has at most, padding included; with neither, there are as many passes as pay. calls: how often a model is called
+    has at most, padding included; with neither, there are as many passes as pay. uses: how often a model is called
     in a pass, for each token if it generates. Where weights are sharded, every process makes equally many passes, and
     all must call this.
     """
@@ -356,7 +356,7 @@ def plan_passes(
     elif rows:
         starts = list(range(0, count, rows))
     else:
-        starts = starts_that_pay(ordered, calls * PASS_COST.get(device.type, 2_048))
+        starts = starts_that_pay(ordered, uses * PASS_COST.get(device.type, 2_048))
     passes = list(order.tensor_split(starts[1:]))
     if sharding():
         counts = [0] * torch.distributed.get_world_size()
