@@ -4,13 +4,14 @@ import csv
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from processes import launch, launch_together
-from runs import build_tiny_sums, metrics_of, only, samples_of
+from runs import build_tiny_sums, explained_metrics, metrics_of, only, samples_of
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -313,3 +314,12 @@ def test_metrics_have_one_row_per_update_and_no_column_twice(ppo_run):
     with (only(ppo_run[0], "runs/*") / "metrics.csv").open() as file:
         header, *rows = csv.reader(file)
     assert len(rows) == 4 and len(set(header)) == len(header)
+
+
+def test_every_metric_is_explained(ppo_run):
+    """A name with <words> stands for many."""
+    patterns = [re.sub("<[a-z]+>", ".+", re.escape(name)) for name in explained_metrics(3)]
+    names = metrics_of(only(ppo_run[0], "runs/*"))[0].keys() - {"step"}
+    assert len(names) > 50 and {name for name in names if not any(re.fullmatch(p, name) for p in patterns)} == set()
+    standing = {name for name in explained_metrics(3) if "<" not in name}
+    assert standing - names == {"objective/format_reward", "objective/reward_model_reward", "eps", "time"}
