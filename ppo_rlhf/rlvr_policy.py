@@ -680,28 +680,13 @@ def rollout(
         baselines = punish(raw.nan_to_num(0), greedy_mask.sum(1), greedy_stopped, shaping, task.response_length)
         baselines = baselines.repeat_interleave(n)
     cut = ~stopped if shaping.mask_truncated else torch.zeros_like(stopped)
-    nothing = torch.zeros_like(logprobs)
-    return Rollout(
-        query_responses=query_responses,
-        mask=mask,
-        loss_mask=mask & ~cut.unsqueeze(1),
-        logprobs=logprobs,
-        sampler_logprobs=sampler_logprobs,
-        ref_logprobs=ref_logprobs,
-        exact_kl=exact_kl,
-        values=values,
-        rewards=nothing,
-        non_score_rewards=nothing,
-        kl=nothing,
-        parts=parts,
-        raw_scores=raw_scores,
-        scores=scores,
-        baselines=baselines,
-        stopped=stopped,
-        problems=inds.to(device),
-        groups=groups.to(device),
-        versions=torch.full_like(groups, version).to(device),
-    )
+    per_token = {"logprobs": logprobs, "values": values, "ref_logprobs": ref_logprobs, "exact_kl": exact_kl}
+    per_token |= {"sampler_logprobs": sampler_logprobs, "loss_mask": mask & ~cut.unsqueeze(1)}
+    per_token |= dict.fromkeys(("rewards", "non_score_rewards", "kl"), torch.zeros_like(logprobs))
+    per_row = {"parts": parts, "raw_scores": raw_scores, "scores": scores, "baselines": baselines, "stopped": stopped}
+    per_row |= {"problems": inds, "groups": groups, "versions": torch.full_like(groups, version)}
+    per_row = {name: tensor.to(device) for name, tensor in per_row.items()}
+    return Rollout(query_responses=query_responses, mask=mask, **per_token, **per_row)
 
 
 def score_responses(
@@ -888,7 +873,9 @@ def update(
             processes.average_gradients(actor_critic, accelerator)
             # [V72] The critic, then the policy, each clipped for itself over the whole minibatch.
             #       dp_critic.py#L134-L151
-            norms = {name: clip_gradients(optimizer, ppo.max_grad_norm) for name, optimizer in optimizers.items()}
+            norms = {
+                name: processes.clip_gradients(optimizer, ppo.max_grad_norm) for name, optimizer in optimizers.items()
+            }
             if "value" in optimizers:
                 optimizers["value"].step()
             # [V71] In the first critic_warmup updates, exactly, the policy is left alone.   ray_trainer.py#L1604
@@ -897,12 +884,6 @@ def update(
             sums = {name: sum(share[name].detach() for share in shares) for name in shares[0]}
             steps.append(sums | {f"{name}/grad_norm": norm for name, norm in norms.items()})
     return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}, (advantages, returns)
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> Tensor:
-    """Scale the gradients of its parameters to a norm of at most this; returns the norm before, 0-d."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return processes.full_tensor(nn.utils.clip_grad_norm_(parameters, most))
 
 
 def compute_advantages(batch: Rollout, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -1299,11 +1280,11 @@ def update_metrics(
     critic = "value/grad_norm" in steps
     m = processes.means_over(
         (live, of_responses),
-        (live & right, {"val/sequence_lengths_correct": lengths}),
-        (live & ~right, {"val/sequence_lengths_incorrect": lengths}),
-        (torch.ones_like(live), {"val/unscorable": ~live}),
         (batch.mask.any(1), of_episodes),
         (batch.mask, of_tokens | (of_values if critic else {})),
+        (live & right, {"val/sequence_lengths_correct": lengths}),
+        (torch.ones_like(live), {"val/unscorable": ~live}),
+        (live & ~right, {"val/sequence_lengths_incorrect": lengths}),
         accelerator=accelerator,
     )
     shares = {name: x.mean() for name, x in steps.items() if not name.endswith("grad_norm")}
@@ -1359,12 +1340,6 @@ PANELS = {
 # ---- Plumbing: sizes, networks and sources to load, learning rates, checkpoints, the saved models --------------
 
 
-K_WARNING = (
-    "in the reward, its gradient vanishes near the reference and can point away from it further out; "
-    "that of k1 is the gradient of the KL divergence"
-)
-
-
 def check_arguments(args: Args) -> None:
     """Refuse what cannot be meant."""
     ppo, shaping = args.ppo, args.rewards
@@ -1389,7 +1364,10 @@ def warn(shaping: RewardsArgs) -> None:
     """Say what may not be meant."""
     # [V48] verl and TRL offer these without a word.   ray_trainer.py#L86-L108
     if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
-        print(f"{cli.flag('rewards.kl_estimator')} {shaping.kl_estimator}: {K_WARNING}")
+        print(
+            f"{cli.flag('rewards.kl_estimator')} {shaping.kl_estimator}: in the reward, its gradient vanishes near "
+            f"the reference and can point away from it further out; that of k1 is the gradient of the KL divergence"
+        )
     # [V56] Allowed, and said.   verl/utils/config.py#L181
     if shaping.kl_coef and shaping.kl_loss_coef and shaping.kl_estimator != "full":
         print(f"{cli.flag('rewards.kl_coef')} and {cli.flag('rewards.kl_loss_coef')} both penalise the KL")
@@ -1559,15 +1537,11 @@ def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) ->
 
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
     """One for the policy, and one for the critic if there is one."""
-
     # [V73] AdamW, its learning rates constant if nothing else is asked for.
-    def adamw(network: nn.Module, lr: float) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}
-        return torch.optim.AdamW(trained, lr, **settings)
-
-    networks = networks_of(actor_critic)
-    return {name: adamw(network, ppo.critic_lr if name == "value" else ppo.lr) for name, network in networks.items()}
+    settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}
+    networks, rates = networks_of(actor_critic), {"policy": ppo.lr, "value": ppo.critic_lr}
+    trained = {name: list(run.trained_parameters(network).values()) for name, network in networks.items()}
+    return {name: torch.optim.AdamW(trained[name], rates[name], **settings) for name in networks}
 
 
 def networks_of(actor_critic: ActorCritic) -> dict[str, nn.Module]:
