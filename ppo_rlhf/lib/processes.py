@@ -326,6 +326,12 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
 
 
+def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> torch.Tensor:
+    """Scale the gradients of its parameters to a norm of at most this; returns the norm before, 0-d."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return full_tensor(nn.utils.clip_grad_norm_(parameters, most))
+
+
 # ---- Passes: which rows a model reads at a time ----------------------------------------------------------------
 
 
