@@ -201,12 +201,14 @@ class Args(cli.RunArgs):
 
 NO_KL_IN_REWARD = RewardsArgs(kl_coef=0.0)
 SUMS_PPO = PpoArgs(
-    total_episodes=40 * 256,
+    total_episodes=70 * 256,
+    nminibatches=2,
     lr=3e-4,
     critic_lr=1e-3,
     critic_warmup=5,
     beta2=0.95,
     weight_decay=0.0,
+    lam=0.95,
     cliprange_value=None,
 )
 # [V99] Arguments of verl's logged run, of its recipes and of TRL; docs/details says what differs.
@@ -263,6 +265,7 @@ PRESETS = {
     "sums": Args(
         preset="sums",
         base_model="sums",
+        eval_problems=512,
         eval_samples=16,
         task=problems.TASKS["sums"],
         rewards=NO_KL_IN_REWARD,
@@ -271,6 +274,7 @@ PRESETS = {
     "sums-grpo": Args(
         preset="sums-grpo",
         base_model="sums",
+        eval_problems=512,
         eval_samples=16,
         task=problems.TASKS["sums"],
         rewards=NO_KL_IN_REWARD,
@@ -358,7 +362,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     evaluation, rows = evaluate(args.eval_samples)
     this_run.write_evaluation("validation", rows)
-    show_right_and_wrong(this_run, sizes.updates, rows)
     info = {"task": dataclasses.asdict(given.task), "monitor": "", "function": shaping.verifier}
     info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
     parts = (actor_critic.lm_backbone, actor_critic.critic, adapters)
@@ -366,6 +369,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
     left_out = {"too_long": train_problems.too_long, "unscorable": train_problems.unscorable}
     this_run.finish(PANELS, **evaluation, **last, **left_out)
+    report(this_run, args, evaluation, rows)
     this_run.upload("policy", *(["value"] if actor_critic.critic else []))
     return this_run.model_folder / "policy"
 
@@ -553,12 +557,38 @@ def evaluate_policy(
     return problems.evaluation(held_out, args.task.kind_column, names, greedy, sampled)
 
 
-def show_right_and_wrong(this_run: run.Run, step: int, rows: list[dict[str, Any]]) -> None:
-    """Print and keep some problems with a right and a wrong solution, where samples have shown both."""
-    keys = ("prompt", "answer", "a_right_sample", "a_wrong_sample")
-    both = [{key: row[key] for key in keys} for row in rows if row.get(keys[2]) and row.get(keys[3])]
-    if both:
-        this_run.log_samples(step, both[:5])
+def report(this_run: run.Run, args: Args, after: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    """Print in plain words what has become of the held-out problems, and where to read more.
+
+    after: the last evaluation, rows: of it; what was before the first update stands in the first row of the metrics.
+    """
+    if not this_run.is_main:
+        return
+    both = [row for row in rows if row.get("a_right_sample") and row.get("a_wrong_sample")]
+    columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
+    shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
+    if shown:
+        run.print_table("Held-out problems after training, with a right sample and a wrong one", shown)
+    greedy, kind = f"eval/{args.rewards.verifier}", args.task.kind_column
+    kinds = [name for name in after if name.startswith(f"{greedy}_{kind}_")]
+    tries = [name for name in after if name.startswith("eval/pass@")]
+    names = {"right, greedily (likeliest tokens)": greedy}
+    names |= {f"    {kind} {name.rsplit('_', 1)[1]}": name for name in kinds}
+    names |= {
+        f"right, one of {k} samples" if (k := name.split("@")[1]) != "1" else "right, samples": name for name in tries
+    }
+    names |= {"tokens, greedily": "eval/length", "tokens, samples": "eval/sampled_length"}
+    before = this_run.rows[0]
+    lines = ["", f"{len(rows):,} held-out problems{'before':>24}{'after':>9}"]
+    for said, name in names.items():
+        form = "{:.1f}" if "length" in name else "{:.1%}"
+        cells = [form.format(numbers[name]) if name in numbers else "-" for numbers in (before, after)]
+        lines += [f"{said:<36}{cells[0]:>9}{cells[1]:>9}"] if name in after else []
+    print(*lines, "", f"It took {this_run.seconds() / 60:.1f} minutes.", "", sep="\n")
+    places = {"learning curves": "learning_curves.png", "solutions": "evaluation.jsonl", "samples": "samples.jsonl"}
+    for said, name in places.items():
+        print(f"{said:<17}{run.shown(this_run.folder / name)}")
+    print(f"{'model':<17}{run.shown(this_run.model_folder / 'policy')}")
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------
@@ -1421,7 +1451,7 @@ def sample_rows(
 PANELS = {
     "right samples": ["objective/verifiable_correct_rate"],
     "held-out accuracy, greedy": ["eval/gsm8k_strict", "eval/gsm8k_flexible", "eval/gsm8k_format"],
-    "held-out accuracy, samples": ["eval/mean@16", "eval/pass@1", "eval/pass@4", "eval/pass@16"],
+    "held-out accuracy by number of steps, greedy": [f"eval/gsm8k_strict_steps_{count}" for count in range(1, 5)],
     "score": ["objective/scores", "objective/rlhf_reward"],
     "KL from the reference (nats)": ["objective/kl"],
     "length (tokens)": ["val/sequence_lengths", "val/sequence_lengths_correct", "val/sequence_lengths_incorrect"],
