@@ -368,7 +368,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     models.save_policy_and_critic(this_run.model_folder, *parts, tokenizer, info, args.trust_remote_code)
     last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
     left_out = {"too_long": train_problems.too_long, "unscorable": train_problems.unscorable}
-    this_run.finish(PANELS, **evaluation, **last, **left_out)
+    panels = {title: names for title, names in PANELS.items() if n > 1 or "groups" not in title}
+    this_run.finish(panels, **evaluation, **last, **left_out)
     report(this_run, args, evaluation, rows)
     this_run.upload("policy", *(["value"] if actor_critic.critic else []))
     return this_run.model_folder / "policy"
@@ -568,27 +569,28 @@ def report(this_run: run.Run, args: Args, after: dict[str, float], rows: list[di
     columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
     shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
     if shown:
-        run.print_table("Held-out problems after training, with a right sample and a wrong one", shown)
-    greedy, kind = f"eval/{args.rewards.verifier}", args.task.kind_column
-    kinds = [name for name in after if name.startswith(f"{greedy}_{kind}_")]
-    tries = [name for name in after if name.startswith("eval/pass@")]
-    names = {"right, greedily (likeliest tokens)": greedy}
-    names |= {f"    {kind} {name.rsplit('_', 1)[1]}": name for name in kinds}
+        run.print_table("Held-out problems after training: a right sample and a wrong one", shown)
+    greedy = f"eval/{args.rewards.verifier}"
+    of_kind, pass_at = f"{greedy}_{args.task.kind_column}_", "eval/pass@"
+    names = {"right, likeliest response": greedy}
     names |= {
-        f"right, one of {k} samples" if (k := name.split("@")[1]) != "1" else "right, samples": name for name in tries
+        f"    {args.task.kind_column} {name[len(of_kind) :]}": name for name in after if name.startswith(of_kind)
     }
-    names |= {"tokens, greedily": "eval/length", "tokens, samples": "eval/sampled_length"}
-    before = this_run.rows[0]
-    lines = ["", f"{len(rows):,} held-out problems{'before':>24}{'after':>9}"]
+    names |= {f"right, samples: {name[5:]}": name for name in after if name.startswith(pass_at)}
+    names |= {"tokens, likeliest response": "eval/length", "tokens, samples": "eval/sampled_length"}
+    print(f"\n{f'{len(rows):,} held-out problems':<30}{'before':>9}{'after':>9}")
     for said, name in names.items():
-        form = "{:.1f}" if "length" in name else "{:.1%}"
-        cells = [form.format(numbers[name]) if name in numbers else "-" for numbers in (before, after)]
-        lines += [f"{said:<36}{cells[0]:>9}{cells[1]:>9}"] if name in after else []
-    print(*lines, "", f"It took {this_run.seconds() / 60:.1f} minutes.", "", sep="\n")
+        form = "{:.1f}" if name.endswith("length") else "{:.1%}"
+        cells = [form.format(numbers[name]) if name in numbers else "-" for numbers in (this_run.rows[0], after)]
+        print(f"{said:<30}{cells[0]:>9}{cells[1]:>9}")
     places = {"learning curves": "learning_curves.png", "solutions": "evaluation.jsonl", "samples": "samples.jsonl"}
-    for said, name in places.items():
-        print(f"{said:<17}{run.shown(this_run.folder / name)}")
-    print(f"{'model':<17}{run.shown(this_run.model_folder / 'policy')}")
+    print(
+        "pass@k: one of k samples, or more, is right.",
+        f"It took {this_run.meta['wall_time'] / 60:.1f} minutes.\n",
+        *(f"{said:<17}{run.shown(this_run.folder / name)}" for said, name in places.items()),
+        f"model            {run.shown(this_run.model_folder / 'policy')}",
+        sep="\n",
+    )
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------
@@ -1451,7 +1453,7 @@ def sample_rows(
 PANELS = {
     "right samples": ["objective/verifiable_correct_rate"],
     "held-out accuracy, greedy": ["eval/gsm8k_strict", "eval/gsm8k_flexible", "eval/gsm8k_format"],
-    "held-out accuracy by number of steps, greedy": [f"eval/gsm8k_strict_steps_{count}" for count in range(1, 5)],
+    "held-out accuracy by steps, greedy": [f"eval/gsm8k_strict_steps_{count}" for count in range(1, 5)],
     "score": ["objective/scores", "objective/rlhf_reward"],
     "KL from the reference (nats)": ["objective/kl"],
     "length (tokens)": ["val/sequence_lengths", "val/sequence_lengths_correct", "val/sequence_lengths_incorrect"],

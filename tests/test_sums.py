@@ -102,7 +102,7 @@ def test_who_never_errs_is_right_step_by_step(found):
     rng = random.Random(4)
     for problem in found[:500]:
         numbers = read_problem(problem.question)
-        terse, wordy = (sums.solve(rng, problem, 0.0, share, 0.0) for share in (0.0, 1.0))
+        terse, wordy = (sums.solve(rng, problem, 0.0, share) for share in (0.0, 1.0))
         assert terse.splitlines()[-1] == wordy.splitlines()[-1] == f"#### {numbers[-1]}"
         assert equations(terse) == equations(wordy) and all(map(holds, equations(terse)))
         assert [(a, c) for a, _, _, c in equations(terse)] == list(itertools.pairwise(numbers))
@@ -134,7 +134,7 @@ def test_every_error_is_one(found):
 def test_who_errs_goes_on_with_the_wrong_number(found):
     rng = random.Random(6)
     for problem in found:
-        solution = sums.solve(rng, problem, 0.5, 0.0, 0.0)
+        solution = sums.solve(rng, problem, 0.5, 0.0)
         numbers, lines = [problem.first], equations(solution)
         for a, _, _, c in lines:
             assert a == numbers[-1]
@@ -147,7 +147,7 @@ def test_who_errs_goes_on_with_the_wrong_number(found):
 def test_a_pupil_errs_as_often_as_the_world_says(found, rate):
     rng = random.Random(7)
     alone = [problem for problem in found if len(problem.steps) == 1] * 4
-    wrong = sum(sums.solve(rng, p, rate, 0.0, 0.0).split()[-1] != str(read_problem(p.question)[1]) for p in alone)
+    wrong = sum(sums.solve(rng, p, rate, 0.0).split()[-1] != str(read_problem(p.question)[1]) for p in alone)
     deviation = math.sqrt(rate * (1 - rate) / len(alone))
     assert wrong / len(alone) == pytest.approx(rate, abs=4 * deviation + 1e-9)
 
@@ -155,7 +155,7 @@ def test_a_pupil_errs_as_often_as_the_world_says(found, rate):
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_some_pupils_say_what_happened(found, share):
     rng = random.Random(8)
-    wordy = sum("." in sums.solve(rng, problem, 0.0, share, 0.0) for problem in found)
+    wordy = sum("." in sums.solve(rng, problem, 0.0, share) for problem in found)
     assert wordy / len(found) == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / len(found)))
 
 
@@ -223,13 +223,13 @@ def test_the_task_reads_the_world_and_all_of_it_fits(tiny_sums, found):
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12+7=19")) == list("12+7=19")
     rng = random.Random(9)
     lengths = [
-        (len(tokenizer.encode(f"{p.question}\n")), len(tokenizer.encode(sums.solve(rng, p, 0.1, 0.5, 0.0))) + 1)
+        (len(tokenizer.encode(f"{p.question}\n")), len(tokenizer.encode(sums.solve(rng, p, 0.1, 0.5))) + 1)
         for p in found
     ]
     prompt, response = (max(column) for column in zip(*lengths, strict=True))
     assert prompt <= task.prompt_length and response <= task.response_length
     assert task.prompt_length + task.response_length <= DEFAULT.max_positions
-    right = [len(tokenizer.encode(sums.solve(rng, p, 0.0, 0.5, 0.0))) + 1 for p in found]
+    right = [len(tokenizer.encode(sums.solve(rng, p, 0.0, 0.5))) + 1 for p in found]
     assert max(right) >= 4 * min(right)  # so that what lengths do shows
 
 
@@ -269,9 +269,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 def test_every_setting_and_every_word_makes_another_world(cache, monkeypatch):
     folders = [sums.find_world(), sums.find_world(DEFAULT)]
     for name, value in dataclasses.asdict(DEFAULT).items():
-        folders.append(
-            sums.find_world(dataclasses.replace(DEFAULT, **{name: value * (0.5 if name == "hasty" else 2)}))
-        )
+        changed = value / 2 if type(value) is float else value * 2
+        folders.append(sums.find_world(dataclasses.replace(DEFAULT, **{name: changed})))
     for name in ("THINGS", "ERRORS", "FACTORS"):
         with monkeypatch.context() as patch:
             patch.setattr(sums, name, getattr(sums, name)[:-1])
