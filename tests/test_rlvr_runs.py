@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -328,7 +329,7 @@ def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
     row = {"prompt": "1+1?\n", "answer": "2", "a_right_sample": "1+1=2\n#### 2", "a_wrong_sample": "#### 3"}
     rows = [row, row | {"prompt": "2+2?\n", "a_wrong_sample": None}]
     places = {"folder": tmp_path / "runs/r", "model_folder": tmp_path / "models/r"}
-    this_run = type("ThisRun", (), places | {"is_main": True, "rows": [before, after], "meta": {"wall_time": 90.0}})
+    this_run = SimpleNamespace(is_main=True, rows=[before, after], meta={"wall_time": 90.0}, **places)
     preset = rlvr_policy.PRESETS["sums"]
     args = dataclasses.replace(preset, rewards=dataclasses.replace(preset.rewards, verifier="boxed"))
     rlvr_policy.report(this_run, args, after, rows)
