@@ -1265,12 +1265,7 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
 
 
 def update_metrics(
-    setup: Setup,
-    batch: Rollout,
-    generated: list[Rollout],
-    estimate: Estimate,
-    steps: dict[str, Tensor],
-    version: int,
+    setup: Setup, batch: Rollout, generated: list[Rollout], estimate: Estimate, steps: dict[str, Tensor], version: int
 ) -> dict[str, float]:
     """The metrics of an update. Every process adds its shares, and all get the same numbers.
 
