@@ -131,6 +131,8 @@ class Args(cli.RunArgs):
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -158,6 +160,7 @@ PRESETS = {
     "tales": Args(
         preset="tales",
         seed=1,
+        trace_interval=5,
         eval_interval=12,
         eval_posts=512,
         task=posts.TASKS["tales"],
@@ -260,6 +263,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 tokens = (queries[:3], responses[:3], references[:3])
                 samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
                 this_run.log_samples(update, posts.sample_table(samples))
+            if this_run.is_time_to_trace(update):
+                of_tokens = traced_tokens(actor_critic, rollout, ref_logprobs, args, ids.pad, accelerator)
+                of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": finished} | monitored
+                tokens = (queries[: run.TRACED], responses[: run.TRACED], references[: run.TRACED])
+                summaries = [row["reference"] for row in posts.evaluation_rows(tokenizer, ids.pad, *tokens)]
+                this_run.trace(update, tokenizer, ids.pad, *tokens[:2], of_tokens, of_episodes, reference=summaries)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
@@ -852,6 +861,47 @@ def update_metrics(
     return metrics
 
 
+@torch.no_grad()
+def traced_tokens(
+    actor_critic: ActorCritic,
+    rollout: Rollout,
+    ref_logprobs: Tensor,
+    args: Args,
+    pad_id: int,
+    accelerator: Accelerator,
+) -> dict[str, Tensor]:
+    """What report.py shows of the tokens of the first episodes: (episodes, response_length), under their names.
+
+    The policy is that after the update. Advantages are whitened over the whole batch, not over one minibatch. Every
+    process must call this.
+    """
+    few, ppo = slice(run.TRACED), args.ppo
+    query_responses, logprobs = rollout.query_responses[few], rollout.logprobs[few]
+    context_length = query_responses.shape[1] - logprobs.shape[1]
+    new_logprobs, entropies, new_values = actor_critic(query_responses, pad_id, context_length, args.task.temperature)
+    advantages, returns = compute_advantages(
+        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo),
+        reduce=partial(accelerator.reduce, reduction="sum"),
+    )
+    advantages, ratio = advantages[few], torch.exp(new_logprobs - logprobs)
+    return {
+        "mask": rollout.mask[few],
+        "value_mask": rollout.value_mask[few],
+        "logprobs": logprobs,
+        "ref_logprobs": ref_logprobs[few],
+        "kl": rollout.kl[few],
+        "rewards": rollout.rewards[few],
+        "values": rollout.values[few],
+        "advantages": advantages,
+        "returns": returns[few],
+        "new_logprobs": new_logprobs,
+        "new_values": new_values,
+        "entropies": entropies,
+        "ratio": ratio,
+        "clipped": advantages * (ratio.clamp(1 - ppo.cliprange, 1 + ppo.cliprange) - ratio) < 0,
+    }
+
+
 def variance(mean_square: float, mean: float) -> float:
     """E[x^2] - E[x]^2; where squares are too large for a number, it is none either."""
     return mean_square - mean**2 if math.isfinite(mean_square) else mean_square
@@ -878,7 +928,7 @@ PANELS = {
 def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval", "eval_interval", "eval_posts")
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
     cli.at_least(1, "", args, "eval_prompts")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef", "missing_eos_penalty")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam", "weight_decay")

@@ -122,6 +122,8 @@ class Args(cli.RunArgs):
     """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -133,7 +135,7 @@ class Args(cli.RunArgs):
 FIXED, QUICK = AdaptiveKLArgs(target=None), AdaptiveKLArgs(horizon=1_000)
 # [D87] [X09] Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
-TALES = {"base_model": "tales", "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
+TALES = {"base_model": "tales", "trace_interval": 10, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
 PRESETS = {
     "sentiment": Args(),
@@ -246,6 +248,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 total = scores + non_score_rewards.sum(1)  # [X06] With the coefficient that these rewards have.
                 shown = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
                 this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
+            if this_run.is_time_to_trace(update):
+                of_tokens = traced_tokens(policy, rollout, ref_logprobs, truncated_responses, args, sizes, ids.pad)
+                of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped} | monitored
+                this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508
@@ -847,6 +853,44 @@ def finish_metrics(
     return metrics | {"elapsed/fps": int(tokens / update_seconds), "elapsed/time": run_seconds}
 
 
+@torch.no_grad()
+def traced_tokens(
+    policy: PolicyWithValueHead,
+    rollout: Rollout,
+    ref_logprobs: Tensor,
+    truncated_responses: Tensor,
+    args: Args,
+    sizes: PpoSizes,
+    pad_id: int,
+) -> dict[str, Tensor]:
+    """What report.py shows of the tokens of the first episodes: (episodes, response_length), under their names.
+
+    The policy is that after the update. Advantages are those of the first group, whitened over all its episodes: what
+    the losses had, if there is one minibatch.
+    """
+    ppo, length, group = args.ppo, args.task.response_length, slice(sizes.group_batch)
+    few = slice(min(run.TRACED, sizes.group_batch))
+    tokens, logprobs, rewards = (x[few] for x in (rollout.context_responses, rollout.logprobs, rollout.rewards))
+    new_logprobs, entropies, new_values = policy(tokens, pad_id, tokens.shape[1] - length, args.task.temperature)
+    advantages, returns = group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
+    advantages, ratio = advantages[0, few], torch.exp(new_logprobs - logprobs)
+    return {
+        "scored": truncated_responses[few] != pad_id,
+        "logprobs": logprobs,
+        "ref_logprobs": ref_logprobs[few],
+        "kl": logprobs - ref_logprobs[few],
+        "rewards": rewards,
+        "values": rollout.values[few],
+        "advantages": advantages,
+        "returns": returns[0, few],
+        "new_logprobs": new_logprobs,
+        "new_values": new_values,
+        "entropies": entropies,
+        "ratio": ratio,
+        "clipped": advantages * (ratio.clamp(1 - ppo.cliprange, 1 + ppo.cliprange) - ratio) < 0,
+    }
+
+
 class AdaptiveKLController:
     """Raises the KL coefficient while the divergence is above the target, lowers it while it is below.
 
@@ -874,7 +918,7 @@ class AdaptiveKLController:
 def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval")
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")

@@ -1,0 +1,123 @@
+"""Traces: a few episodes of an update with every number of every token, which report.py shows.
+
+traces/<update>.safetensors in a run's folder holds tensors `tokens.<name>` (episodes, response_length) and
+`episodes.<name>` (episodes,), and in its metadata the texts, so that a trace is read without the tokenizer.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.lib.errors import InputError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is kept of an update (0-based)."""
+
+    update: int
+    queries: list[str]
+    responses: list[list[str]]  # the text of each token; empty where padding stands
+    tokens: dict[str, Tensor]  # (episodes, response_length)
+    episodes: dict[str, Tensor]  # (episodes,)
+    texts: dict[str, list[str]]  # more texts of each episode, such as reference answers
+
+
+def path_of(run_folder: Path, update: int) -> Path:
+    return run_folder / "traces" / f"{update}.safetensors"
+
+
+def updates_of(run_folder: Path) -> list[int]:
+    """The updates that were kept."""
+    names = (path.name for path in (run_folder / "traces").glob("*.safetensors"))
+    return sorted(int(name.split(".")[0]) for name in names if re.fullmatch(r"[0-9]+\.safetensors", name))
+
+
+def write(run_folder: Path, trace: Trace) -> None:
+    """Write to a temporary name, then rename: a reader never sees half a trace."""
+    tensors = {f"tokens.{name}": tensor for name, tensor in trace.tokens.items()}
+    tensors |= {f"episodes.{name}": tensor for name, tensor in trace.episodes.items()}
+    texts = {"queries": trace.queries, "responses": trace.responses, "texts": trace.texts}
+    path = path_of(run_folder, trace.update)
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(copies, temporary, metadata={"texts": json.dumps(texts)})
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"the trace of update {trace.update} cannot be written ({error})") from error
+
+
+def read(run_folder: Path, update: int) -> Trace:
+    """The trace of an update; an InputError if the file is none."""
+    path = path_of(run_folder, update)
+    parts: dict[str, dict[str, Tensor]] = {"tokens": {}, "episodes": {}}
+    try:
+        with safe_open(path, "pt") as file:
+            texts = json.loads(file.metadata()["texts"])
+            for name in file.keys():  # noqa: SIM118, it is no dictionary
+                kind, column = name.split(".", 1)
+                parts[kind][column] = file.get_tensor(name)
+        return Trace(update, **parts, **texts)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
+
+
+def cut(run_folder: Path, first_update: int) -> None:
+    """Remove the traces of an update and all after it, which will be made again."""
+    for update in updates_of(run_folder):
+        if update >= first_update:
+            path_of(run_folder, update).unlink()
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -> list[str]:
+    """The text that each token adds to those before it; empty for padding.
+
+    A character whose bytes are shared by several tokens stands at the last of them.
+    """
+    found, start, whole = [], 0, 0  # a token is decoded after those from `start`; those before `whole` are shown
+    for end, token in enumerate(tokens, 1):
+        if token == pad_id:
+            found.append("")
+            start = whole = end
+            continue
+        before = tokenizer.decode(tokens[start:whole])
+        text = tokenizer.decode(tokens[start:end])
+        if text.endswith("\ufffd") and end < len(tokens):
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, whole = whole, end
+    return found
+
+
+def of_tokens(
+    update: int,
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: int,
+    queries: Tensor,
+    responses: Tensor,
+    tokens: dict[str, Tensor],
+    episodes: dict[str, Tensor],
+    texts: dict[str, list[str]],
+) -> Trace:
+    """The trace of as many episodes as `tokens` has rows; the other arguments may have more.
+
+    queries: (rows, context_length) and responses: (rows, response_length) token ids.
+    """
+    n = len(next(iter(tokens.values())))
+    return Trace(
+        update,
+        [tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
+        [pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
+        {"ids": responses[:n], **tokens},
+        {name: values[:n] for name, values in episodes.items()},
+        {name: values[:n] for name, values in texts.items()},
+    )
