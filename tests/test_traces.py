@@ -211,5 +211,5 @@ def test_only_the_small_worlds_leave_traces_unasked(script):
         "tales-descriptiveness",
     }
     args = dataclasses.replace(script.PRESETS["tales"], base_model="any", trace_interval=-1)
-    with pytest.raises(InputError, match="trace_interval -1"):
+    with pytest.raises(InputError, match="trace_interval is -1"):
         script.check_arguments(args)
