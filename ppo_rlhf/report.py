@@ -44,8 +44,9 @@ def report(args: Args) -> Path:
     folders = [Path(args.run) if args.run else newest_run(Path("runs")), *([Path(args.other)] if args.other else [])]
     runs = [read_run(folder) for folder in folders]
     traced = [one_run.traced(TRACE_BYTES // len(runs)) for one_run in runs]
-    page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template("report.html")
-    text = page.render(
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and in the order that they have here
+    text = environment.get_template("report.html").render(
         runs=runs,
         facts=side_by_side([one_run.facts for one_run in runs]),
         arguments=side_by_side([files.flatten(one_run.meta["args"]) for one_run in runs]),
@@ -107,11 +108,7 @@ class OneRun:
     def facts(self) -> dict[str, Any]:
         """What was run, in words and numbers."""
         meta, args = self.meta, files.flatten(self.meta["args"])
-        told = {
-            "rewards.trained_model": "scored by",
-            "rewards.function": "scored by",
-            "rewards.verifier": "scored by",
-        }
+        told = {f"rewards.{name}": "scored by" for name in ("trained_model", "function", "verifier")}
         told |= {"rewards.monitor": "watched by", "base_model": "starts from", "preset": "preset", "seed": "seed"}
         facts = {"run": self.name, "what": KINDS[self.kind]}
         facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
@@ -125,11 +122,11 @@ class OneRun:
         return facts | {f"version: {name}": version for name, version in meta.get("versions", {}).items()}
 
     def traced(self, most_bytes: int) -> list[dict[str, Any]]:
-        """Its traces as the page gets them; every second, fourth, ... but for the first, if that is too much."""
+        """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
         updates = traces.updates_of(self.folder)
         found = [traced_update(traces.read(self.folder, update)) for update in updates]
-        while len(found) > 1 and len(json.dumps(found)) > most_bytes:
-            found = found[::2]
+        while len(found) > 2 and len(json.dumps(found)) > most_bytes:
+            found = found[:-1:2] + found[-1:]
         return found
 
     def every(self, shown: list[dict[str, Any]]) -> str:
@@ -170,11 +167,7 @@ def as_text(value: Any) -> str:
 
 # name: title, the number without colour, and how to read it
 QUANTITIES = {
-    "kl": (
-        "KL penalty (policy - reference)",
-        0,
-        "Nats by which the policy likes the token better. Paid on every one.",
-    ),
+    "kl": ("KL", 0, "Nats by which the policy likes the token better than the reference does; what is penalised."),
     "logprobs": ("log-prob, policy", 0, "Of the policy that sampled. Far below 0: a surprise."),
     "ref_logprobs": ("log-prob, reference", 0, "Of the model that training started from."),
     "rewards": ("reward", 0, "The KL penalty of each token; the score is on the last, or on the step after it."),
@@ -231,9 +224,8 @@ def scales(traced: list[dict[str, Any]]) -> dict[str, float]:
             for name in QUANTITIES.keys() & episode["tokens"].keys():
                 values = (value for value in episode["tokens"][name] if value is not None)
                 distances.setdefault(name, []).extend(abs(value - QUANTITIES[name][1]) for value in values)
-    return {
-        name: sorted(all_of)[int(0.98 * (len(all_of) - 1))] or 1.0 for name, all_of in distances.items() if all_of
-    }
+    nearer = {name: sorted(found)[int(0.98 * (len(found) - 1))] for name, found in distances.items() if found}
+    return {name: distance or 1.0 for name, distance in nearer.items()}
 
 
 # ---- Texts of held-out queries ---------------------------------------------------------------------------------
@@ -429,7 +421,8 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
                     continue
                 label = name if len(runs) == 1 else f"{name}, run {number + 1}"
                 line = {"dash": ("solid", "dot")[number], "color": COLORS[color % len(COLORS)], "width": 1.8}
-                figure.add_scatter(x=one_run.steps, y=one_run.metrics[name], name=label, mode="lines", line=line)
+                values = [value if math.isfinite(value) else None for value in one_run.metrics[name]]
+                figure.add_scatter(x=one_run.steps, y=values, name=label, mode="lines", line=line)
         if panel.metrics == "objective/kl":
             targets = (
                 one_run.meta["args"].get("rewards", {}).get("adaptive_kl", {}).get("target") for one_run in runs
