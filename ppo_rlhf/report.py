@@ -11,6 +11,7 @@ Needs plotly: pip install "ppo-rlhf[report]".
 """
 
 import csv
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
@@ -121,21 +122,31 @@ class OneRun:
         facts |= {f"result: {name}": value for name, value in meta.get("results", {}).items()}
         return facts | {f"version: {name}": version for name, version in meta.get("versions", {}).items()}
 
+    def kept(self) -> list[list[tuple[int, bool]]]:
+        """The names of its traces, update by update."""
+        return [list(names) for _, names in itertools.groupby(traces.kept(self.folder), lambda name: name[0])]
+
     def traced(self, most_bytes: int) -> list[dict[str, Any]]:
         """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
-        updates = traces.updates_of(self.folder)
-        found = [traced_update(traces.read(self.folder, update)) for update in updates]
+        found = [traced_update([traces.read(self.folder, *one) for one in kept]) for kept in self.kept()]
         while len(found) > 2 and len(json.dumps(found)) > most_bytes:
             found = found[:-1:2] + found[-1:]
         return found
 
     def every(self, shown: list[dict[str, Any]]) -> str:
         """What the token view holds, as a sentence."""
-        kept = len(traces.updates_of(self.folder))
+        kept = len(self.kept())
         if not kept:
             return "The run left no traces: it was started without --trace_interval."
         left_out = f" {kept - len(shown)} more were kept, but would make the page too large." * (kept > len(shown))
-        return f"{len(shown)} updates, and the first {len(shown[0]['episodes'])} episodes of each.{left_out}"
+        watched = sum(episode["again"] for episode in shown[0]["episodes"])
+        text = f"{len(shown)} updates, and the first {len(shown[0]['episodes']) - watched} episodes of each."
+        more = f" Then {watched} queries that are the same each time, answered after the update with the same noise; "
+        return (
+            text
+            + (more + "they are not trained on, so they have no advantage and no ratio.") * bool(watched)
+            + left_out
+        )
 
 
 def read_run(folder: Path) -> OneRun:
@@ -184,10 +195,15 @@ QUANTITIES = {
 MARKS = ("mask", "value_mask", "scored")
 
 
-def traced_update(trace: traces.Trace) -> dict[str, Any]:
-    """An update of the token view: {"update", "episodes": [...]}, numbers rounded to six digits.
+def traced_update(parts: list[traces.Trace]) -> dict[str, Any]:
+    """An update of the token view."""
+    return {"update": parts[0].update, "episodes": [episode for part in parts for episode in traced_episodes(part)]}
 
-    An episode has its texts, its numbers, and for each token that is shown the text and the numbers by their names.
+
+def traced_episodes(trace: traces.Trace) -> list[dict[str, Any]]:
+    """Episodes with their texts, their numbers, and the text and numbers of each token that is shown.
+
+    Numbers are rounded to six digits.
     """
     rows = {name: tensor.tolist() for name, tensor in trace.tokens.items()}
     numbers = {name: tensor.tolist() for name, tensor in trace.episodes.items()}
@@ -196,7 +212,7 @@ def traced_update(trace: traces.Trace) -> dict[str, Any]:
         marks = [rows[name][i] for name in MARKS if name in rows] or [[True] * len(pieces)]
         everywhere = "mask" not in rows  # chapter 1 has no mask: what is cut away is trained on all the same
         places = [k for k in range(len(pieces)) if everywhere or any(mark[k] for mark in marks)]
-        episode = {"query": errors.visible(trace.queries[i]), "places": places}
+        episode = {"query": errors.visible(trace.queries[i]), "places": places, "again": trace.again}
         episode["pieces"] = [errors.visible(pieces[k]) for k in places]
         episode["texts"] = {name: errors.visible(str(values[i])) for name, values in trace.texts.items()}
         episode["numbers"] = {name: rounded(values[i]) for name, values in numbers.items()}
@@ -206,7 +222,7 @@ def traced_update(trace: traces.Trace) -> dict[str, Any]:
             if name in QUANTITIES or name in MARKS or name == "ids"
         }
         episodes.append(episode)
-    return {"update": trace.update, "episodes": episodes}
+    return episodes
 
 
 def rounded(value: float) -> float | int | None:
@@ -283,7 +299,7 @@ PANELS = [
     Panel(
         "KL from the reference (nats per response)",
         "objective/kl",
-        "Starts at 0, rises, and stays near the target (dotted), if there is one.",
+        "Starts at 0, rises, and stays near the target (dashed), if there is one.",
         "Shoots up: the text leaves the language; lower the learning rate or raise the KL coefficient. Not 0 at the "
         "start, or below 0 for long: sampler and training pass disagree.",
     ),

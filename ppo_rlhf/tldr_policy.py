@@ -269,6 +269,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 tokens = (queries[: run.TRACED], responses[: run.TRACED], references[: run.TRACED])
                 summaries = [row["reference"] for row in posts.evaluation_rows(tokenizer, ids.pad, *tokens)]
                 this_run.trace(update, tokenizer, ids.pad, *tokens[:2], of_tokens, of_episodes, reference=summaries)
+                watched = held_out["validation"].first(run.TRACED)
+                again = summarise_again(actor_critic, reference, score, monitor, watched, ids, args, controller.value)
+                summaries = [row["reference"] for row in posts.evaluation_rows(tokenizer, ids.pad, *again[:3])]
+                this_run.trace(update, tokenizer, ids.pad, *again[:2], *again[3:], reference=summaries, again=True)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
@@ -900,6 +904,39 @@ def traced_tokens(
         "ratio": ratio,
         "clipped": advantages * (ratio.clamp(1 - ppo.cliprange, 1 + ppo.cliprange) - ratio) < 0,
     }
+
+
+@torch.no_grad()
+def summarise_again(
+    actor_critic: ActorCritic,
+    reference: Reference,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    watched: posts.Posts,
+    ids: posts.TaskIds,
+    args: Args,
+    kl_coef: float,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Steps 2 to 5 for posts that are the same each time, and with the same noise. Every process must call this.
+
+    Returns queries, responses, references, numbers of tokens (episodes, response_length), and of episodes.
+    """
+    task, shaping, device = args.task, args.rewards, next(actor_critic.parameters()).device
+    queries, references = watched.queries.to(device), watched.references.to(device)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
+    with actor_critic.sampling():
+        responses, logprobs, values, _ = respond(actor_critic, ids, task.temperature, queries, uniforms)
+        query_responses = torch.cat([queries, responses], dim=1)
+        ref_logprobs = reference.logprobs(ids, queries.shape[1], task.temperature, query_responses)
+        raw_scores, finished = score(queries, responses, references), lm.has_stop(responses, ids.stop, 0)
+        scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
+        mask, value_mask = response_masks(responses, ids.pad)
+        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"mask": mask, "value_mask": value_mask}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": finished}
+    of_episodes |= {name: function(queries, responses, references) for name, function in monitor.items()}
+    return queries, responses, references, of_tokens, of_episodes
 
 
 def variance(mean_square: float, mean: float) -> float:

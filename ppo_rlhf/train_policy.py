@@ -252,6 +252,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 of_tokens = traced_tokens(policy, rollout, ref_logprobs, truncated_responses, args, sizes, ids.pad)
                 of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped} | monitored
                 this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
+                queries = stream.first(run.TRACED, ids.pad).to(device)
+                again = respond_again(policy, reference, score, monitor, queries, ids, args, controller.value)
+                this_run.trace(update, tokenizer, ids.pad, *again, again=True)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508
@@ -889,6 +892,44 @@ def traced_tokens(
         "ratio": ratio,
         "clipped": advantages * (ratio.clamp(1 - ppo.cliprange, 1 + ppo.cliprange) - ratio) < 0,
     }
+
+
+@torch.no_grad()
+def respond_again(
+    policy: PolicyWithValueHead,
+    reference: PreTrainedModel,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    queries: Tensor,
+    ids: texts.TaskIds,
+    args: Args,
+    kl_coef: float,
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Steps 2 to 5 for queries (episodes, query_length) that are the same each time, and with the same noise.
+
+    Returns contexts, responses, numbers of tokens (episodes, response_length), and of episodes (episodes,).
+    """
+    task = args.task
+    uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(queries.device)
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
+    with precision.mixed_precision(queries.device, enabled=policy.low_precision):
+        context_responses, logprobs, values, _ = respond(policy, ids, task.temperature, contexts, uniforms)
+        ref_logprobs = reference_logprobs(reference, ids, task.temperature, context_responses)
+        responses = context_responses[:, ids.context_length :]
+        truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+        raw_scores = score(queries, truncated_responses)
+        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
+        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
+    monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"scored": truncated_responses != ids.pad}
+    return (
+        contexts,
+        responses,
+        of_tokens,
+        {"scores": scores, "raw_scores": raw_scores, "stopped": stopped} | monitored,
+    )
 
 
 class AdaptiveKLController:

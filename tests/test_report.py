@@ -50,7 +50,7 @@ def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed:
         queries = ["the same query", f"query {update} {EVIL}"]
         texts = {"reference": [EVIL, "fine"]} if chapter == 2 else {}
         (folder / "traces").mkdir(exist_ok=True)
-        traces.write(folder, traces.Trace(update, queries, pieces, tokens, episodes, texts))
+        traces.write(folder, traces.Trace(update, False, queries, pieces, tokens, episodes, texts))
     return folder
 
 

@@ -14,15 +14,17 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf import tldr_policy, train_policy
+from ppo_rlhf import report, tldr_policy, train_policy
 from ppo_rlhf.lib import models, traces
 from ppo_rlhf.lib.errors import InputError
 
 CONTINUATIONS = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 --ppo.lr 0.01"
 SUMMARIES = (
     "--rewards.function ppo_rlhf.worlds.posts:gold_scores --dtype float64 --ppo.lr 0.01 --ppo.total_episodes 64 "
-    "--ppo.batch_size 16 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 --eval_interval 0 --eval_posts 2"
+    "--ppo.batch_size 16 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 --eval_interval 0 --eval_posts 8"
 )
+
+KEPT = [(update, again) for update in (0, 2, 3) for again in (False, True)]  # every second update, and the last
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def traced(request) -> Traced:
 
 def test_a_trace_changes_nothing_in_the_run_and_none_leaves_nothing(traced, tmp_path):
     off = start(traced.script, [*traced.arguments, "--trace_interval", "0"], tmp_path / "off")
-    assert traces.updates_of(traced.run) == [0, 2, 3]  # every second, and the last
+    assert traces.kept(traced.run) == KEPT
     assert not (off.run / "traces").exists()
     assert metrics_of(off.run) == metrics_of(traced.run)
 
@@ -71,14 +73,14 @@ def test_a_resumed_run_has_the_traces_of_one_that_nothing_happened_to(traced, tm
     run = tmp_path / "runs" / traced.run.name
     shutil.copytree(traced.run, run)
     shutil.rmtree(run / "checkpoints" / "4")
-    for update in (2, 3):  # after the checkpoint
-        traces.path_of(run, update).write_bytes(b"of another course")
-    traces.path_of(run, 7).write_bytes(b"of a longer one")
+    for update, again in KEPT[2:]:  # after the checkpoint
+        traces.path_of(run, update, again).write_bytes(b"of another course")
+    traces.path_of(run, 7, again=True).write_bytes(b"of a longer one")
     result = launch(traced.script, "--resume", str(run), folder=traced.folder)
     assert result.status == 0, result.stderr
-    assert traces.updates_of(run) == [0, 2, 3]
-    for update in (0, 2, 3):
-        assert traces.path_of(run, update).read_bytes() == traces.path_of(traced.run, update).read_bytes()
+    assert traces.kept(run) == KEPT
+    for kept in KEPT:
+        assert traces.path_of(run, *kept).read_bytes() == traces.path_of(traced.run, *kept).read_bytes()
 
 
 def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
@@ -86,8 +88,8 @@ def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
     for result in launch_together(2, traced.script, *arguments, folder=tmp_path):
         assert result.status == 0, result.stderr
     run = only(tmp_path, "runs/*")
-    for update in (0, 2, 3):
-        one, two = traces.read(traced.run, update), traces.read(run, update)
+    for kept in KEPT:
+        one, two = traces.read(traced.run, *kept), traces.read(run, *kept)
         assert (one.queries, one.responses, one.texts) == (two.queries, two.responses, two.texts)
         for name, expected in (one.tokens | one.episodes).items():
             torch.testing.assert_close((two.tokens | two.episodes)[name], expected, rtol=1e-7, atol=1e-9)
@@ -178,6 +180,36 @@ def test_numbers_of_summaries(summaries):
             ended += x["stopped"][i]
         assert len(trace.texts["reference"]) == 8 and all(trace.texts["reference"])
     assert ended
+
+
+def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
+    first = traces.read(traced.run, 0)
+    repeated = [traces.read(traced.run, *kept) for kept in KEPT if kept[1]]
+    for trace in repeated:
+        x = trace.tokens
+        mask = x.get("mask", torch.ones_like(x["kl"])).bool()
+        assert trace.queries == repeated[0].queries and len(set(trace.queries)) == 8
+        torch.testing.assert_close(x["kl"][mask], (x["logprobs"] - x["ref_logprobs"])[mask], rtol=0, atol=1e-12)
+        penalty = metrics_of(traced.run)[trace.update + 1]["objective/kl_coef"] if trace.update < 3 else None
+        if penalty is not None:
+            expected = trace.episodes["scores"] - penalty * x["kl"].sum(1)
+            torch.testing.assert_close(x["rewards"].sum(1), expected, rtol=1e-9, atol=1e-9)
+    if traced.script == "train_policy.py":  # chapter 1 takes the first queries, chapter 2 held-out posts
+        assert first.queries == repeated[0].queries
+
+
+def test_a_report_of_a_real_run(traced):
+    text = report.report(report.Args(str(traced.run))).read_text()
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    (one_run,) = data["runs"]
+    for (update, again), shown in ((kept, one_run["traces"][kept[0] // 2 + kept[0] % 2]) for kept in KEPT):
+        trace = traces.read(traced.run, update, again)
+        episodes = [episode for episode in shown["episodes"] if episode["again"] == again]
+        assert shown["update"] == update and len(episodes) == 8
+        for i, episode in enumerate(episodes):
+            for name in ("kl", "rewards", "values"):
+                expected = trace.tokens[name][i, episode["places"]].tolist()
+                assert episode["tokens"][name] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_trace_that_is_damaged_is_named(continuations, tmp_path):

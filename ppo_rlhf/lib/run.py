@@ -393,9 +393,12 @@ class Run:
         responses: Tensor,
         tokens: dict[str, Tensor],
         episodes: dict[str, Tensor],
+        again: bool = False,
         **texts: list[str],
     ) -> None:
         """Keep the first episodes of the main process, as many as `tokens` has rows, in traces/<step>.safetensors.
+
+        again: not of the batch, but queries that are the same each time, answered after the step.
 
         queries: (rows, context_length), responses: (rows, response_length) token ids. tokens: named numbers of tokens
         (episodes, response_length); episodes: of episodes (rows,); texts: more texts of episodes (rows). report.py
@@ -409,7 +412,7 @@ class Run:
         """
         if self.is_main:
             ids = (tokenizer, pad_id, queries, responses)
-            traces.write(self.folder, traces.of_tokens(step, *ids, tokens, episodes, texts))
+            traces.write(self.folder, traces.of_tokens(step, again, *ids, tokens, episodes, texts))
 
     # ------------------------------------------------------------------------------------------------------------
 

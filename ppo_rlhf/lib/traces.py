@@ -1,7 +1,8 @@
 """Traces: a few episodes of an update with every number of every token, which report.py shows.
 
-traces/<update>.safetensors in a run's folder holds tensors `tokens.<name>` (episodes, response_length) and
-`episodes.<name>` (episodes,), and in its metadata the texts, so that a trace is read without the tokenizer.
+traces/<update>.safetensors in a run's folder holds episodes of the batch, <update>_again.safetensors responses to
+queries that are the same each time: tensors `tokens.<name>` (episodes, response_length) and `episodes.<name>`
+(episodes,), and in the metadata the texts, so that a trace is read without the tokenizer.
 """
 
 import json
@@ -22,6 +23,7 @@ class Trace:
     """What is kept of an update (0-based)."""
 
     update: int
+    again: bool  # whether the queries are the same each time, and not of the batch
     queries: list[str]
     responses: list[list[str]]  # the text of each token; empty where padding stands
     tokens: dict[str, Tensor]  # (episodes, response_length)
@@ -29,14 +31,15 @@ class Trace:
     texts: dict[str, list[str]]  # more texts of each episode, such as reference answers
 
 
-def path_of(run_folder: Path, update: int) -> Path:
-    return run_folder / "traces" / f"{update}.safetensors"
+def path_of(run_folder: Path, update: int, again: bool = False) -> Path:
+    return run_folder / "traces" / f"{update}{'_again' * again}.safetensors"
 
 
-def updates_of(run_folder: Path) -> list[int]:
-    """The updates that were kept."""
+def kept(run_folder: Path) -> list[tuple[int, bool]]:
+    """What was kept: updates in their order, each with whether it is `again`."""
     names = (path.name for path in (run_folder / "traces").glob("*.safetensors"))
-    return sorted(int(name.split(".")[0]) for name in names if re.fullmatch(r"[0-9]+\.safetensors", name))
+    found = (re.fullmatch(r"([0-9]+)(_again)?\.safetensors", name) for name in names)
+    return sorted((int(match[1]), bool(match[2])) for match in found if match)
 
 
 def write(run_folder: Path, trace: Trace) -> None:
@@ -44,7 +47,7 @@ def write(run_folder: Path, trace: Trace) -> None:
     tensors = {f"tokens.{name}": tensor for name, tensor in trace.tokens.items()}
     tensors |= {f"episodes.{name}": tensor for name, tensor in trace.episodes.items()}
     texts = {"queries": trace.queries, "responses": trace.responses, "texts": trace.texts}
-    path = path_of(run_folder, trace.update)
+    path = path_of(run_folder, trace.update, trace.again)
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -55,9 +58,9 @@ def write(run_folder: Path, trace: Trace) -> None:
         raise InputError(f"the trace of update {trace.update} cannot be written ({error})") from error
 
 
-def read(run_folder: Path, update: int) -> Trace:
+def read(run_folder: Path, update: int, again: bool = False) -> Trace:
     """The trace of an update; an InputError if the file is none."""
-    path = path_of(run_folder, update)
+    path = path_of(run_folder, update, again)
     parts: dict[str, dict[str, Tensor]] = {"tokens": {}, "episodes": {}}
     try:
         with safe_open(path, "pt") as file:
@@ -65,16 +68,16 @@ def read(run_folder: Path, update: int) -> Trace:
             for name in file.keys():  # noqa: SIM118, it is no dictionary
                 kind, column = name.split(".", 1)
                 parts[kind][column] = file.get_tensor(name)
-        return Trace(update, **parts, **texts)
+        return Trace(update, again, **parts, **texts)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
 
 
 def cut(run_folder: Path, first_update: int) -> None:
     """Remove the traces of an update and all after it, which will be made again."""
-    for update in updates_of(run_folder):
+    for update, again in kept(run_folder):
         if update >= first_update:
-            path_of(run_folder, update).unlink()
+            path_of(run_folder, update, again).unlink()
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -> list[str]:
@@ -100,6 +103,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -
 
 def of_tokens(
     update: int,
+    again: bool,
     tokenizer: PreTrainedTokenizerBase,
     pad_id: int,
     queries: Tensor,
@@ -115,6 +119,7 @@ def of_tokens(
     n = len(next(iter(tokens.values())))
     return Trace(
         update,
+        again,
         [tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
         [pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
         {"ids": responses[:n], **tokens},
