@@ -1,7 +1,7 @@
 """What reading no padding is worth: updates of PPO in passes of similar rows, beside the same updates padded.
 
     python benchmark/padding.py                                     # all cases, about half an hour on two quiet cores
-    python benchmark/padding.py --cases tales --output padding.json
+    python benchmark/padding.py --cases tales --kernels --output padding.json
 
 A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
 is timed: generation, log-probs and values, reference, reward model, and the epochs of PPO. `padded` reads every row
@@ -71,6 +71,8 @@ class Args:
     """how often, each way"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where"""
+    kernels: bool = False
+    """profile an update of each case, in passes, and say where its time goes"""
     output: Path | None = None
     """file that gets everything measured, as JSON"""
 
@@ -109,7 +111,10 @@ def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], f
     """A function that makes one update, and tokens with padding over tokens without."""
     torch.manual_seed(0)
     config = SHAPES[case.shape]()
-    networks = [AutoModelForCausalLM.from_config(config).to(device) for _ in range(4 if case.chapter == 2 else 3)]
+    if hasattr(config, "activation_function"):
+        config.activation_function = "gelu_pytorch_tanh"  # as load_pretrained sets it
+    count = 4 if case.chapter == 2 else 3
+    networks = [AutoModelForCausalLM.from_config(config).eval().to(device) for _ in range(count)]  # no dropout
     vocab = pad = config.vocab_size
     query_lengths = spread_lengths(*case.queries, case.batch)
     response_lengths = spread_lengths(*case.responses, case.batch)
@@ -191,6 +196,17 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
     return update
 
 
+def kernel_table(update: Callable[[], None]) -> list[dict[str, str]]:
+    """The ten kernels that take most of the time of an update, and the rest."""
+    with torch.profiler.profile() as profiled:
+        update()
+    seconds = {row.key: row.self_cpu_time_total + row.self_device_time_total for row in profiled.key_averages()}
+    first = sorted(seconds, key=seconds.get, reverse=True)[:10]
+    shares = {name: seconds[name] / sum(seconds.values()) for name in first}
+    shares |= {"the rest": 1 - sum(shares.values())}
+    return [{"kernel": name, "share of the time": f"{share:.1%}"} for name, share in shares.items()]
+
+
 def main(args: Args) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda, but PyTorch finds no GPU")
@@ -214,6 +230,9 @@ def main(args: Args) -> None:
         ratios = [before / after for before, after in zip(*seconds.values(), strict=True)]
         ratio = statistics.median(ratios)
         measured[name] = {"bound": bound, "seconds": seconds, "ratio": ratio}
+        if args.kernels:
+            measured[name]["kernels"] = kernel_table(update)
+            print(markdown(measured[name]["kernels"]))
         rows.append(
             {
                 "": name,

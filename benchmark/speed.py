@@ -168,9 +168,9 @@ def make_inputs(args: Args) -> dict[str, str]:
     texts = folder / f"texts-{args.shortest_query}-{args.query_length}.jsonl"
     if not texts.exists():
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(1, SHAPES[args.base_model]().vocab_size, (4096, args.query_length), generator=generator)
-        shortest, longest = args.shortest_query or args.query_length, args.query_length
-        lengths = spread_lengths(shortest, longest, mean_query(args), 4096)
+        longest = args.query_length if args.shortest_query else 256  # tokens of a text; queries are cut from it
+        ids = torch.randint(1, SHAPES[args.base_model]().vocab_size, (4096, longest), generator=generator)
+        lengths = spread_lengths(args.shortest_query or longest, longest, mean_query(args), 4096)
         rows = (row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True))
         texts.write_text("".join(json.dumps(" ".join(f"w{i}" for i in row)) + "\n" for row in rows))
     return paths | {"texts": str(texts)}

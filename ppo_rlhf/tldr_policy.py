@@ -52,14 +52,6 @@ from ppo_rlhf.lib.errors import InputError
 
 
 @dataclass(frozen=True)
-class AdaptiveKLArgs:
-    target: float | None = None
-    """KL divergence from the reference to hold, in nats per summary; None keeps `kl_coef` fixed"""
-    horizon: int = 10_000
-    """how slowly the coefficient follows, in episodes"""
-
-
-@dataclass(frozen=True)
 class RewardsArgs:
     trained_model: str = ""
     """folder of the reward model that tldr_reward.py saved: models/<run>/reward"""
@@ -74,7 +66,7 @@ class RewardsArgs:
     """weight of the KL penalty at the start, reward per nat"""
     kl_estimator: Literal["k1", "k3"] = "k1"
     """of a token's divergence, with x = log p(reference) - log p(policy): k1 is -x, k3 is exp(x) - 1 - x"""
-    adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
+    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient"""
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
     """of a summary that does not end: replace, its score becomes minus the penalty; subtract, it is lowered by it"""
@@ -180,11 +172,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    if args.rewards.kl_estimator == "k3" and accelerator.is_main_process:
-        print(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
-    args = worlds.find_paths(given, joint, unused=["task.comparisons"])
+    # Names such as `tales`, which meta.json and the saved models keep, become paths.
+    given, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
     task, ppo, shaping, device = args.task, args.ppo, args.rewards, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
@@ -195,11 +185,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
     trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
-    controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
     state = this_run.resume(actor_critic, optimizer)
     first_update, evaluation = state["step"], state.get("evaluation", {})
-    controller.value = state.get("kl_coef", controller.value)
+    controller = AdaptiveKLController(state.get("kl_coef", shaping.kl_coef), **vars(shaping.adaptive_kl))
     this_run.start_logging(first_update)
     rank, chunk = accelerator.process_index, sizes.local_rollout_batch
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
@@ -280,7 +269,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 this_run.save_checkpoint(update + 1, run.training_state(actor_critic, optimizer), state)
 
     results = evaluate_splits(evaluate, held_out, sizes.updates, this_run)
-    save_policy_and_critic(this_run.model_folder, actor_critic, reference.adapters, tokenizer, given, accelerator)
+    save_networks(this_run.model_folder, actor_critic, reference, tokenizer, given)
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     this_run.finish(PANELS, **results, **last, too_long=train_posts.too_long)
     this_run.upload("policy", "value")
@@ -973,6 +962,8 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "adam_eps")
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+    if args.rewards.kl_estimator == "k3":
+        run.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
@@ -1085,32 +1076,15 @@ def load_scorers(
     return score, monitor
 
 
-def save_policy_and_critic(
-    folder: Path,
-    actor_critic: ActorCritic,
-    adapters: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    args: Args,
-    accelerator: Accelerator,
+def save_networks(
+    folder: Path, actor_critic: ActorCritic, reference: Reference, tokenizer: PreTrainedTokenizerBase, args: Args
 ) -> None:
-    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
-
-    adapters: peft's handle, which saves them once more on their own, in policy/adapter. Every process must call this.
-    """
+    """folder/policy and folder/value, with what ppo_rlhf.json says of them. Every process must call this."""
     # [T51] Policy and critic, both as ordinary models.   ppo.py#L842-L861
-    lm_backbone, critic = actor_critic.lm_backbone, models.unsharded(actor_critic.critic, args.trust_remote_code)
-    if adapters is not None and accelerator.is_main_process:
-        adapters.save_pretrained(folder / "policy" / "adapter")
-        lm_backbone = adapters.merge_and_unload()
-    weights = processes.full_state_dict(lm_backbone)
-    if not accelerator.is_main_process:
-        return
-    task, vocab_size = dataclasses.asdict(args.task), models.vocabulary_size(tokenizer)
-    info = {"base_model": args.base_model, "vocab_size": vocab_size, "task": task}
-    scored_by = {"function": args.rewards.function, "monitor": args.rewards.monitor}
-    scored_by |= {"kind": "policy", "reward_model": args.rewards.trained_model}
-    models.save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info | scored_by)
-    models.save_reward_model(folder / "value", critic, tokenizer, info | {"kind": "critic"}, args.trust_remote_code)
+    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
+    info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
+    parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
+    models.save_policy_and_critic(folder, *parts, tokenizer, info, args.trust_remote_code)
 
 
 if __name__ == "__main__":

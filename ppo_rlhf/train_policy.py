@@ -154,33 +154,29 @@ PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) 
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy and return the folder models/<run>/policy, on every process. joint: what train_both.py gives.
-
-    Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
+    """Train a policy; return models/<run>/policy, everywhere. joint: what train_both.py gives. Raises InputError, a
+    ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
     accelerator = processes.make_accelerator(sharding=False)
     check_arguments(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
-    args = worlds.find_paths(given, joint)
+    given, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
     task, ppo, device, dtype = args.task, args.ppo, accelerator.device, precision.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = texts.task_ids(task, tokenizer)
+    ids, rank = texts.task_ids(task, tokenizer), accelerator.process_index
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
     stream = texts.QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, ids, dtype, device)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
-    controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
     score = partial(processes.in_chunks, load_scorer(args, tokenizer, device), sizes.local_rollout_batch)
     monitor = load_monitor(args, tokenizer)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
     state = this_run.resume(policy, optimizer)
     first_update, stream.position = state["step"], state.get("query_position", stream.position)
-    controller.value = state.get("kl_coef", controller.value)
+    controller = AdaptiveKLController(state.get("kl_coef", args.rewards.kl_coef), **vars(args.rewards.adaptive_kl))
     this_run.start_logging(first_update, models.config_for_plots(given, args))
     # [X04] A process takes a contiguous slice of the batch, and the groups in it.
-    rank = accelerator.process_index
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
@@ -191,24 +187,20 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 1. Sample queries. Every process draws the whole batch and takes its rows.
                 queries = stream.next_batch(sizes.batch, ids.pad)[rows]  # (local_batch, query_length)
                 contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-                lengths = (contexts != ids.pad).sum(1)  # (local_batch,), on the CPU
+                lengths = (contexts != ids.pad).sum(1) + task.response_length  # (local_batch,), on the CPU
                 queries, contexts = queries.to(device), contexts.to(device)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate responses; keep their log-probs and values.
+                passes = processes.plan_passes(lengths, device, sizes.local_rollout_batch)
                 context_responses, logprobs, values, sampler_gap = processes.in_passes(
-                    partial(respond, policy, ids, task.temperature),
-                    processes.plan_passes(lengths, device, rows=sizes.local_rollout_batch),
-                    contexts,
-                    uniforms,
+                    partial(respond, policy, ids, task.temperature), passes, contexts, uniforms
                 )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
 
                 # 3. Log-probs of the reference.
-                ref_logprobs = processes.in_passes(
-                    partial(reference_logprobs, reference, ids, task.temperature),
-                    processes.plan_passes(lengths + task.response_length, device, ppo.local_rollout_batch_size),
-                    context_responses,
-                )  # (local_batch, response_length)
+                passes = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size)
+                read_reference = partial(reference_logprobs, reference, ids, task.temperature)
+                ref_logprobs = processes.in_passes(read_reference, passes, context_responses)
 
                 # 4. Truncate and score.
                 responses = context_responses[:, ids.context_length :]  # (local_batch, response_length)
@@ -222,25 +214,24 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # [D53] With the coefficient that the last update left.   train_policy.py#L293-L297
                 rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
             monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
-            response_lengths = (truncated_responses != ids.pad).sum(1)  # (local_batch,)
-            means = objectives(
-                scores, raw_scores, stopped, response_lengths, logprobs, kl, non_score_rewards, sampler_gap, monitored
-            )
+            monitored |= {"response_length": (truncated_responses != ids.pad).sum(1), "sampler_gap": sampler_gap}
+            means = objectives(scores, raw_scores, stopped, logprobs, kl, non_score_rewards, monitored)
 
             # 6. Advantages and returns, and 7. PPO epochs over minibatches.
             optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            rollout = Rollout(context_responses, logprobs, values, rewards, lengths + task.response_length)
+            rollout = Rollout(context_responses, logprobs, values, rewards, lengths)
             permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
             stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
 
             # 8. Adapt the KL coefficient and log.
             means = processes.mean_over_processes(means | stats, accelerator)
-            counts = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
-            means |= processes.sum_over_processes(counts, accelerator)
+            means |= processes.sum_over_processes(
+                {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}, accelerator
+            )
             processes.check_update(means, update, args.dtype)
             processes.check_equal("objective/kl_coef", controller.value, accelerator)
-            update_seconds, run_seconds = run.seconds_since(started), this_run.seconds()
-            metrics = finish_metrics(means, update, args, controller.value, update_seconds, run_seconds)
+            seconds = (run.seconds_since(started), this_run.seconds())
+            metrics = finish_metrics(means, update, args, controller.value, *seconds)
             # [D70] [D71] It sees the mean over all processes, once the metrics are made.   train_policy.py#L299-L305
             controller.update(metrics["objective/kl"], sizes.batch)
             this_run.log(update, metrics)
@@ -293,21 +284,20 @@ def respond(
     temperature: float,
     contexts: Tensor,
     uniforms: Tensor,
-    longest: int | None = None,
+    longest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length). longest: tokens of the longest context, if known.
+    """Sample responses to contexts (batch, context_length). longest: tokens of the longest with response; 0: unknown.
 
     Returns context_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
     and the distance of the log-probs from the sampler's, 0 but in low precision (batch, response_length).
     """
-    short = pack(contexts, ids.pad, longest or contexts.shape[1])
+    short = pack(contexts, ids.pad, longest - uniforms.shape[1] if longest else contexts.shape[1])
     responses, sampled_logprobs, hidden_states = generate(
         policy.lm_backbone, short, uniforms, ids.pad, policy.vocab_size, temperature
     )
     if policy.low_precision:
         # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-        read = torch.cat([short, responses], dim=1)
-        logprobs, _, values = policy(read, ids.pad, short.shape[1], temperature)
+        logprobs, _, values = policy(torch.cat([short, responses], 1), ids.pad, short.shape[1], temperature)
     else:  # [D25] [D26] What the sampler saw is what training sees.
         logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
     context_responses = torch.cat([contexts, responses], dim=1)
@@ -377,16 +367,9 @@ def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
 
 @torch.no_grad()
 def reference_logprobs(
-    reference: PreTrainedModel,
-    ids: texts.TaskIds,
-    temperature: float,
-    context_responses: Tensor,
-    longest: int | None = None,
+    reference: PreTrainedModel, ids: texts.TaskIds, temperature: float, context_responses: Tensor, longest: int = 0
 ) -> Tensor:
-    """Log-probs (batch, response_length) of the responses under the reference, at the policy's temperature.
-
-    longest: tokens of the longest row, if known.
-    """
+    """Log-probs (batch, response_length) of the reference, at the policy's temperature. longest: as in `respond`."""
     short = pack(context_responses, ids.pad, longest or context_responses.shape[1])
     context_length = short.shape[1] - (context_responses.shape[1] - ids.context_length)
     logprobs, _, _ = response_logprobs(reference, short, ids.pad, context_length, temperature, ids.vocab_size)
@@ -410,20 +393,11 @@ def response_logprobs(
     hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
     responses = context_responses[:, context_length:]
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
-    read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
-    logprobs, entropies = processes.in_pieces(read, responses.shape[1] * vocab_size, hidden_states, responses)
-    return logprobs, entropies, hidden_states
-
-
-def token_logprobs(
-    lm_backbone: PreTrainedModel, vocab_size: int, temperature: float, hidden_states: Tensor, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (batch, length) of tokens of that shape after hidden states (batch, length, width)."""
     all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden_states, vocab_size, temperature), dim=2)
-    logprobs = all_logprobs.gather(2, tokens.long().unsqueeze(2)).squeeze(2)  # (batch, length)
+    logprobs = all_logprobs.gather(2, responses.long().unsqueeze(2)).squeeze(2)  # (batch, response_length)
     with torch.no_grad():
-        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, length)
-    return logprobs, entropies
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
+    return logprobs, entropies, hidden_states
 
 
 def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
@@ -502,28 +476,7 @@ class PolicyWithValueHead(nn.Module):
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
 
 
-class RewardModel(nn.Module):
-    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
-
-    def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
-        """low_precision: whether matrix products are in bfloat16."""
-        super().__init__()
-        self.lm_backbone, self.low_precision = lm_backbone, low_precision
-        width = lm_backbone.config.hidden_size
-        # [D29] A small random head: about 1 / sqrt(width) in every weight.   language/model.py#L248-L258
-        self.reward_head = nn.Linear(width, 1)
-        nn.init.normal_(self.reward_head.weight, std=1 / math.sqrt(width + 1))
-        nn.init.zeros_(self.reward_head.bias)
-        # [D31] [D32] Gain and bias are trainable parameters.   rewards.py#L48-L71
-        self.gain = nn.Parameter(torch.ones(()))
-        self.bias = nn.Parameter(torch.zeros(()))
-
-    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
-        # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
-        with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
-            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
-            return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
+RewardModel = models.lm.RewardModel  # train_reward.py, which trains it, writes it out
 
 
 # ---- Steps 4 to 7: scores, rewards, advantages, losses ---------------------------------------------------------
@@ -609,7 +562,7 @@ def ppo_update(
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
     width = rollout.context_responses.shape[1]
     lengths = torch.full((len(rollout.rewards),), width) if rollout.lengths is None else rollout.lengths
-    steps: list[dict[str, Tensor]] = []
+    limits, steps = (ppo.local_micro_batch_size, ppo.local_micro_batch_tokens), []
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
             slice_of_group = slice(minibatch * group_minibatch, (minibatch + 1) * group_minibatch)
@@ -626,21 +579,16 @@ def ppo_update(
             mb_tensors = [t.flatten(0, 1) for t in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
             mb_lengths, shares = lengths[inds.flatten()], []
             optimizer.zero_grad()
-            for micro_batch in processes.plan_passes(
-                mb_lengths, device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
-            ):
+            for micro_batch in processes.plan_passes(mb_lengths, device, *limits):
                 # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
                 tokens, logprobs, values, advantages, returns = (t[micro_batch.rows] for t in mb_tensors)
                 tokens = pack(tokens, pad_id, micro_batch.longest)  # (micro_batch, longest)
-                new_logprobs, entropies, new_values = policy(
-                    tokens, pad_id, tokens.shape[1] - response_length, temperature
-                )
-                loss, statistics = ppo_loss(
-                    new_logprobs, entropies, new_values, logprobs, values, advantages, returns, ppo
-                )
+                context_length = tokens.shape[1] - response_length
+                new_logprobs, entropies, new_values = policy(tokens, pad_id, context_length, temperature)
+                loss, info = ppo_loss(new_logprobs, entropies, new_values, logprobs, values, advantages, returns, ppo)
                 share = len(values) / inds.numel()
                 (loss * share).backward()
-                shares.append({name: value * share for name, value in statistics.items()})
+                shares.append({name: value * share for name, value in info.items()})
             if accelerator is not None:
                 processes.average_gradients(policy, accelerator)
             gradient_norm = processes.gradient_norm(policy)
@@ -806,16 +754,15 @@ def objectives(
     scores: Tensor,
     raw_scores: Tensor,
     stopped: Tensor,
-    lengths: Tensor,
     logprobs: Tensor,
     kl: Tensor,
     non_score_rewards: Tensor,
-    sampler_gap: Tensor,
     monitored: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """What is logged of the episodes of this process: 0-d means over them, in float64.
 
-    scores, raw_scores, stopped, lengths and what the monitor says: (batch,); the others (batch, response_length).
+    scores, raw_scores, stopped: (batch,); logprobs, kl, non_score_rewards: (batch, response_length); monitored: more
+    of either shape, under their names.
     """
     of_episodes = {
         "kl": kl.sum(1),
@@ -824,8 +771,6 @@ def objectives(
         "non_score_reward": non_score_rewards.sum(1),
         "raw_score": raw_scores,
         "stopped": stopped,
-        "response_length": lengths,
-        "sampler_gap": sampler_gap,
         **monitored,
     }
     return {f"objective/{name}": values.double().mean() for name, values in of_episodes.items()}
@@ -991,12 +936,8 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
     local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
-    group_minibatch = processes.split_evenly(
-        "ppo.batch_size",
-        ppo.batch_size,
-        slices,
-        f"{cli.typed('ppo.whiten_groups')} x {cli.typed('ppo.nminibatches')}",
-    )
+    what = f"{cli.typed('ppo.whiten_groups')} x {cli.typed('ppo.nminibatches')}"
+    group_minibatch = processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     # [D68] The original asks for eight episodes.   train_policy.py#L69-L75
     if ppo.whiten_rewards and group_minibatch < 8:
         raise InputError(
@@ -1045,7 +986,7 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if function:
         return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
-    reward_model = models.load_scalar_model(args, "trained_model", pad_id, RewardModel, frozen=True).to(device)
+    reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True).to(device)
     if args.compile:
         reward_model.lm_backbone.base_model.compile(dynamic=False)
 
@@ -1064,7 +1005,7 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
 def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, scorers.Scorer]:
     """The function that is only logged, under its name; an empty dictionary if there is none."""
     number, token = torch.zeros(1), torch.zeros(1, 1)  # one episode of one token shows which names a run logs anyhow
-    logged = {*objectives(*[number] * 4, *[token] * 4, monitored={})}
+    logged = {"response_length", "sampler_gap", *objectives(*[number] * 3, *[token] * 3, monitored={})}
     logged |= {*finish_metrics(defaultdict(float), 0, Args(), 0.0, 1.0, 1.0)}
     taken = {name.removeprefix("objective/") for name in logged}
     pad_id = models.vocabulary_size(tokenizer)

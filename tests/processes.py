@@ -29,7 +29,13 @@ SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PPO_RLHF_THREADS": "1"}
 
 server = multiprocessing.get_context("forkserver")
-IMPORTED = ["ppo_rlhf.train_both", "ppo_rlhf.tldr_all", "torch.utils.tensorboard", "torch.distributed.run"]
+IMPORTED = [
+    "ppo_rlhf.train_both",
+    "ppo_rlhf.tldr_all",
+    "ppo_rlhf.rlvr_policy",
+    "torch.utils.tensorboard",
+    "torch.distributed.run",
+]
 IMPORTED += ["matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin", "rich.progress"]
 IMPORTED += ["rich.table", "pandas", "scipy.stats", "rliable.library", "tests.warm"]
 server.set_forkserver_preload(IMPORTED)

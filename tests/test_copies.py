@@ -11,17 +11,22 @@ from test_tldr_math import on_processes, rollout_of
 from torch.testing import assert_close
 
 import ppo_rlhf
-from ppo_rlhf import tldr_policy, train_policy
+from ppo_rlhf import rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf.lib import lm
 
 # ---- The same text ---------------------------------------------------------------------------------------------
 
 FOLDER = Path(ppo_rlhf.__file__).parent
-SCRIPTS = {path.name: path.read_text() for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py")])}
+SCRIPTS = {
+    path.name: path.read_text()
+    for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py"), *FOLDER.glob("rlvr_*.py")])
+}
 LM = (FOLDER / "lib" / "lm.py").read_text()
 CHAPTER_1 = ("train_policy.py", "train_reward.py")
 DIFFERENT = {
     *("Args", "PRESETS", "PANELS", "train"),  # what makes a script
     "check_arguments",  # checks the script's own Args
+    "RewardModel",  # written out where it is trained
 }
 
 
@@ -76,7 +81,8 @@ def repeated(one: str, other: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("script", CHAPTER_1)
 def test_chapter_1_and_lm_have_the_same_text(script):
-    assert differences(SCRIPTS[script], LM) == set()
+    assert differences(SCRIPTS[script], LM) == ({"RewardModel"} if script == "train_policy.py" else set())
+    assert train_policy.RewardModel is lm.RewardModel
     shared = {"causal_mask", "read_tokens", "scaled_logits", "read_scalar", "RewardModel", "left_pad", "generate"}
     assert shared <= definitions(SCRIPTS[script]).keys() & definitions(LM).keys()
 
@@ -241,6 +247,46 @@ def check_controller() -> None:
 CHECKS = [
     *(check_whiten, check_rewards, check_gae, check_policy_loss, check_value_loss, check_update, check_controller)
 ]
+
+
+def rlvr_policy_loss(new_logprobs, logprobs, advantages):
+    losses, clipped, _ = rlvr_policy.token_losses(new_logprobs, logprobs, advantages, ALL, "ppo", low=0.2, high=0.2)
+    approxkl = 0.5 * rlvr_policy.aggregate((new_logprobs - logprobs) ** 2, ALL, "token-mean")
+    mean = rlvr_policy.aggregate(losses, ALL, "token-mean")
+    return mean, rlvr_policy.aggregate(clipped.double(), ALL, "token-mean"), approxkl.detach()
+
+
+def rlvr_value_loss(new_values, values, returns):
+    losses, clipped = rlvr_policy.value_losses(new_values, values, returns, ALL, 0.2)
+    return tuple(rlvr_policy.aggregate(x.double(), ALL, "token-mean") for x in (losses, clipped))
+
+
+def test_chapter_3_agrees_with_chapter_1():
+    first, second, third = numbers(1), numbers(2), numbers(3)
+    check_agreement(
+        lambda x: train_policy.whiten(x, keep_mean=False),
+        lambda x: rlvr_policy.whiten(x, ALL, keep_mean=False),
+        3 + 2 * first,
+    )
+    with torch.no_grad():  # chapter 3 takes rewards as given
+        rewards = train_policy.compute_rewards(numbers(4, ROWS), first, second, 0.15)
+        for one, two in zip(
+            rewards, rlvr_policy.compute_rewards(numbers(4, ROWS), first, second, ALL, 0.15, "k1"), strict=True
+        ):
+            assert_close(two, one, atol=1e-12, rtol=0)
+        settings = {"values": second, "gamma": 0.9, "lam": 0.8}
+        found = rlvr_policy.ESTIMATORS["gae"](first, ALL, torch.zeros(ROWS), **settings)
+        for one, two in zip(train_policy.compute_gae(first, second, 0.9, 0.8), found, strict=True):
+            assert_close(two, one, atol=1e-12, rtol=0)
+    given = (first + 0.3 * second, first, third)
+    check_agreement(lambda *tensors: train_policy.policy_loss(*tensors, 0.2), rlvr_policy_loss, *given)
+    check_agreement(lambda *tensors: train_policy.value_loss(*tensors, 0.2), rlvr_value_loss, *given)
+    for target in (None, 6.0):
+        controllers = [script.AdaptiveKLController(0.15, target, 10_000) for script in (train_policy, rlvr_policy)]
+        for kl in (0.0, 7.0, 60.0):
+            for controller in controllers:
+                controller.update(kl, 512)
+            assert controllers[0].value == controllers[1].value
 
 
 @pytest.mark.parametrize("check", CHECKS)

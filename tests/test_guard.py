@@ -48,6 +48,7 @@ def reward_args(tiny_world: Path) -> train_reward.Args:
         label_dataset=str(tiny_world / "labels/sentiment/offline_5k.json"),
         save_interval=1,
         num_train=32,
+        local_micro_batch_size=8,
         batch_size=8,
         rollout_batch_size=32,
         normalize_samples=32,
@@ -193,7 +194,7 @@ def pair_args(tiny_posts: Path) -> tldr_reward.Args:
     """One step on 16 comparisons."""
     preset = tldr_reward.PRESETS["tales"]
     task = dataclasses.replace(preset.task, posts=str(tiny_posts), comparisons=str(tiny_posts))
-    sizes = {"num_train": 16, "batch_size": 16, "normalize_posts": 2}
+    sizes = {"num_train": 16, "batch_size": 16, "local_micro_batch_size": 16, "normalize_posts": 2}
     return dataclasses.replace(preset, base_model=str(tiny_posts / "model"), task=task, **sizes)
 
 

@@ -6,6 +6,7 @@ import pytest
 import register
 import test_golden
 import test_golden_tldr
+import test_golden_verl
 from register import README, TO_ROOT, Files, mended, pages, problems, read_files
 
 FILES = read_files()
@@ -24,7 +25,8 @@ def test_the_mistakes_are_those_of_the_negative_controls():
     text = "\n".join(FILES[page] for page in pages(FILES))
     table = re.findall(r"^\| ([\w -]+) \| [^|]+ \| (`check_[^|]+`) \|$", text, re.MULTILINE)
     named = {mistake: set(re.findall(r"`(\w+)`", checks)) for mistake, checks in table}
-    mistakes = [*test_golden.MISTAKES.items(), *test_golden_tldr.MISTAKES.items()]
+    pages_of = (test_golden, test_golden_tldr, test_golden_verl)
+    mistakes = [item for page in pages_of for item in page.MISTAKES.items()]
     expected = {mistake: checks for mistake, (*_, checks) in mistakes}
     assert len(expected) == len(mistakes)
     assert named == {

@@ -34,7 +34,13 @@ from ppo_rlhf import tldr_policy, tldr_reward
 from ppo_rlhf.lib import posts
 from ppo_rlhf.lib.errors import NumericalError
 from ppo_rlhf.lib.lm import RewardModel, has_stop
-from ppo_rlhf.lib.models import LoraArgs, load_pretrained, load_reward_model, save_reward_model
+from ppo_rlhf.lib.models import (
+    LoraArgs,
+    load_pretrained,
+    load_reward_model,
+    save_policy_and_critic,
+    save_reward_model,
+)
 from ppo_rlhf.lib.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.tldr_policy import (
     ActorCritic,
@@ -49,7 +55,6 @@ from ppo_rlhf.tldr_policy import (
     ppo_update,
     punish_missing_eos,
     respond,
-    save_policy_and_critic,
     update_metrics,
 )
 from ppo_rlhf.tldr_reward import pairs_update, score_pairs, shift_to_references
@@ -921,9 +926,8 @@ def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_to
     with torch.no_grad():
         logprobs, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
     scores = [slow_scalars(adapted.actor_critic.critic, row)[-1] for row in tokens]
-    given = {"folder": tmp_path, "actor_critic": adapted.actor_critic, "adapters": adapted.reference.adapters}
-    given |= {"tokenizer": tiny_tokenizer, "args": adapted.args}
-    on_processes(1, lambda process: save_policy_and_critic(**given, accelerator=process))
+    parts = (adapted.actor_critic.lm_backbone, adapted.actor_critic.critic, adapted.reference.adapters)
+    save_policy_and_critic(tmp_path, *parts, tiny_tokenizer, {"base_model": "", "task": {}}, False)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
     assert not any("lora" in name for name, _ in policy.named_parameters())
     for i, length in enumerate(LENGTHS):

@@ -59,6 +59,16 @@ class RunArgs:
     """user or organisation on the hub; empty: whoever is logged in"""
 
 
+@dataclasses.dataclass(frozen=True)
+class AdaptiveKLArgs:
+    """Of a controller of the KL coefficient."""
+
+    target: float | None = None
+    """KL divergence from the reference to hold, in nats per response; None keeps `kl_coef` fixed"""
+    horizon: int = 10_000
+    """how slowly the coefficient follows, in episodes"""
+
+
 Args = TypeVar("Args")
 
 # What may differ when a run goes on: its length, memory, tracking, output. All else would make it another run.

@@ -402,13 +402,8 @@ def same_logits(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 # ---- Our own models --------------------------------------------------------------------------------------------
 
 
-def load_reward_model(
-    folder: Path, dtype: torch.dtype, trust_remote_code: bool = False, model_class: type | None = None
-) -> lm.RewardModel:
-    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit.
-
-    model_class: the script's own RewardModel, if it has one.
-    """
+def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
+    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
     # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     head_file = folder / "reward_head.safetensors"
     if not folder.is_dir():
@@ -416,7 +411,7 @@ def load_reward_model(
     if not head_file.is_file():
         raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
-    reward_model = (model_class or lm.RewardModel)(backbone)
+    reward_model = lm.RewardModel(backbone)
     for own in (reward_model.gain, reward_model.bias, *reward_model.reward_head.parameters()):
         own.data = own.data.to(torch.promote_types(dtype, torch.float32))  # never in low precision
     try:
@@ -456,14 +451,12 @@ def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, froze
     return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
 
 
-def load_scalar_model(
-    args: Any, field: str, vocab_size: int, model_class: type | None = None, *, frozen: bool = False
-) -> lm.RewardModel:
+def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> lm.RewardModel:
     """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
     folder = Path(getattr(args.rewards, field))
     what = f"{flag(f'rewards.{field}')} {folder}"
     dtype = dtype_of_weights(args, frozen=frozen)
-    model = load_reward_model(folder, dtype, args.trust_remote_code, model_class)
+    model = load_reward_model(folder, dtype, args.trust_remote_code)
     check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
     return model
@@ -661,3 +654,31 @@ def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, a
     }
     save_language_model(folder, policy.lm_backbone, None, tokenizer, info)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+
+
+def save_policy_and_critic(
+    folder: Path,
+    lm_backbone: PreTrainedModel,
+    critic: lm.RewardModel | None,
+    adapters: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
+    trust_remote_code: bool,
+) -> None:
+    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
+
+    adapters: peft's handle, which saves them once more on their own, in policy/adapter. info: for ppo_rlhf.json.
+    Every process must call this.
+    """
+    critic = unsharded(critic, trust_remote_code) if critic else None
+    if adapters is not None and errors.is_first_process():
+        adapters.save_pretrained(folder / "policy" / "adapter")
+        lm_backbone = adapters.merge_and_unload()
+    weights = processes.full_state_dict(lm_backbone)
+    if not errors.is_first_process():
+        return
+    info = {"vocab_size": vocabulary_size(tokenizer), **info}
+    save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info | {"kind": "policy"})
+    if critic:
+        kept = {name: info[name] for name in ("base_model", "vocab_size", "task")}
+        save_reward_model(folder / "value", critic, tokenizer, kept | {"kind": "critic"}, trust_remote_code)

@@ -61,6 +61,11 @@ class TaskArgs:
     temperature: float = 1.0
     """sampling temperature of the policy and of the reference"""
 
+    @property
+    def query_length(self) -> int:
+        """The prompt_length, as other chapters call it."""
+        return self.prompt_length
+
 
 SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 64, "response_length": 88}
 TASKS = {
@@ -240,3 +245,48 @@ def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torc
     epoch, place = divmod(number, problems // batch)
     order = torch.randperm(problems, generator=lm.keyed_generator(seed, "problems", epoch))
     return order[place * batch : (place + 1) * batch]
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One response to each problem."""
+
+    texts: list[str]
+    lengths: torch.Tensor  # (problems,), tokens with the stop id
+    stopped: torch.Tensor  # (problems,), 1 where the response ends with one
+    right: torch.Tensor  # (problems, verifiers), 1 where the response is right
+
+
+def evaluation(
+    held_out: Problems, kind_column: str, names: list[str], greedy: Solved, samples: list[Solved]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Means of an evaluation, and the rows of evaluation.jsonl. names: of the verifiers, that of the run first."""
+    n, accuracy = len(held_out), greedy.right.mean(0)  # (verifiers,)
+    means = {f"eval/{name}": value for name, value in zip(names, accuracy.tolist(), strict=True)}
+    means["eval/standard_error"] = (accuracy[0] * (1 - accuracy[0]) / n).sqrt().item()
+    means |= {"eval/stopped": greedy.stopped.mean().item(), "eval/length": greedy.lengths.double().mean().item()}
+    means["eval/length_max"] = greedy.lengths.max().item()
+    for kind in sorted({*held_out.kinds} - {""}):
+        of_kind = torch.tensor([other == kind for other in held_out.kinds])
+        means[f"eval/{names[0]}_{kind_column}_{kind}"] = greedy.right[of_kind, 0].mean().item()
+    columns = {"prompt": held_out.texts, "answer": held_out.answers, "kind": held_out.kinds}
+    columns |= {"response": greedy.texts, "tokens": greedy.lengths.tolist()}
+    columns |= {name: greedy.right[:, i].tolist() for i, name in enumerate(names)}
+    if samples:
+        right = torch.stack([one.right[:, 0] for one in samples], 1)  # (problems, samples)
+        correct = right.sum(1).long().tolist()
+        # [V98] The mean of all samples, and how often one of k would be right.
+        #       trainer/ppo/metric_utils.py#L420-L640
+        means[f"eval/mean@{len(samples)}"] = right.mean().item()
+        means["eval/mean_standard_error"] = right.mean(1).std().item() / n**0.5
+        for k in (2**power for power in range(len(samples).bit_length())):
+            means[f"eval/pass@{k}"] = sum(rewards.pass_at_k(len(samples), c, k) for c in correct) / n
+        means["eval/sampled_length"] = torch.stack([one.lengths for one in samples]).double().mean().item()
+        columns["right_samples"] = correct
+        for name, wanted in (("a_right_sample", 1), ("a_wrong_sample", 0)):  # the first such, if there is one
+            numbers = [row.index(wanted) if wanted in row else None for row in right.tolist()]
+            columns[name] = [None if k is None else samples[k].texts[i] for i, k in enumerate(numbers)]
+    return means, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

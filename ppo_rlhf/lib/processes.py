@@ -87,6 +87,19 @@ def sum_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator
     return dict(zip(values, accelerator.reduce(flat, "sum").tolist(), strict=True))
 
 
+def means_over(*parts: tuple[torch.Tensor, dict[str, torch.Tensor]], accelerator: Accelerator) -> dict[str, float]:
+    """Means over what counts on all processes; 0 where nothing does. parts: a mask, and numbers of its shape."""
+    sums = {f"count {number}": mask.sum() for number, (mask, _) in enumerate(parts)}
+    for mask, numbers in parts:
+        sums |= {name: values.double().masked_fill(~mask, 0).sum() for name, values in numbers.items()}
+    totals = sum_over_processes(sums, accelerator)
+    return {
+        name: totals[name] / max(totals[f"count {number}"], 1)
+        for number, (_, numbers) in enumerate(parts)
+        for name in numbers
+    }
+
+
 def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
     """Raise a NumericalError that names what is not finite, in the order given: causes first."""
     if broken := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
@@ -337,9 +350,10 @@ def plan_passes(lengths: torch.Tensor, device: torch.device, rows: int = 0, toke
         starts = [0]
         while (end := starts[-1] + max(1, tokens // max(1, ordered[starts[-1]]))) < count:
             starts.append(end)
+    elif rows:
+        starts = list(range(0, count, rows))
     else:
-        in_halves = [-(-count // 2**n) for n in range(count.bit_length())]  # all rows, half of them, a quarter, ...
-        starts = list(range(0, count, rows or min(in_halves, key=lambda size: cost_of_passes(ordered, size, device))))
+        starts = starts_that_pay(ordered, PASS_COST.get(device.type, 2_048))
     passes = list(order.tensor_split(starts[1:]))
     if sharding():
         counts = [0] * torch.distributed.get_world_size()
@@ -350,15 +364,27 @@ def plan_passes(lengths: torch.Tensor, device: torch.device, rows: int = 0, toke
     return [Pass(rows, longest=max(lengths[rows].tolist())) for rows in passes]
 
 
-def cost_of_passes(ordered: list[int], size: int, device: torch.device) -> int:
-    """What passes of so many rows cost, in tokens: those in them, padding too, and what each costs besides.
+# What a pass costs beside its tokens, in tokens. A GPU is idle while Python prepares a small one.
+PASS_COST = {"cpu": 32, "cuda": 2_048}
 
-    ordered: tokens of the rows, the longest first. A pass costs about as much as 64 tokens more on a CPU, and as some
-    thousand on a GPU, which is idle while Python prepares small ones.
+
+def starts_that_pay(ordered: list[int], cost: int) -> list[int]:
+    """Where to divide rows, the longest first, so that tokens, padding included, and passes cost least together.
+
+    ordered: tokens of each row. A pass begins where the length changes. The cheapest division up to a place is the
+    cheapest one up to the beginning of its last pass, and that pass.
     """
-    starts = range(0, len(ordered), size)
-    read = sum(ordered[start] * min(size, len(ordered) - start) for start in starts)
-    return read + len(starts) * (64 if device.type == "cpu" else 2_048)
+    places = [i for i in range(len(ordered)) if i == 0 or ordered[i] != ordered[i - 1]] + [len(ordered)]
+    cheapest, last = [0], [0]  # for the rows before each place: the cost, and the place where the last pass begins
+    for end in range(1, len(places)):
+        costs = [cheapest[k] + ordered[places[k]] * (places[end] - places[k]) + cost for k in range(end)]
+        cheapest.append(min(costs))
+        last.append(costs.index(cheapest[end]))
+    starts, place = [], len(places) - 1
+    while place:
+        place = last[place]
+        starts.append(places[place])
+    return starts[::-1]
 
 
 def in_passes(

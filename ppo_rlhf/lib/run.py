@@ -560,7 +560,11 @@ class Run:
             ) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Put model and optimiser where the newest checkpoint left them. Its state; {"step": 0} if there is none.
+        """Put model and optimiser where the newest checkpoint left them. Its state; {"step": 0} if there is none."""
+        return self.resume_with(lambda tensors: restore_training_state(model, optimizer, tensors))
+
+    def resume_with(self, restore: Callable[[dict[str, torch.Tensor]], None]) -> dict[str, Any]:
+        """As resume, with what takes a checkpoint's tensors.
 
         Raises an InputError if the run has made more updates than its arguments ask for.
         """
@@ -574,7 +578,7 @@ class Run:
                 f"{flag('ppo.total_episodes')} makes {updates} updates, but this run has made {made}; "
                 f"{flag('ppo.total_episodes')} {made * self.meta['sizes']['batch']} is enough"
             )
-        restore_training_state(model, optimizer, tensors)
+        restore(tensors)
         return state
 
 
@@ -606,7 +610,10 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def restore_training_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """The inverse of training_state. The optimiser must have the model's trained parameters, in their order."""
+    """The inverse of training_state. The optimiser must have the model's trained parameters, in their order.
+
+    It may have made no step yet.
+    """
     trained = trained_parameters(model)
     parameters = list(trained.values())
     shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
@@ -616,7 +623,7 @@ def restore_training_state(
             name: parameter.shape for name, parameter in zip(names, parameters, strict=True) if name in tensors
         }
     steps = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
-    if len(steps) != 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
+    if len(steps) > 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
         raise InputError("the checkpoint holds other tensors than the model that its arguments name")
     for name, parameter in trained.items():
         parameter.copy_(processes.sliced_like(tensors[f"model.{name}"], parameter))
@@ -637,6 +644,12 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 # ---- Names, tables, pictures -----------------------------------------------------------------------------------
+
+
+def say(line: str) -> None:
+    """Print a line, once however many processes there are."""
+    if errors.is_first_process():
+        print(line)
 
 
 def run_name(args: Any, timestamp: int) -> str:

@@ -1,0 +1,1709 @@
+"""PPO, GRPO and their relatives with verifiable rewards: chapter 3.
+
+A language model (the policy) solves problems, a verifier says of each response whether it is right, and reinforcement
+learning makes right ones likelier, less a penalty on the KL divergence from where the policy started (the
+reference). The main differences from chapter 2: the score comes from a rule, not from a model; there may be several
+responses to a prompt, a group, whose mean takes the place of the critic; generation stops at a stop id. Each update
+does eight things, and `train()` below reads so:
+
+    1. draw problems
+    2. generate n responses to each; their log-probs and values
+    3. log-probs of the reference
+    4. score: verifiers, punishments of what does not end or is too long
+    5. per-token rewards: KL penalty on every token, score on the last
+    6. advantages, by one of ESTIMATORS, and returns
+    7. epochs over minibatches, in micro-batches: one of four losses, one of four ways to aggregate it
+    8. log, and adapt the KL coefficient
+
+Steps 1 to 4 are `rollout`, 6 and 7 `update`; rlvr_async.py calls the two from other places. Before the first update,
+now and then, and after the last, held-out problems are solved.
+
+Marks like [V33] name an implementation detail. The original is volcengine/verl at commit b178a3c; its file and line
+stand beside the mark. See docs/details.
+
+    python ppo_rlhf/rlvr_policy.py --preset sums                # no network: a world of word problems, in minutes
+    python ppo_rlhf/rlvr_policy.py --preset gsm8k-grpo --ppo.advantage rloo
+    accelerate launch --num_processes 8 ppo_rlhf/rlvr_policy.py --preset gsm8k --ppo.local_micro_batch_size 8
+    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # go on after an interruption
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf import worlds
+from ppo_rlhf.lib import cli, lm, models, problems, processes, rewards as scorers, run
+from ppo_rlhf.lib.errors import InputError
+
+# ---- Arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardsArgs:
+    verifier: str = "gsm8k_strict"
+    """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, answer_line, or package.module:name of a function
+    (prompts, responses, answers: texts) -> list of floats, where None or NaN is of a response that counts nowhere"""
+    verifier_weight: float = 1.0
+    """weight of that in the score"""
+    format: str = ""
+    """a second verifier, of the form: gsm8k_format, think_answer, think_answer_tags, or a function; empty: none"""
+    format_weight: float = 1.0
+    """weight of that in the score"""
+    trained_model: str = ""
+    """folder of a reward model, models/<run>/reward, whose score is added; empty: none"""
+    trained_weight: float = 1.0
+    """weight of that in the score"""
+    value_model: str = ""
+    """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
+    kl_coef: float = 0.001
+    """weight of the KL penalty in the reward at the start, reward per nat"""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
+    """of the divergence in the reward; see kl_estimate. full: the exact sum over the vocabulary"""
+    kl_loss_coef: float = 0.0
+    """weight of the KL penalty in the loss, per nat"""
+    kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"
+    """of the divergence in the loss"""
+    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
+    """controller of the KL coefficient in the reward"""
+    missing_stop: Literal["none", "replace", "subtract"] = "none"
+    """of a response that does not end: replace, its score becomes minus the penalty; subtract, it is lowered by it"""
+    missing_stop_penalty: float = 1.0
+    """the penalty for that"""
+    min_response_length: int = 0
+    """a shorter response counts as one that does not end, in tokens"""
+    overlong_buffer: int = 0
+    """over so many tokens before response_length, a punishment rises from 0; 0: none"""
+    overlong_factor: float = 1.0
+    """the punishment at response_length"""
+    mask_truncated: bool = False
+    """leave responses that do not end out of the loss; they stay in their group's baseline"""
+
+
+@dataclass(frozen=True)
+class PpoArgs:
+    total_episodes: int = 111_360
+    """responses to train on, over all updates; rounded down to whole updates"""
+    batch_size: int = 256
+    """episodes (prompt and response) per update, over all processes"""
+    samples_per_prompt: int = 1
+    """responses to each prompt, a group; so an update has batch_size / samples_per_prompt prompts"""
+    nminibatches: int = 4
+    """optimiser steps per pass over the batch"""
+    noptepochs: int = 1
+    """passes over the batch per update"""
+    lr: float = 1e-6
+    """learning rate of the policy"""
+    critic_lr: float = 1e-5
+    """learning rate of the critic"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """course of both rates from update to update"""
+    lr_warmup: int = 0
+    """updates over which both rates rise to that, linearly"""
+    critic_warmup: int = 0
+    """updates at the start in which only the critic learns"""
+    beta2: float = 0.999
+    """second beta of AdamW; the first is 0.9"""
+    adam_eps: float = 1e-8
+    """epsilon of AdamW"""
+    weight_decay: float = 0.01
+    """weight decay of AdamW"""
+    max_grad_norm: float = 1.0
+    """gradients of policy and critic are scaled down to this norm, each for itself"""
+    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"] = (
+        "gae"
+    )
+    """estimator of the advantages; only gae has a critic"""
+    whiten_advantages: bool | None = None
+    """scale the advantages of the batch to mean 0 and variance 1; None: as the estimator needs"""
+    gamma: float = 1.0
+    """discount per token"""
+    lam: float = 1.0
+    """lambda of generalised advantage estimation"""
+    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """loss of the policy; see token_losses"""
+    loss_aggregation: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """how losses of tokens become one number; see aggregate"""
+    cliprange_low: float = 0.2
+    """the probability ratio is clipped to 1 - this"""
+    cliprange_high: float = 0.2
+    """and to 1 + this"""
+    dual_clip: float | None = None
+    """a token of a bad response loses at most this times its advantage; None: no such bound"""
+    cliprange_value: float | None = 0.5
+    """new values are clipped to old values +- this; None: not clipped"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus, per nat"""
+    value_head: Literal["zero", "normal"] = "zero"
+    """how a new head of the critic begins"""
+    filter_groups: bool = False
+    """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
+    prompts_per_round: int = 0
+    """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
+    max_generation_rounds: int = 10
+    """with filter_groups: how often, at most"""
+    local_micro_batch_size: int = 0
+    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """the same in tokens, padding included, instead of episodes; 0: any number"""
+    local_rollout_batch_size: int = 0
+    """episodes per pass of generation and scoring on one process; a memory knob; 0: all of a process"""
+
+
+@dataclass(frozen=True)
+class Args(cli.RunArgs):
+    preset: str = "gsm8k"
+    """names a set of defaults: gsm8k, gsm8k-grpo, dapo, rloo, sums, sums-grpo"""
+    exp_name: str = "rlvr_policy"
+    seed: int = 1
+    """seed of the sampling noise, the order of the problems and the minibatches"""
+    base_model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """model to start from: a folder, or a name on the hub"""
+    log_interval: int = 10
+    """updates between printed samples; 0: none"""
+    save_interval: int = 50
+    """updates between checkpoints; 0: one at the end"""
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
+    eval_interval: int = 10
+    """updates between evaluations on the held-out problems, from before the first on; 0: only at the end"""
+    eval_problems: int = 0
+    """held-out problems of an evaluation, the first so many; 0: all"""
+    eval_samples: int = 0
+    """sampled responses to each of them before the first update and after the last, beside the greedy one"""
+    eval_temperature: float = 1.0
+    """sampling temperature of those"""
+    task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
+    """problems, prompts and responses"""
+    rewards: RewardsArgs = field(default_factory=RewardsArgs)
+    """scores and KL penalty"""
+    ppo: PpoArgs = field(default_factory=PpoArgs)
+    """the optimisation"""
+    lora: models.LoraArgs = field(default_factory=models.LoraArgs)
+    """low-rank adapters"""
+
+
+NO_KL_IN_REWARD = RewardsArgs(kl_coef=0.0)
+SUMS_PPO = PpoArgs(
+    total_episodes=40 * 256,
+    lr=3e-4,
+    critic_lr=1e-3,
+    critic_warmup=5,
+    beta2=0.95,
+    weight_decay=0.0,
+    cliprange_value=None,
+)
+# [V99] Arguments of verl's logged run, of its recipes and of TRL; docs/details says what differs.
+PRESETS = {
+    "gsm8k": Args(dtype="bfloat16", ppo=PpoArgs(entropy_coef=0.001)),
+    "gsm8k-grpo": Args(
+        preset="gsm8k-grpo",
+        dtype="bfloat16",
+        eval_interval=5,
+        task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
+        rewards=RewardsArgs(kl_coef=0.0, kl_loss_coef=0.001),
+        ppo=PpoArgs(batch_size=1_280, samples_per_prompt=5, nminibatches=2, advantage="grpo", dual_clip=3.0),
+    ),
+    "dapo": Args(
+        preset="dapo",
+        dtype="bfloat16",
+        eval_interval=5,
+        eval_samples=1,
+        task=dataclasses.replace(
+            problems.TASKS["gsm8k"],
+            prompt_length=2_048,
+            response_length=2_048,
+            prompt_suffix='\nThink step by step. The last line of your response is "Answer: " and the answer.',
+        ),
+        rewards=RewardsArgs(verifier="answer_line", kl_coef=0.0, overlong_buffer=512),
+        ppo=PpoArgs(
+            total_episodes=111_616,
+            batch_size=1_024,
+            samples_per_prompt=16,
+            nminibatches=16,
+            lr_warmup=10,
+            weight_decay=0.1,
+            advantage="grpo",
+            cliprange_high=0.28,
+            dual_clip=10.0,
+            filter_groups=True,
+            prompts_per_round=192,
+        ),
+    ),
+    "rloo": Args(
+        preset="rloo",
+        dtype="bfloat16",
+        rewards=RewardsArgs(kl_coef=0.05),
+        ppo=PpoArgs(
+            total_episodes=111_616,
+            batch_size=512,
+            samples_per_prompt=2,
+            nminibatches=1,
+            weight_decay=0.0,
+            advantage="rloo",
+            loss_aggregation="seq-mean-token-sum",
+        ),
+    ),
+    "sums": Args(
+        preset="sums",
+        base_model="sums",
+        eval_samples=16,
+        task=problems.TASKS["sums"],
+        rewards=NO_KL_IN_REWARD,
+        ppo=SUMS_PPO,
+    ),
+    "sums-grpo": Args(
+        preset="sums-grpo",
+        base_model="sums",
+        eval_samples=16,
+        task=problems.TASKS["sums"],
+        rewards=NO_KL_IN_REWARD,
+        ppo=dataclasses.replace(SUMS_PPO, samples_per_prompt=8, critic_warmup=0, advantage="grpo"),
+    ),
+}
+
+
+# ---- Train -----------------------------------------------------------------------------------------------------
+
+
+def train(args: Args, joint: dict | None = None) -> Path:
+    """Train a policy, and a critic if the estimator has one; return the folder models/<run>/policy, everywhere.
+
+    joint: of a script that runs this as one of several stages. Raises InputError, a ValueError, before anything is
+    written if it can.
+    """
+    accelerator = processes.make_accelerator()
+    check_arguments(args)
+    if accelerator.is_main_process:
+        warn(args.rewards)
+    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
+    given = args  # with names such as `sums`, not yet paths: what meta.json and the saved models keep
+    args = worlds.find_paths(given, joint)
+    ppo, shaping, rank, n = args.ppo, args.rewards, accelerator.process_index, args.ppo.samples_per_prompt
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    train_problems = problems.read_problems(args.task, tokenizer, "train")
+    held_out = problems.read_problems(args.task, tokenizer, "test", args.eval_problems)
+    check_problems(train_problems, sizes)
+    with cli.typed_as({"task.query_length": "task.prompt_length"}):
+        actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
+    ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
+    sources = load_sources(args, tokenizer, ids, accelerator)
+    optimizers = make_optimizers(actor_critic, ppo)
+    controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+    state, surplus = resume(this_run, actor_critic, optimizers, accelerator.device)
+    first_update, rounds, evaluation = state["step"], state.get("rounds", 0), state.get("evaluation", {})
+    controller.value = state.get("kl_coef", controller.value)
+    this_run.start_logging(first_update)
+    this_run.save_meta(first_prompt=train_problems.texts[0])
+    sample = sampler(actor_critic, ids)
+    material = (train_problems, tokenizer, ids, args, sizes, rank)
+    roll_out = partial(rollout, actor_critic, reference, sample, sources, *material)
+    evaluate = partial(evaluate_policy, actor_critic, sample, held_out, tokenizer, ids, args, sizes, accelerator)
+
+    with this_run.progress("RLVR", sizes.updates, first_update) as advance:
+        for number in range(first_update, sizes.updates):
+            started = time.monotonic()
+            lr = set_learning_rates(optimizers, ppo, number, sizes.updates)
+            if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
+                evaluation |= evaluate(args.eval_samples if number == 0 else 0)[0]
+            # 1. to 4. Draw problems, generate, read, score; again, if groups are left out, until the batch is full.
+            with actor_critic.sampling():
+                batch, generated, surplus, rounds = fill_batch(
+                    partial(roll_out, number), rounds, surplus, ppo, sizes, ids.pad, accelerator
+                )
+
+            # 5. Per-token rewards.
+            batch = with_rewards(batch, controller.value, shaping.kl_estimator)
+
+            # 6. Advantages and returns, and 7. epochs over minibatches.
+            orders = [draw_minibatches(args.seed, number, epoch, sizes, rank) for epoch in range(ppo.noptepochs)]
+            steps, estimate = update(
+                *(actor_critic, optimizers, reference, batch, orders, args, ids.pad, accelerator),
+                **{"version": number, "policy_learns": number >= ppo.critic_warmup},
+            )
+
+            # 8. Log, and adapt the KL coefficient.
+            metrics = update_metrics(batch, generated or [batch], estimate, steps, this_run, number, list(sources))
+            seconds, episode = this_run.seconds(), rounds * sizes.round
+            metrics |= {"objective/kl_coef": controller.value, "lr": lr, "epoch": episode / n / len(train_problems)}
+            metrics |= {"train/used_episodes": (number + 1) * sizes.batch, "train/rounds": len(generated)}
+            metrics |= {"episode": episode, "eps": episode / seconds, "time": seconds}
+            controller.update(metrics["objective/kl"], sizes.batch)
+            this_run.log(number, metrics | evaluation)
+            if args.log_interval and number % args.log_interval == 0:
+                this_run.log_samples(number, sample_rows(batch, estimate[0], train_problems, tokenizer, ids, n))
+            speed = f"{len(generated) * sizes.round / run.seconds_since(started):.0f} episodes/s"
+            advance(f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}")
+            if this_run.is_time_to_save(number + 1, sizes.updates):
+                state = {"kl_coef": controller.value, "rounds": rounds, "evaluation": evaluation}
+                tensors = checkpoint_tensors(actor_critic, optimizers, surplus)
+                this_run.save_checkpoint(number + 1, tensors, state)
+
+    evaluation, rows = evaluate(args.eval_samples)
+    this_run.write_evaluation("validation", rows)
+    show_right_and_wrong(this_run, sizes.updates, rows)
+    info = {"task": dataclasses.asdict(given.task), "monitor": "", "function": shaping.verifier}
+    info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
+    parts = (actor_critic.lm_backbone, actor_critic.critic, adapters)
+    models.save_policy_and_critic(this_run.model_folder, *parts, tokenizer, info, args.trust_remote_code)
+    last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
+    left_out = {"too_long": train_problems.too_long, "unscorable": train_problems.unscorable}
+    this_run.finish(PANELS, **evaluation, **last, **left_out)
+    this_run.upload("policy", *(["value"] if actor_critic.critic else []))
+    return this_run.model_folder / "policy"
+
+
+# ---- Networks, KL controller, evaluation -----------------------------------------------------------------------
+
+
+CHUNK = 4_096  # tokens whose logits are held at a time
+
+
+class ActorCritic(models.MixedPrecision):
+    """The policy and, if the estimator has one, the critic; they share nothing."""
+
+    def __init__(
+        self,
+        lm_backbone: PreTrainedModel,
+        critic: lm.RewardModel | None,
+        vocab_size: int,
+        temperature: float,
+        *,
+        low_precision: bool = False,
+    ):
+        """vocab_size: number of ids that can be sampled; the output layer may have more rows."""
+        super().__init__()
+        self.lm_backbone, self.critic, self.low_precision = lm_backbone, critic, low_precision
+        self.vocab_size, self.temperature = vocab_size, temperature
+
+    def forward(
+        self, query_responses: Tensor, mask: Tensor, pad_id: int, reference: Reference | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probs of response tokens, values, exact entropies and, given a reference, exact KLs from it.
+
+        query_responses: (batch, context_length + response_length); mask: (batch, response_length). Returns four of
+        that shape, 0 where masked. Columns that are padding in all rows are not computed, and logits only of tokens.
+        """
+        # [V30] What stands at a position is about the token after it, hence the shift by one.   dp_critic.py#L117
+        length, kept = mask.shape[1], (query_responses != pad_id).any(0)
+        tokens, places = query_responses[:, kept], mask[:, kept[-length:]]
+        columns = slice(-1 - places.shape[1], -1)
+        labels = query_responses[:, -length:][mask]  # (tokens,)
+        with self.autocast():
+            hidden = lm.read_tokens(self.lm_backbone, tokens, pad_id, columns)[places]  # (tokens, width)
+            theirs = reference.hidden_states(tokens, pad_id, columns)[places] if reference else hidden[:, :0]
+            read = partial(self.read_hidden, reference)
+            if torch.is_grad_enabled() and len(labels) > CHUNK:  # logits are computed once more in the backward pass
+                read = partial(checkpoint, read, use_reentrant=False)
+            chunks = [read(*chunk) for chunk in zip(*(x.split(CHUNK) for x in (hidden, theirs, labels)), strict=True)]
+            logprobs, entropies, exact_kl = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+            values = torch.zeros_like(logprobs)
+            if self.critic:
+                read_by_critic = lm.read_tokens(self.critic.lm_backbone, tokens, pad_id, columns)[places]
+                values = self.critic.gain * lm.read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
+        found = (logprobs, values, entropies, exact_kl)
+        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found)
+
+    def read_hidden(
+        self, reference: Reference | None, hidden: Tensor, theirs: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of labels (tokens,), exact entropies and KLs there, from final hidden states (tokens, width)."""
+        # [V13] [V15] At the temperature of the sampler, in float32 or better.   dp_actor.py#L259, dp_actor.py#L368
+        logits = lm.scaled_logits(self.lm_backbone, hidden, self.vocab_size, self.temperature)
+        logprobs, entropies = read_logits(logits, labels)
+        if reference is None:
+            return logprobs, entropies, torch.zeros_like(logprobs)
+        # [V51] The sum over the vocabulary, chunk by chunk.
+        difference = F.log_softmax(logits, dim=1) - F.log_softmax(reference.logits(theirs), dim=1)
+        return logprobs, entropies, (logits.softmax(1) * difference).sum(1)
+
+
+class Reference:
+    """What the policy started from. With adapters, the policy itself while they are switched off."""
+
+    # [V57] Frozen; where nothing is penalised there is none.
+    def __init__(self, network: ActorCritic, adapters: nn.Module | None):
+        """network: without a critic."""
+        self.network, self.adapters = network, adapters
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        whole = self.adapters.disable_adapter() if self.adapters else processes.gathered(self.network.lm_backbone)
+        with torch.no_grad(), whole:
+            yield
+
+    def logprobs(self, pad_id: int, query_responses: Tensor, mask: Tensor) -> Tensor:
+        """Log-probs (batch, response_length), at the policy's temperature."""
+        with self.in_use():
+            return self.network(query_responses, mask, pad_id)[0]
+
+    def exact_kl(self, actor_critic: ActorCritic, pad_id: int, query_responses: Tensor, mask: Tensor) -> Tensor:
+        """Exact KLs of the policy from it at each token (batch, response_length)."""
+        return actor_critic(query_responses, mask, pad_id, self)[3]
+
+    def hidden_states(self, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
+        with self.in_use():
+            return lm.read_tokens(self.network.lm_backbone, tokens, pad_id, columns)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        network = self.network
+        with self.in_use():
+            return lm.scaled_logits(network.lm_backbone, hidden_states, network.vocab_size, network.temperature)
+
+
+def read_logits(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens (...) under logits (..., vocab_size), and exact entropies there, in nats: two of (...)."""
+    # [V68] Summed over the vocabulary, with a gradient.   core_algos.py#L1782
+    all_logprobs = F.log_softmax(logits, dim=-1)
+    logprobs = all_logprobs.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
+    return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
+
+
+class AdaptiveKLController:
+    """Holds the KL divergence near a target, if there is one: `value` rises while it is above, falls while below.
+
+    error = clip(kl / target - 1, -0.2, 0.2)        value *= 1 + error * episodes / horizon
+    """
+
+    def __init__(self, kl_coef: float, target: float | None, horizon: float):
+        self.value, self.target, self.horizon = kl_coef, target, horizon
+
+    def update(self, kl: float, episodes: int) -> None:
+        """kl: nats per response, the mean over the batch; episodes: of the batch, over all processes."""
+        # [V53] [V54] Of the sum over a response, not of the mean over tokens.   core_algos.py#L152-L173
+        if self.target is not None:
+            self.value *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * episodes / self.horizon
+
+
+GREEDY = 1e-6  # temperature at which the likeliest token is drawn
+Sampler = Callable[..., tuple[Tensor, Tensor]]
+
+
+def sampler(actor_critic: ActorCritic, ids: problems.TaskIds) -> Sampler:
+    """The built-in one: (contexts, uniforms, temperature=...) -> responses, padding after the stop id; log-probs."""
+
+    # [V14] Nothing of the model's generation config but its stop ids: no penalty, no top-k, no top-p.
+    #       hf_rollout.py#L94
+    def sample(contexts: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return lm.generate_until(
+            actor_critic.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops
+        )
+
+    return sample
+
+
+def evaluate_policy(
+    actor_critic: ActorCritic,
+    sample: Sampler,
+    held_out: problems.Problems,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    args: Args,
+    sizes: PpoSizes,
+    accelerator: Accelerator,
+    samples: int,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Solve held-out problems, greedily and by so many samples. Returns means and the rows of evaluation.jsonl.
+
+    Every process must call this.
+    """
+    # [V98] All of the split in its order, each problem once; strict and flexible.   metric_utils.py#L420-L640
+    of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if args.task.answer_format == "hashes" else []
+    names = list(dict.fromkeys([args.rewards.verifier, *of_hashes]))
+    load = partial(scorers.load_verifier, field="rewards.verifier", on_all_processes=True)
+    verifiers = [load(name, response_prefix=args.task.response_prefix) for name in names]
+
+    def solve(temperature: float, uniforms: Tensor, inds: Tensor) -> tuple[Tensor, ...]:
+        contexts = held_out.batch(inds.tolist(), ids.pad).to(accelerator.device)
+        responses, _ = sample(contexts, uniforms[inds].to(contexts.device), temperature=temperature)
+        mask, stopped = response_mask(responses, ids.stops)
+        prompts, answers = ([texts[i] for i in inds] for texts in (held_out.texts, held_out.answers))
+        texts = to_texts(tokenizer, responses, ids)
+        right = torch.tensor([verifier(prompts, texts, answers) for verifier in verifiers]).T > 0  # (rows, verifiers)
+        return responses, mask.sum(1), stopped.double(), right.double().to(mask.device)
+
+    def solve_all(temperature: float, uniforms: Tensor) -> problems.Solved:
+        with actor_critic.sampling():
+            of_rows, chunk = partial(solve, temperature, uniforms), sizes.local_rollout_batch
+            responses, *numbers = processes.map_rows(of_rows, len(held_out), chunk, accelerator)
+        return problems.Solved(to_texts(tokenizer, responses, ids), *numbers)
+
+    shape = (len(held_out), args.task.response_length)
+    greedy, sampled = solve_all(GREEDY, torch.full(shape, 0.5, dtype=torch.float64)), []
+    for number in range(samples):
+        generator = lm.keyed_generator(args.seed, "evaluate", number)
+        sampled.append(solve_all(args.eval_temperature, torch.rand(shape, generator=generator, dtype=torch.float64)))
+    return problems.evaluation(held_out, args.task.kind_column, names, greedy, sampled)
+
+
+def show_right_and_wrong(this_run: run.Run, step: int, rows: list[dict[str, Any]]) -> None:
+    """Print and keep some problems with a right and a wrong solution, where samples have shown both."""
+    keys = ("prompt", "answer", "a_right_sample", "a_wrong_sample")
+    both = [{key: row[key] for key in keys} for row in rows if row.get(keys[2]) and row.get(keys[3])]
+    if both:
+        this_run.log_samples(step, both[:5])
+
+
+# ---- Rollout ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What is known of episodes, one a row, when the learner gets them."""
+
+    query_responses: Tensor  # (rows, context_length + response_length), padded on the left and after the stop id
+    mask: Tensor  # (rows, response_length) bool, the tokens of the response; none where it cannot be scored
+    loss_mask: Tensor  # (rows, response_length) bool, those of them that are trained on
+    logprobs: Tensor  # (rows, response_length), under the policy when the rollout was read, in training arithmetic
+    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn
+    ref_logprobs: Tensor  # (rows, response_length); the policy's own where there is no reference
+    exact_kl: Tensor  # (rows, response_length), where it is needed, else 0
+    values: Tensor  # (rows, response_length); 0 without a critic
+    rewards: Tensor  # (rows, response_length), KL penalty and score; before with_rewards 0
+    non_score_rewards: Tensor  # (rows, response_length), the KL penalty; before with_rewards 0
+    kl: Tensor  # (rows, response_length), nats; before with_rewards 0
+    parts: Tensor  # (rows, sources), what verifiers and reward model say
+    raw_scores: Tensor  # (rows,), their weighted sum
+    scores: Tensor  # (rows,), after punishments
+    baselines: Tensor  # (rows,), score of the greedy response, for remax; else 0
+    stopped: Tensor  # (rows,) bool, whether the response ends with a stop id
+    problems: Tensor  # (rows,), numbers of the problems
+    groups: Tensor  # (rows,), one number for each time that a prompt was drawn
+    versions: Tensor  # (rows,), updates that the sampling policy had seen
+
+    def rows(self, inds: Tensor | slice) -> Rollout:
+        return Rollout(*(tensor[inds] for tensor in self.tensors().values()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
+
+
+def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
+    """All their rows, with padding before shorter queries."""
+    width = max(one.query_responses.shape[1] for one in rollouts)
+    padded = [
+        dataclasses.replace(
+            one, query_responses=F.pad(one.query_responses, (width - one.query_responses.shape[1], 0), value=pad_id)
+        )
+        for one in rollouts
+    ]
+    return Rollout(*(torch.cat(parts) for parts in zip(*(one.tensors().values() for one in padded), strict=True)))
+
+
+Source = tuple[Callable[..., Tensor], float]  # (prompts, queries, responses, texts, answers) -> (rows,); its weight
+
+
+def fill_batch(
+    roll_out: Callable[[int], Rollout],
+    rounds: int,
+    surplus: Rollout | None,
+    ppo: PpoArgs,
+    sizes: PpoSizes,
+    pad_id: int,
+    accelerator: Accelerator,
+) -> tuple[Rollout, list[Rollout], Rollout | None, int]:
+    """Steps 1 to 4: one round, or with filter_groups as many as the batch needs.
+
+    rounds: made since the run began; surplus: groups that the last update left over, those of all processes. Returns
+    this process's rows of the batch, and of all rounds; the new surplus, and the rounds made.
+    """
+    if not ppo.filter_groups:
+        batch = roll_out(rounds)
+        return batch, [batch], None, rounds + 1
+    pool, generated = [surplus] if surplus else [], []
+    # [V78] Groups whose scores differ, by the raw score; what is left over is the next update's, in its order.
+    while sum(len(part.groups) for part in pool) < sizes.batch:
+        if len(generated) == ppo.max_generation_rounds:
+            mean, filled = torch.cat([one.raw_scores for one in generated]).mean(), sum(len(x.groups) for x in pool)
+            raise InputError(
+                f"{cli.flag('ppo.max_generation_rounds')} {len(generated)} did not fill a batch: only {filled} of "
+                f"{sizes.batch} episodes are in groups whose scores differ; the mean score is {mean.item():.3f}"
+            )
+        generated.append(roll_out(rounds))
+        rounds += 1
+        everyone = Rollout(*(accelerator.gather(tensor.contiguous()) for tensor in generated[-1].tensors().values()))
+        pool.append(everyone.rows(scores_differ(everyone)))
+    whole = join(pool, pad_id)
+    start = accelerator.process_index * sizes.local_batch
+    return (
+        whole.rows(slice(start, start + sizes.local_batch)),
+        generated,
+        whole.rows(slice(sizes.batch, None)),
+        rounds,
+    )
+
+
+def scores_differ(rollout: Rollout) -> Tensor:
+    """Which rows (rows,) are of a group in which not all scores are the same; those without a score aside."""
+    live, scores, groups = rollout.mask.any(1), rollout.raw_scores, rollout.groups
+    largest = by_group(scores.masked_fill(~live, -math.inf), groups, "amax")
+    return largest > by_group(scores.masked_fill(~live, math.inf), groups, "amin")
+
+
+def rollout(
+    actor_critic: ActorCritic,
+    reference: Reference | None,
+    sample: Sampler,
+    sources: dict[str, Source],
+    source: problems.Problems,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    args: Args,
+    sizes: PpoSizes,
+    rank: int,
+    version: int,
+    number: int,
+) -> Rollout:
+    """Steps 1 to 4: n responses to each of the prompts of a round, the rows of this process.
+
+    sample: a sampler as the built-in one. version: updates that the policy has seen; number: of the round.
+    """
+    task, shaping, n = args.task, args.rewards, args.ppo.samples_per_prompt
+    device, chunk = next(actor_critic.parameters()).device, sizes.local_rollout_batch
+    # 1. Draw problems. Every process draws all of them, n times, and takes its rows.
+    inds = problems.problems_of_batch(len(source), sizes.round_prompts, number, args.seed).repeat_interleave(n)
+    rows = slice(rank * sizes.local_round, (rank + 1) * sizes.local_round)
+    queries = source.batch(inds.tolist(), ids.pad)[rows].to(device)  # (local_round, context_length)
+    groups = number * sizes.round_prompts + torch.arange(len(inds))[rows] // n
+    inds = inds[rows]
+    prompts, answers = ([texts[i] for i in inds] for texts in (source.texts, source.answers))
+    uniforms = lm.episode_noise(args.seed, number, sizes.round, task.response_length)[rows].to(device)
+
+    # 2. Generate responses, up to the first stop id; log-probs and values as the training pass has them.
+    responses, sampler_logprobs = processes.in_chunks(
+        partial(sample, temperature=task.temperature), chunk, queries, uniforms
+    )
+    mask, stopped = response_mask(responses, ids.stops)
+    query_responses = torch.cat([queries, responses], dim=1)
+    # [V76] [V82] What the first pass of training will find, so that the ratio starts at 1; the sampler's are kept.
+    #       dp_actor.py#L543, dp_actor.py#L590
+    full = shaping.kl_estimator == "full"
+
+    def read(tokens: Tensor, mask: Tensor, _: int) -> tuple[Tensor, ...]:
+        logprobs, values, _, exact_kl = actor_critic(tokens, mask, ids.pad, reference if full else None)
+        # 3. Log-probs of the reference.
+        return logprobs, values, reference.logprobs(ids.pad, tokens, mask) if reference else logprobs, exact_kl
+
+    lengths = (query_responses != ids.pad).sum(1).cpu()
+    passes = processes.plan_passes(
+        lengths, device, args.ppo.local_micro_batch_size, args.ppo.local_micro_batch_tokens
+    )
+    logprobs, values, ref_logprobs, exact_kl = processes.in_passes(read, passes, query_responses, mask)
+
+    # 4. Score.
+    parts, raw_scores = score_responses(sources, tokenizer, ids, prompts, answers, queries, responses)
+    # [V22] What cannot be scored has no token that counts.
+    mask = mask & raw_scores.isfinite().unsqueeze(1)
+    raw_scores = raw_scores.nan_to_num(0)
+    scores = punish(raw_scores, mask.sum(1), stopped, shaping, task.response_length)
+    baselines = torch.zeros_like(scores)
+    if args.ppo.advantage == "remax":
+        # [V41] One greedy response for each prompt more; it is no episode.   ray_trainer.py#L1404-L1443
+        half = torch.full_like(uniforms[::n], 0.5)
+        greedy, _ = processes.in_chunks(partial(sample, temperature=GREEDY), chunk, queries[::n], half)
+        greedy_mask, greedy_stopped = response_mask(greedy, ids.stops)
+        _, raw = score_responses(sources, tokenizer, ids, prompts[::n], answers[::n], queries[::n], greedy)
+        baselines = punish(raw.nan_to_num(0), greedy_mask.sum(1), greedy_stopped, shaping, task.response_length)
+        baselines = baselines.repeat_interleave(n)
+    cut = ~stopped if shaping.mask_truncated else torch.zeros_like(stopped)
+    nothing = torch.zeros_like(logprobs)
+    return Rollout(
+        query_responses=query_responses,
+        mask=mask,
+        loss_mask=mask & ~cut.unsqueeze(1),
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        ref_logprobs=ref_logprobs,
+        exact_kl=exact_kl,
+        values=values,
+        rewards=nothing,
+        non_score_rewards=nothing,
+        kl=nothing,
+        parts=parts,
+        raw_scores=raw_scores,
+        scores=scores,
+        baselines=baselines,
+        stopped=stopped,
+        problems=inds.to(device),
+        groups=groups.to(device),
+        versions=torch.full_like(groups, version).to(device),
+    )
+
+
+def to_texts(tokenizer: PreTrainedTokenizerBase, responses: Tensor, ids: problems.TaskIds) -> list[str]:
+    """Responses (rows, response_length) as verifiers and people read them, without what ends them."""
+    hidden = {ids.pad, *ids.stops}
+    return [
+        tokenizer.decode([token for token in row if token not in hidden], skip_special_tokens=True)
+        for row in responses.tolist()
+    ]
+
+
+def score_responses(
+    sources: dict[str, Source],
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    prompts: list[str],
+    answers: list[str],
+    queries: Tensor,
+    responses: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What each source says (rows, sources), and their weighted sum (rows,): NaN where one of them cannot say."""
+    texts = to_texts(tokenizer, responses, ids)
+    said = [of_source(prompts, texts, answers, queries, responses) for of_source, _ in sources.values()]
+    parts = torch.stack([part.to(responses.device) for part in said], 1)
+    # [V23] [V18] Of the response alone; the prompt may hold an example's answer.   reward_manager/naive.py#L74-L91
+    return parts, parts @ torch.tensor(
+        [weight for _, weight in sources.values()], device=parts.device, dtype=parts.dtype
+    )
+
+
+def punish(
+    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: RewardsArgs, response_length: int
+) -> Tensor:
+    """Scores (rows,) after what responses lose that do not end, or come near the greatest length."""
+    # [V24] [V25] After the sum; a response that is too short counts as one that does not end.
+    ended = stopped & (lengths >= shaping.min_response_length)
+    penalty = shaping.missing_stop_penalty
+    forms = {"none": raw_scores, "replace": torch.full_like(raw_scores, -penalty), "subtract": raw_scores - penalty}
+    scores = torch.where(ended, raw_scores, forms[shaping.missing_stop])
+    if shaping.overlong_buffer:
+        scores = scores + scorers.overlong_punishment(
+            lengths, response_length, shaping.overlong_buffer, shaping.overlong_factor
+        )
+    return scores
+
+
+def with_rewards(batch: Rollout, kl_coef: float, name: str) -> Rollout:
+    """Step 5: the rollout with rewards, of the scores and of the KL that has this name."""
+    ref_logprobs = (
+        batch.logprobs - batch.exact_kl if name == "full" else batch.ref_logprobs
+    )  # k1 then is the exact one
+    name = "k1" if name == "full" else name
+    found = compute_rewards(batch.scores, batch.logprobs, ref_logprobs, batch.mask, kl_coef, name)
+    return dataclasses.replace(batch, **dict(zip(("rewards", "non_score_rewards", "kl"), found, strict=True)))
+
+
+# [V11] A mask is True where the policy wrote a token. What stands elsewhere, be it NaN, reaches nothing.
+
+
+def response_mask(responses: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Which tokens (batch, response_length) belong to a response, its stop id included; which responses (batch,) end.
+
+    With stop ids 8 and 9, [[5, 9, 8, 7]] gives [[1, 1, 0, 0]] and [1].
+    """
+    # [V09] [V10] A set of stop ids, one of which may be the padding: only the first one's place says where a response
+    #       ends.   torch_functional.py#L342
+    stops = torch.isin(responses, torch.tensor(sorted(stop_ids), dtype=responses.dtype, device=responses.device))
+    return stops.cumsum(1) - stops.long() == 0, stops.any(1)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str) -> Tensor:
+    """Per-token estimates (batch, response_length) of KL(policy || reference) from sampled tokens, in nats.
+
+    With d = log p(policy) - log p(reference), which is large where the policy likes its token more:
+
+        k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
+
+    k1 stands for the KL because its mean over sampled tokens is the KL; single tokens, and batches, may be negative.
+    As a loss, only the slope counts: that of k1 is the same for all tokens, so it moves nothing; that of k2 has the
+    gradient of the KL; that of k3 the gradient of the reverse KL. `k1+`, `k2+`, `k3+`: the value of the name with
+    the slope of k2, to be multiplied by the detached ratio.
+    """
+    d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
+    inverse_ratio = torch.exp((-d).clamp(max=20))
+    forms = {"k1": (d, 1), "abs": (d.abs(), d.sign()), "k2": (d**2 / 2, d)}  # value and slope
+    # [V52] Far below the reference k3 grows on, and pulls back with a slope of -10; verl's clamps leave it none.
+    #       core_algos.py#L1890-L1896
+    forms["k3"] = (inverse_ratio - 1 + d, (1 - inverse_ratio).clamp(min=-10))
+    value, slope = forms[name.removesuffix("+")]
+    # [V50] A plus: the value of the name, the slope of k2.   core_algos.py#L1841-L1864
+    slope = torch.as_tensor(d if name.endswith("+") else slope)
+    return value.detach() + slope.detach() * (d - d.detach())
+
+
+def compute_rewards(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-token rewards: -kl_coef * kl on every token, and the score on the last.
+
+    scores: (batch,); log-probs and mask: (batch, response_length). Returns rewards, non_score_rewards and kl, of that
+    shape. name: of the KL estimate. A row without a token carries no score.
+    """
+    # [V48] KL in the reward: a cost of the token, which the return of all tokens before it holds.
+    #       ray_trainer.py#L86-L108
+    kl = kl_estimate(logprobs, ref_logprobs, mask, name).detach()
+    non_score_rewards = -kl_coef * kl
+    # [V27] The score counts once, on the last valid token; verl writes that of an empty response behind its padding.
+    #       reward_manager/naive.py#L100
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # (batch, response_length)
+    rewards = torch.where(last, non_score_rewards + scores.unsqueeze(1).to(kl.dtype), non_score_rewards)
+    return rewards, non_score_rewards, kl
+
+
+# ---- Update ----------------------------------------------------------------------------------------------------
+
+
+def draw_minibatches(seed: int, number: int, epoch: int, sizes: PpoSizes, rank: int) -> Tensor:
+    """Rows of the local batch in each minibatch of an epoch: (nminibatches, local_minibatch).
+
+    Of every nminibatches episodes in a row each minibatch gets one, at random; so groups are torn apart.
+    """
+    # [V75] By seed, update and epoch: the same at any number of processes.   ray_trainer.py#L1455
+    nminibatches = sizes.local_batch // sizes.local_minibatch
+    generator = lm.keyed_generator(seed, "minibatches", number, epoch)
+    order = torch.rand(sizes.batch // nminibatches, nminibatches, generator=generator).argsort(1)
+    inds = order + nminibatches * torch.arange(len(order)).unsqueeze(1)  # (batch / nminibatches, nminibatches)
+    share = slice(rank * sizes.local_minibatch, (rank + 1) * sizes.local_minibatch)
+    return inds[share].T - rank * sizes.local_batch
+
+
+def update(
+    actor_critic: ActorCritic,
+    optimizers: dict[str, torch.optim.Optimizer],
+    reference: Reference | None,
+    batch: Rollout,
+    orders: list[Tensor],
+    args: Args,
+    pad_id: int,
+    accelerator: Accelerator,
+    *,
+    version: int,
+    policy_learns: bool = True,
+    weights: Tensor | None = None,
+) -> tuple[dict[str, Tensor], Estimate]:
+    """Steps 6 and 7: advantages, and all epochs over one batch.
+
+    orders: for each epoch this process's rows of each minibatch. version: updates that the policy has seen. weights:
+    factors of the losses of tokens, for what another policy has sampled. Returns numbers of the optimiser steps,
+    (steps,): gradient norms, and of everything else this process's share, which add up over all processes; and the
+    advantages and returns.
+    """
+    ppo, shaping = args.ppo, args.rewards
+    reduce = partial(accelerator.reduce, reduction="sum")
+    # 6. Advantages and returns, once for the whole batch, before minibatches tear groups apart.
+    advantages, returns = compute_advantages(batch, ppo, reduce)
+    asked = reference if shaping.kl_loss_coef and shaping.kl_loss_estimator == "full" else None
+    # 7. Epochs over minibatches.
+    steps: list[dict[str, Tensor]] = []
+    lengths, device = (batch.query_responses != pad_id).sum(1).cpu(), advantages.device
+    for order in orders:
+        for mb_inds in order:  # (local_minibatch,), on the CPU
+            # [V60] [V61] Counts of the whole minibatch on all processes: a token weighs the same in whatever
+            #       micro-batch and process it is.   dp_actor.py#L575-L578, dp_critic.py#L240-L245
+            counts = minibatch_counts(batch.loss_mask[mb_inds.to(device)], reduce)
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            shares: list[dict[str, Tensor]] = []
+            # [V77] Rows of about one length at a time: little padding, and a sum that is the same.
+            for micro_batch in processes.plan_passes(
+                lengths[mb_inds], device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
+            ):
+                inds = mb_inds[micro_batch.rows].to(device)
+                mb, mb_advantages, mb_returns = batch.rows(inds), advantages[inds], returns[inds]
+                total = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
+                new_logprobs, new_values, entropies, exact_kl = actor_critic(
+                    mb.query_responses, mb.loss_mask, pad_id, asked
+                )
+                losses, clipped, clipped_below = token_losses(
+                    *(new_logprobs, mb.logprobs, mb_advantages, mb.loss_mask, ppo.loss),
+                    **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
+                )
+                kl = kl_in_loss(new_logprobs, mb, exact_kl, shaping)
+                v_losses, v_clipped = value_losses(
+                    new_values, mb.values, mb_returns, mb.loss_mask, ppo.cliprange_value
+                )
+                policy_loss = total(losses if weights is None else weights[inds] * losses)
+                kl_loss, entropy, value_loss = total(kl), total(entropies), total(v_losses)
+                # [V49] [V68] All terms have one divisor, and what is logged of each stays as it is.
+                #       losses.py#L158-L172
+                loss = policy_loss + shaping.kl_loss_coef * kl_loss - ppo.entropy_coef * entropy
+                # The networks share nothing: the sum has the gradient of each. Gradients are averaged over processes.
+                ((loss + value_loss) * accelerator.num_processes).backward()
+                losses_of = {"policy": policy_loss, "value": value_loss, "kl": kl_loss, "entropy": entropy}
+                shares.append(
+                    {"objective/loss": loss}
+                    | {f"loss/{name}_avg": x for name, x in losses_of.items()}
+                    | token_statistics(
+                        *(mb, new_logprobs, entropies, counts["tokens"], version),
+                        **{"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below},
+                        **{"val/clipfrac_avg": v_clipped},
+                    )
+                )
+            processes.average_gradients(actor_critic, accelerator)
+            # [V72] The critic, then the policy, each clipped for itself over the whole minibatch.
+            #       dp_critic.py#L134-L151
+            norms = {name: clip_gradients(optimizer, ppo.max_grad_norm) for name, optimizer in optimizers.items()}
+            if "value" in optimizers:
+                optimizers["value"].step()
+            # [V71] In the first critic_warmup updates, exactly, the policy is left alone.   ray_trainer.py#L1604
+            if policy_learns:
+                optimizers["policy"].step()
+            sums = {name: sum(share[name].detach() for share in shares) for name in shares[0]}
+            steps.append(sums | {f"{name}/grad_norm": norm for name, norm in norms.items()})
+    return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}, (advantages, returns)
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> Tensor:
+    """Scale the gradients of its parameters to a norm of at most this; returns the norm before, 0-d."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return processes.full_tensor(nn.utils.clip_grad_norm_(parameters, most))
+
+
+def compute_advantages(batch: Rollout, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic."""
+    # [V32] Over the tokens of the response; what is left out of the loss narrows the loss alone.
+    advantages, returns = ESTIMATORS[ppo.advantage](
+        *(batch.rewards, batch.mask, batch.groups),
+        **{"values": batch.values, "baselines": batch.baselines, "gamma": ppo.gamma, "lam": ppo.lam},
+    )
+    whitened = ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages
+    if whitened:
+        advantages = whiten(advantages, batch.mask, keep_mean=False, reduce=reduce)
+    return advantages, torch.zeros_like(advantages) if returns is None else returns
+
+
+def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, int]:
+    """What aggregate divides by, of a minibatch whose rows of this process have this mask."""
+    numbers = torch.stack([mask.sum(), mask.any(1).sum(), mask.new_tensor(len(mask), dtype=torch.long)])
+    tokens, sequences, episodes = (int(number) for number in reduce(numbers).tolist())
+    return {"tokens": tokens, "sequences": sequences, "episodes": episodes, "length": mask.shape[1]}
+
+
+def kl_in_loss(new_logprobs: Tensor, mb: Rollout, exact_kl: Tensor, shaping: RewardsArgs) -> Tensor:
+    """The KL penalty of each token (micro_batch, response_length), without its coefficient; 0 if there is none."""
+    name = shaping.kl_loss_estimator
+    if name == "full" or not shaping.kl_loss_coef:
+        return exact_kl
+    kl = kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, name)
+    # [V50] Times the ratio, without its gradient: right also when the policy has moved.   core_algos.py#L1841-L1864
+    ratio = torch.exp((new_logprobs.detach() - mb.logprobs).masked_fill(~mb.loss_mask, 0).clamp(-20, 20))
+    return kl * ratio if name.endswith("+") else kl
+
+
+# ---- Advantages ------------------------------------------------------------------------------------------------
+
+# An estimator takes rewards, mask, groups, and of values, baselines, gamma and lam what it needs; it returns
+# advantages, not yet whitened, and the critic's targets, if there is a critic. groups (batch,) are equal for
+# responses to one prompt, baselines (batch,) is a number for each row; everything else is (batch, response_length).
+# A row without a valid token counts nowhere.
+Estimate = tuple[Tensor, Tensor | None]
+
+
+def gae(
+    rewards: Tensor, mask: Tensor, groups: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0, **_
+) -> Estimate:
+    """Generalised advantage estimation over valid tokens; the value after the last of them is 0.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
+    """
+    # [V31] A response that was cut off counts as ended: its score already judges the cut text.   core_algos.py#L215
+    advantages = torch.zeros_like(values)
+    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
+    for t in reversed(range(values.shape[1])):
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * next_advantage
+        # [V29] A hole in the mask is jumped over, without a step of gamma.   core_algos.py#L215-L263
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    return advantages.masked_fill(~mask, 0), (advantages + values).masked_fill(~mask, 0)
+
+
+def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
+    """The sum (amax, amin) of x (batch,) over each row's group, at every row: (batch,)."""
+    # [V08] By number, never by equal text: the same prompt twice in a batch is two groups.
+    #       ray_trainer.py#L1375-L1384
+    _, numbers = groups.unique(return_inverse=True)
+    return torch.zeros_like(x).scatter_reduce(0, numbers, x, reduce, include_self=False)[numbers]
+
+
+def centred_scores(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """A response's sum of rewards less its group's mean, and the size of the group: two of (batch,).
+
+    Exactly 0 in a group of one, and where all are equal.
+    """
+    # [V32] Over valid tokens; a row without any is left out of its group.   core_algos.py#L304
+    live = mask.any(1)
+    totals = rewards.masked_fill(~mask, 0).sum(1)  # (batch,)
+    size = by_group(live.to(totals.dtype), groups)
+    centred = totals - by_group(totals, groups) / size.clamp(min=1)
+    # [V34] Equal means largest = smallest: the deviations of equal floats from their mean need not be 0.
+    largest = by_group(totals.masked_fill(~live, -math.inf), groups, "amax")
+    smallest = by_group(totals.masked_fill(~live, math.inf), groups, "amin")
+    # [V35] A group of one teaches nothing; verl passes its raw reward on.   core_algos.py#L309-L311
+    return centred.masked_fill((largest <= smallest) | ~live, 0), size
+
+
+def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """(R - mean) / (std + 1e-6) in each group, for all tokens of a response alike; std with n - 1."""
+    # [V33] Of 8 responses, a single right one gets +2.47 and each wrong one -0.35.   core_algos.py#L267-L330
+    centred, size = centred_scores(rewards, mask, groups)
+    std = (by_group(centred**2, groups) / (size - 1).clamp(min=1)).sqrt()
+    return to_tokens(centred / (std + 1e-6), mask), None
+
+
+def dr_grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R - mean in each group, undivided: prompts that are easy or hard weigh no more than others."""
+    # [V36] [V37] Dr. GRPO; one implementation, so that no option is lost.   core_algos.py#L267-L357
+    return to_tokens(centred_scores(rewards, mask, groups)[0], mask), None
+
+
+def rloo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R less the mean of the others in the group, which is n / (n - 1) * (R - mean)."""
+    # [V38] Leave one out.   core_algos.py#L477-L524
+    centred, size = centred_scores(rewards, mask, groups)
+    return to_tokens(centred * size / (size - 1).clamp(min=1), mask), None
+
+
+def opo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R less the mean of the group in which a response weighs as much as it is long."""
+    # [V42] The baseline of least variance, if every token's gradient is as long.   core_algos.py#L529-L579
+    centred, _ = centred_scores(rewards, mask, groups)
+    lengths = mask.sum(1).to(centred.dtype)
+    mean = by_group(centred * lengths, groups) / by_group(lengths, groups).clamp(min=1)
+    return to_tokens(centred - mean, mask), None
+
+
+def reinforce_pp(rewards: Tensor, mask: Tensor, groups: Tensor, *, gamma: float = 1.0, **_) -> Estimate:
+    """REINFORCE++: the discounted sum of the rewards from a token on, to be whitened over the batch."""
+    # [V39] GAE without values, and so across holes: verl forgets the rewards behind one.   core_algos.py#L583-L617
+    return gae(rewards, mask, groups, values=torch.zeros_like(rewards), gamma=gamma, lam=1.0)[0], None
+
+
+def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R - mean in each group, to be whitened over the tokens of the batch; so long responses weigh more in that."""
+    # [V40] Score and KL are centred together, as in verl; OpenRLHF centres the score alone.   core_algos.py#L425-L473
+    return dr_grpo(rewards, mask, groups)
+
+
+def remax(rewards: Tensor, mask: Tensor, groups: Tensor, *, baselines: Tensor, **_) -> Estimate:
+    """The sum of the rewards from a token on, less the score of the greedy response to the prompt, baselines."""
+    # [V41] The baseline holds no KL penalty, the return does.   core_algos.py#L622-L654
+    returns = gae(rewards, mask, groups, values=torch.zeros_like(rewards))[0]
+    return (returns - baselines.unsqueeze(1)).masked_fill(~mask, 0), None
+
+
+def to_tokens(x: Tensor, mask: Tensor) -> Tensor:
+    """A number for each response (batch,) on each of its tokens (batch, response_length)."""
+    return x.unsqueeze(1).expand(mask.shape).masked_fill(~mask, 0)
+
+
+ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+    "gae": gae,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce++": reinforce_pp,
+    "reinforce++-baseline": reinforce_pp_baseline,
+    "remax": remax,
+}
+IN_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline")
+# [V47] Always, and no other: whitening after GRPO would undo the scale of each prompt.
+WHITENED = ("gae", "reinforce++", "reinforce++-baseline")
+
+
+def whiten(
+    values: Tensor, mask: Tensor, *, keep_mean: bool, reduce: Callable[[Tensor], Tensor] = torch.clone
+) -> Tensor:
+    """Shift and scale the valid entries to mean 0 and variance 1; keep_mean adds the mean back. 0 elsewhere.
+
+    values, mask: (batch, response_length). reduce: sums a tensor over all processes; by default there is one.
+    """
+    # [V44] Over the whole batch on all processes, in float64: 1 and 8 processes agree.   core_algos.py#L215-L263
+    count = reduce(mask.sum().double()).clamp(min=1)
+    mean = reduce(values.masked_fill(~mask, 0).double().sum()) / count
+    centred = (values - mean).masked_fill(~mask, 0)
+    # [V45] [V46] Divided by n, so that one token, or none, gives 0.   torch_functional.py#L322
+    variance = reduce((centred.double() ** 2).sum()) / count
+    whitened = centred * torch.rsqrt(variance + 1e-8) + (mean if keep_mean else 0)
+    return whitened.masked_fill(~mask, 0).to(values.dtype)
+
+
+# ---- Losses ----------------------------------------------------------------------------------------------------
+
+
+def token_losses(
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    loss: str,
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The policy's loss per token, which tokens a bound of the clip changed, and which the dual clip did.
+
+    All tensors are (batch, response_length). With the ratio r = exp(new - old) and its bounds 1 - low and 1 + high:
+
+        ppo         max(-A r, -A clip(r)); with a dual clip c and A < 0, at most -A c
+        gspo        the same with the r of the whole sequence, exp(mean of new - old)
+        cispo       -clip(r) A log p, the clip taken as given: no token ever loses its gradient
+        reinforce   -A log p
+    """
+    new_logprobs, logprobs, advantages = (x.masked_fill(~mask, 0) for x in (new_logprobs, logprobs, advantages))
+    log_ratio, nothing = new_logprobs - logprobs, torch.zeros_like(mask)
+    if loss == "reinforce":
+        # [V64] With one step per batch, the gradient of ppo.   core_algos.py#L1984-L2060
+        return -advantages * new_logprobs, nothing, nothing
+    if loss == "gspo":
+        # [V65] One ratio per sequence; each token has the gradient of its own log-prob.   core_algos.py#L1254-L1325
+        mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (batch, 1)
+        log_ratio = (new_logprobs - new_logprobs.detach() + mean.detach()).clamp(max=10)
+    else:
+        log_ratio = log_ratio.clamp(-20, 20)
+    ratio = torch.exp(log_ratio)
+    clipped_ratio = ratio.clamp(1 - low, 1 + high)
+    if loss == "cispo":
+        # [V66] Bounds as distances from 1; TRL's upper bound is the bound itself.   core_algos.py#L1722-L1780
+        return -clipped_ratio.detach() * advantages * new_logprobs, (ratio != clipped_ratio) & mask, nothing
+    # [V58] [V63] The lower bound and the upper may differ, as in DAPO's clip-higher.   core_algos.py#L1160-L1250
+    losses, clipped_losses = -advantages * ratio, -advantages * clipped_ratio
+    clipped = (clipped_losses > losses) & mask
+    losses = torch.maximum(losses, clipped_losses)
+    if dual_clip is None or loss == "gspo":
+        return losses, clipped, nothing
+    # [V59] A token of a wrong answer that became much likelier pulls no harder than c times.
+    #       core_algos.py#L1160-L1250
+    bound = -advantages * dual_clip
+    clipped_below = (advantages < 0) & (losses > bound) & mask
+    return torch.where(clipped_below, bound, losses), clipped, clipped_below
+
+
+def value_losses(
+    new_values: Tensor, values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the larger of (V - R)^2 and (clip(V, V_old +- range) - R)^2 per token; which ones the clip changed.
+
+    All tensors are (batch, response_length). cliprange_value None: no clip.
+    """
+    # [V69] The critic has an optimiser of its own, and so no coefficient.   core_algos.py#L1799-L1838
+    new_values, values, returns = (x.masked_fill(~mask, 0) for x in (new_values, values, returns))
+    bound = math.inf if cliprange_value is None else cliprange_value
+    clipped_values = torch.clamp(new_values, values - bound, values + bound)
+    losses, clipped_losses = (new_values - returns) ** 2, (clipped_values - returns) ** 2
+    return 0.5 * torch.maximum(losses, clipped_losses), clipped_losses > losses
+
+
+def aggregate(
+    losses: Tensor,
+    mask: Tensor,
+    mode: str,
+    *,
+    tokens: int | None = None,
+    sequences: int | None = None,
+    episodes: int | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """One number from losses (batch, response_length): with s_i the sum over response i of |i| tokens,
+
+        token-mean                sum of s_i / tokens
+        seq-mean-token-sum        sum of s_i / sequences
+        seq-mean-token-mean       sum of s_i / |i| / sequences
+        seq-mean-token-sum-norm   sum of s_i / (episodes * length)
+
+    The counts are those of the whole minibatch on all processes, so that micro-batches and processes add up; None:
+    those of this tensor. sequences: rows that are not empty; episodes: all rows; length: the longest that may be.
+
+    What a token weighs, in a minibatch of a response of 2 tokens and one of 8, response_length 10:
+
+        token-mean                1/10 and 1/10    longer answers elsewhere in the minibatch make it less
+        seq-mean-token-sum        1/2  and 1/2     a response weighs as much as it is long
+        seq-mean-token-mean       1/4  and 1/16    a short right answer is praised more per token, a long wrong one
+                                                   blamed less: wrong answers grow
+        seq-mean-token-sum-norm   1/20 and 1/20    whatever the others' lengths (Dr. GRPO)
+    """
+    # [V60] [V61] [V62] Counts of the minibatch, not of what a process holds at a time.   core_algos.py#L1025-L1080
+    lengths, losses = mask.sum(1), losses.masked_fill(~mask, 0)
+    if mode == "token-mean":
+        return losses.sum() / max(lengths.sum() if tokens is None else tokens, 1)
+    if mode == "seq-mean-token-sum-norm":
+        return losses.sum() / max((episodes or len(mask)) * (length or mask.shape[1]), 1)
+    sums = losses.sum(1) / lengths.clamp(min=1) if mode == "seq-mean-token-mean" else losses.sum(1)
+    return sums.sum() / max((lengths > 0).sum() if sequences is None else sequences, 1)
+
+
+@torch.no_grad()
+def token_statistics(
+    mb: Rollout, new_logprobs: Tensor, entropies: Tensor, tokens: int, version: int, **flags: Tensor
+) -> dict[str, Tensor]:
+    """A micro-batch's shares of means over the tokens of its minibatch, of which there are so many."""
+    log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0).double()
+    square = (log_ratio.exp() - 1) ** 2
+    fresh = (mb.versions == version).unsqueeze(
+        1
+    )  # what an earlier policy has sampled starts with another ratio than 1
+    numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
+    numbers |= {
+        "policy/entropy_avg": entropies,
+        "val/ratio": log_ratio.exp(),
+        "square": square,
+        "first": square * fresh,
+    }
+    return {name: aggregate(x.double(), mb.loss_mask, "token-mean", tokens=tokens) for name, x in numbers.items()}
+
+
+# ---- Off-policy: the sampler was another policy, or computed otherwise -----------------------------------------
+
+# logprobs are the learner's, sampler_logprobs those with which the tokens were drawn: w = exp(logprobs - sampler's).
+
+
+def log_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """log w (batch, response_length): of each token; of its whole sequence; or the mean over the sequence."""
+    log_w = (logprobs - sampler_logprobs).detach().masked_fill(~mask, 0)
+    if kind == "token":
+        return log_w
+    total = log_w.sum(1, keepdim=True)
+    return (total if kind == "sequence" else total / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(log_w)
+
+
+def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
+    """min(w, cap), detached, of each token or of its whole sequence: (batch, response_length), 0 where masked."""
+    # [V85] By sequence: unbiased but for the cap, and of high variance; by token: the other way round.
+    #       rollout_corr_helper.py#L481-L598
+    weights = log_weights(logprobs, sampler_logprobs, mask, kind).clamp(-20, 20).exp()
+    return weights.clamp(max=cap).masked_fill(~mask, 0)
+
+
+def rejection_mask(
+    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str, low: float, high: float
+) -> Tensor:
+    """The tokens with low <= w <= high; by sequence: of the responses whose geometric mean of w is within."""
+    # [V87] Bounds on w itself; those of verl's k1 hold for 1 / w.   rollout_corr_helper.py#L156-L372
+    w = log_weights(logprobs, sampler_logprobs, mask, "mean" if kind == "sequence" else kind).exp()
+    return mask & (w >= low) & (w <= high)
+
+
+def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far the learner is from the sampler: 0-d tensors, over valid tokens and rows that are not empty."""
+    # [V89] [V90] Also of one and the same policy, if two engines compute it.   rollout_corr_helper.py#L834-L940
+    live = mask.any(1)
+    logprobs, sampler_logprobs = (x.detach().masked_fill(~mask, 0)[live] for x in (logprobs, sampler_logprobs))
+    mask = mask[live]
+    log_w, lengths = logprobs - sampler_logprobs, mask.sum(1)
+    weights = log_w.clamp(-20, 20).exp()[mask]  # (tokens,)
+    sequence_weights = log_w.sum(1).clamp(-20, 20).exp()  # (rows,)
+    log_ppl, sampler_log_ppl = (-x.sum(1) / lengths for x in (logprobs, sampler_logprobs))
+    return {
+        "kl": -log_w[mask].mean(),
+        "k3": (weights - 1 - log_w[mask]).mean(),
+        "chi2_token": (weights**2).mean() - 1,
+        "chi2_sequence": (sequence_weights**2).mean() - 1,
+        "perplexity": log_ppl.exp().mean(),
+        "sampler_perplexity": sampler_log_ppl.exp().mean(),
+        "log_perplexity_gap": (log_ppl - sampler_log_ppl).mean(),
+        "largest_gap": log_w.abs().max(),
+        "ess": weights.mean() ** 2 / (weights**2).mean(),
+    }
+
+
+# ---- Metrics, samples, pictures --------------------------------------------------------------------------------
+
+
+def update_metrics(
+    batch: Rollout,
+    generated: list[Rollout],
+    estimate: Estimate,
+    steps: dict[str, Tensor],
+    this_run: run.Run,
+    version: int,
+    sources: Collection[str],
+) -> dict[str, float]:
+    """The metrics of an update. Every process adds its shares, and all get the same numbers.
+
+    generated: all that was sampled; estimate and steps: what update returns. Raises a NumericalError if the numbers
+    cannot be right.
+    """
+    accelerator = this_run.accelerator
+    names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores")
+    one = {name: torch.cat([getattr(part, name) for part in generated]) for name in names}
+    live, lengths, right = one["mask"].any(1), one["mask"].sum(1), one["parts"][:, 0] > 0
+    advantages, returns = estimate
+    # [V79] Scores, lengths and the like are of all that was generated; so episodes count what was generated too.
+    of_responses = {
+        "objective/scores": one["scores"],
+        "objective/verifiable_correct_rate": right,
+        **{f"objective/{name}_reward": one["parts"][:, i] for i, name in enumerate(sources)},
+        "val/sequence_lengths": lengths,
+        "val/stop_token_rate": one["stopped"],
+        "val/groups_zero_std": ~torch.cat([scores_differ(part) for part in generated]),
+        "val/groups_all_right": by_group((right | ~live).double(), one["groups"], "amin"),
+        "val/groups_all_wrong": by_group((~right | ~live).double(), one["groups"], "amin"),
+    }
+    # [V55] A row without a token is in no mean.
+    of_episodes = {
+        "objective/kl": batch.kl.sum(1),
+        "objective/non_score_reward": batch.non_score_rewards.sum(1),
+        "objective/rlhf_reward": batch.rewards.masked_fill(~batch.mask, 0).sum(1),
+        "objective/entropy": -batch.logprobs.masked_fill(~batch.mask, 0).sum(1),
+    }
+    of_tokens = {
+        "objective/kl_per_token": batch.kl,
+        "objective/sampler_gap": (batch.logprobs - batch.sampler_logprobs).abs(),
+        "val/advantages_mean": advantages,
+        "val/advantages_abs_mean": advantages.abs(),
+    }
+    errors = (returns - batch.values).double()
+    of_values = {"val/mean": batch.values, "val/returns": returns, "square_of_return": returns.double() ** 2}
+    of_values |= {"error": errors, "square_of_error": errors**2}
+    critic = "value/grad_norm" in steps
+    m = processes.means_over(
+        *(
+            (live, of_responses),
+            (batch.mask.any(1), of_episodes),
+            (batch.mask, of_tokens | (of_values if critic else {})),
+        ),
+        *(
+            (live & right, {"val/sequence_lengths_correct": lengths}),
+            (torch.ones_like(live), {"val/unscorable": ~live}),
+        ),
+        (live & ~right, {"val/sequence_lengths_incorrect": lengths}),
+        accelerator=accelerator,
+    )
+    shares = {name: x.mean() for name, x in steps.items() if not name.endswith("grad_norm")}
+    m |= processes.sum_over_processes(shares | {"first": steps["first"][0]}, accelerator)
+    m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
+    m |= {"val/ratio_var": m["square"] - (m["val/ratio"] - 1) ** 2, "val/first_ratio_gap": math.sqrt(m["first"])}
+    if critic:
+        variances = [
+            m[f"square_of_{x}"] - m[name] ** 2 for x, name in (("error", "error"), ("return", "val/returns"))
+        ]
+        m["val/explained_var"] = 1 - variances[0] / max(variances[1], 1e-12)
+    everyone = accelerator.gather(lengths)
+    m |= {"val/sequence_lengths_min": everyone.min().item(), "val/sequence_lengths_max": everyone.max().item()}
+    of_critic = () if critic else ("loss/value_avg", "val/clipfrac_avg")
+    metrics = {name: m[name] for name in m if "/" in name and name not in of_critic}
+    processes.check_update(metrics, version, this_run.args.dtype, gap="val/first_ratio_gap")
+    return metrics
+
+
+def sample_rows(
+    batch: Rollout,
+    advantages: Tensor,
+    source: problems.Problems,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    n: int,
+) -> list[dict[str, Any]]:
+    """The first group, at most four of it, as texts with scores, and the mean advantage of their tokens."""
+    rows = batch.rows(slice(0, min(n, 4) if n > 1 else 3))
+    responses = rows.query_responses[:, -rows.mask.shape[1] :]
+    mean = advantages[: len(responses)].sum(1) / rows.mask.sum(1).clamp(min=1)
+    columns = {
+        "prompt": [source.texts[i] for i in rows.problems],
+        "response": to_texts(tokenizer, responses, ids),
+        "answer": [source.answers[i] for i in rows.problems],
+        "score": rows.scores.tolist(),
+        "advantage": mean.tolist(),
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+PANELS = {
+    "right samples": ["objective/verifiable_correct_rate"],
+    "held-out accuracy, greedy": ["eval/gsm8k_strict", "eval/gsm8k_flexible", "eval/gsm8k_format"],
+    "held-out accuracy, samples": ["eval/mean@16", "eval/pass@1", "eval/pass@4", "eval/pass@16"],
+    "score": ["objective/scores", "objective/rlhf_reward"],
+    "KL from the reference (nats)": ["objective/kl"],
+    "length (tokens)": ["val/sequence_lengths", "val/sequence_lengths_correct", "val/sequence_lengths_incorrect"],
+    "share of responses that end": ["val/stop_token_rate", "eval/stopped"],
+    "entropy of the policy (nats per token)": ["policy/entropy_avg"],
+    "policy loss": ["loss/policy_avg"],
+    "value loss": ["loss/value_avg"],
+    "clipped share of tokens": ["policy/clipfrac_avg", "policy/clipfrac_low_avg", "val/clipfrac_avg"],
+    "explained variance of returns": ["val/explained_var"],
+    "groups without a signal": ["val/groups_zero_std", "val/groups_all_right", "val/groups_all_wrong"],
+    "gradient norm": ["policy/grad_norm", "value/grad_norm"],
+    "approximate KL of the update (nats)": ["policy/approxkl_avg"],
+}
+
+# ---- Plumbing: sizes, networks and sources to load, learning rates, checkpoints, the saved models --------------
+
+
+K_WARNING = (
+    "in the reward, its gradient vanishes near the reference and can point away from it further out; "
+    "that of k1 is the gradient of the KL divergence"
+)
+
+
+def check_arguments(args: Args) -> None:
+    """Refuse what cannot be meant."""
+    ppo, shaping = args.ppo, args.rewards
+    cli.check_values(args)
+    cli.at_least(0, "", args, "log_interval", "save_interval", "eval_interval", "eval_problems", "eval_samples")
+    cli.above_zero("", args, "eval_temperature")
+    cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
+    cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")
+    cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
+    cli.at_least(0, "lora.", args.lora, "rank")
+    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_low", "cliprange_high", "adam_eps", "max_grad_norm")
+    cli.above_zero(
+        "ppo.", ppo, *[name for name in ("dual_clip", "cliprange_value") if getattr(ppo, name) is not None]
+    )
+    cli.above_zero("lora.", args.lora, "alpha")
+    cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
+    problem = next((said for wrong, said in impossible(args) if wrong), "")
+    if problem:
+        raise InputError(problem)
+
+
+def warn(shaping: RewardsArgs) -> None:
+    """Say what may not be meant."""
+    # [V48] verl and TRL offer these without a word.   ray_trainer.py#L86-L108
+    if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
+        print(f"{cli.flag('rewards.kl_estimator')} {shaping.kl_estimator}: {K_WARNING}")
+    # [V56] Allowed, and said.   verl/utils/config.py#L181
+    if shaping.kl_coef and shaping.kl_loss_coef and shaping.kl_estimator != "full":
+        print(f"{cli.flag('rewards.kl_coef')} and {cli.flag('rewards.kl_loss_coef')} both penalise the KL")
+
+
+def impossible(args: Args) -> list[tuple[bool, str]]:
+    """What does not go together, and what to say of it."""
+    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
+    return [
+        # [V35] verl trains on raw rewards then.   core_algos.py#L309-L311
+        (
+            ppo.advantage in IN_GROUPS and n < 2,
+            f"{flag('ppo.advantage')} {ppo.advantage} compares the responses to a prompt; "
+            f"{flag('ppo.samples_per_prompt')} {n} must be at least 2",
+        ),
+        (
+            ppo.filter_groups and n < 2,
+            f"{flag('ppo.filter_groups')} needs {flag('ppo.samples_per_prompt')} 2 or more",
+        ),
+        # [V51] Together they are the gradient of the sequence's KL; in the reward alone it points away.
+        (
+            bool(shaping.kl_coef) and shaping.kl_estimator == "full" and not full_in_loss,
+            f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
+            f"{flag('rewards.kl_loss_coef')}: in the reward alone its gradient points away from the reference",
+        ),
+        # [V56] A coefficient that cannot act is an error.   verl/utils/config.py#L181
+        (
+            shaping.adaptive_kl.target is not None and not shaping.kl_coef,
+            f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so",
+        ),
+        (
+            ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high),
+            f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "
+            f"{flag('ppo.cliprange_high')}; None switches it off",
+        ),
+        (
+            ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean",
+            f"{flag('ppo.loss')} gspo goes with {flag('ppo.loss_aggregation')} seq-mean-token-mean alone",
+        ),
+        (
+            shaping.overlong_buffer > args.task.response_length,
+            f"{flag('rewards.overlong_buffer')} {shaping.overlong_buffer} is more than "
+            f"{flag('task.response_length')} {args.task.response_length}",
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class PpoSizes:
+    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise.
+
+    A round of generation is a batch, but for filter_groups. A batch is shared among processes: the local batch. A
+    minibatch, one optimiser step, is 1 / nminibatches of the batch, and the local minibatch one process's part of it.
+    """
+
+    updates: int
+    steps_per_update: int
+    batch: int
+    round: int
+    round_prompts: int
+    local_batch: int
+    local_round: int
+    local_rollout_batch: int
+    local_minibatch: int
+    local_micro_batch: int
+
+
+def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    cli.at_least(1, "ppo.", ppo, "batch_size", "samples_per_prompt", "nminibatches", "noptepochs")
+    cli.at_least(1, "ppo.", ppo, "max_generation_rounds")
+    cli.at_least(0, "ppo.", ppo, "prompts_per_round", "local_micro_batch_size", "local_rollout_batch_size")
+    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
+    n, split, typed = ppo.samples_per_prompt, processes.split_evenly, cli.typed
+    prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
+    split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
+    slices = num_processes * ppo.nminibatches
+    local_minibatch = split("ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}")
+    round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
+    local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")
+    return PpoSizes(
+        updates=ppo.total_episodes // ppo.batch_size,
+        steps_per_update=ppo.noptepochs * ppo.nminibatches,
+        batch=ppo.batch_size,
+        round=round_prompts * n,
+        round_prompts=round_prompts,
+        local_batch=ppo.batch_size // num_processes,
+        local_round=local_round,
+        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_round),
+        local_minibatch=local_minibatch,
+        local_micro_batch=processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch),
+    )
+
+
+def check_problems(source: problems.Problems, sizes: PpoSizes) -> None:
+    if len(source) < sizes.round_prompts:
+        raise InputError(
+            f"{cli.flag('task.problems')} has {len(source)} problems, fewer than the {sizes.round_prompts} of an "
+            f"update ({cli.flag('ppo.batch_size')} / {cli.flag('ppo.samples_per_prompt')})"
+        )
+
+
+def load_networks(
+    args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+) -> tuple[ActorCritic, Reference | None, nn.Module | None]:
+    """Policy with or without a critic, reference, and peft's handle of the policy's adapters, if there are any.
+
+    Sharded over the processes if the launcher asks for it. There is no reference where nothing is penalised.
+    """
+    if args.lora.rank and processes.sharding():
+        raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
+    task, low_precision = args.task, args.dtype == "bfloat16"
+    length, vocab_size = task.prompt_length + task.response_length, models.vocabulary_size(tokenizer)
+    lm_backbone = models.load_base_model(args)
+    critic = load_critic(args, vocab_size) if args.ppo.advantage == "gae" else None
+    actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, low_precision=low_precision)
+    if args.gradient_checkpointing:
+        models.checkpoint_layers(actor_critic)
+    models.place(actor_critic, accelerator)
+    with processes.gathered(actor_critic):
+        models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
+    adapters, reference = None, None
+    if args.lora.rank:
+        adapters = models.add_adapters(lm_backbone, args.lora, args.seed)
+    if args.rewards.kl_coef or args.rewards.kl_loss_coef:
+        frozen = lm_backbone
+        if adapters is None:
+            frozen = models.load_base_model(args, frozen=True)
+            models.place(frozen, accelerator)
+        reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
+    return actor_critic, reference, adapters
+
+
+def load_critic(args: Args, vocab_size: int) -> lm.RewardModel:
+    """The model that the critic starts from, ready to learn."""
+    # [V70] A backbone of its own, from the policy's start; a new head says 0.
+    if args.rewards.value_model or args.rewards.trained_model:
+        name = "value_model" if args.rewards.value_model else "trained_model"
+        critic = models.load_scalar_model(args, name, vocab_size)
+    else:
+        torch.manual_seed(args.seed)  # for the head, the same on every process
+        backbone = models.load_base_model(args, AutoModel)
+        critic = lm.RewardModel(backbone).to(backbone.dtype)
+        if args.ppo.value_head == "zero":
+            nn.init.zeros_(critic.reward_head.weight)
+    critic.requires_grad_(True)
+    critic.gain.requires_grad_(False)
+    critic.bias.requires_grad_(False)
+    return critic
+
+
+def load_sources(
+    args: Args, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds, accelerator: Accelerator
+) -> dict[str, Source]:
+    """What scores, under its name, with its weight; the verifier first."""
+    shaping = args.rewards
+
+    def of_texts(name: str, field: str) -> Callable[..., Tensor]:
+        verifier = scorers.load_verifier(name, field, args.task.response_prefix, on_all_processes=True)
+        return lambda prompts, texts, answers, *_: torch.tensor(
+            verifier(prompts, texts, answers), dtype=torch.float64
+        )
+
+    sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
+    if shaping.format:
+        sources["format"] = of_texts(shaping.format, "rewards.format"), shaping.format_weight
+    if shaping.trained_model:
+        model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
+        models.place(model, accelerator)
+
+        def of_model(
+            prompts: list[str], texts: list[str], answers: list[str], queries: Tensor, responses: Tensor
+        ) -> Tensor:
+            return model(torch.cat([queries, responses], 1), ids.pad).double()
+
+        sources["reward_model"] = of_model, shaping.trained_weight
+    return sources
+
+
+def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
+    """One for the policy, and one for the critic if there is one."""
+
+    # [V73] AdamW, its learning rates constant if nothing else is asked for.
+    def adamw(network: nn.Module, lr: float) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}
+        return torch.optim.AdamW(trained, lr, **settings)
+
+    networks = networks_of(actor_critic)
+    return {name: adamw(network, ppo.critic_lr if name == "value" else ppo.lr) for name, network in networks.items()}
+
+
+def networks_of(actor_critic: ActorCritic) -> dict[str, nn.Module]:
+    return {"policy": actor_critic.lm_backbone} | ({"value": actor_critic.critic} if actor_critic.critic else {})
+
+
+def set_learning_rates(
+    optimizers: dict[str, torch.optim.Optimizer], ppo: PpoArgs, number: int, updates: int
+) -> float:
+    """Those of an update (0-based); returns the policy's."""
+    factor = run.scheduled_lr(1.0, ppo.schedule, number, updates) * min(1, (number + 1) / max(ppo.lr_warmup, 1))
+    for name, optimizer in optimizers.items():
+        optimizer.param_groups[0]["lr"] = factor * (ppo.critic_lr if name == "value" else ppo.lr)
+    return factor * ppo.lr
+
+
+def checkpoint_tensors(
+    actor_critic: ActorCritic, optimizers: dict[str, torch.optim.Optimizer], surplus: Rollout | None
+) -> dict[str, Tensor]:
+    """Everything needed to go on, under flat names. Every process must call this."""
+    parts = {name: run.training_state(net, optimizers[name]) for name, net in networks_of(actor_critic).items()}
+    parts |= {"surplus": surplus.tensors()} if surplus else {}
+    return {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
+
+
+def resume(
+    this_run: run.Run, actor_critic: ActorCritic, optimizers: dict[str, torch.optim.Optimizer], device: torch.device
+) -> tuple[dict[str, Any], Rollout | None]:
+    """Put everything where the newest checkpoint left it. Its state, of step 0 if there is none; the surplus."""
+    found = {}
+
+    def restore(tensors: dict[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            name, key = key.split("/", 1)
+            found.setdefault(name, {})[key] = tensor
+        for name, network in networks_of(actor_critic).items():
+            run.restore_training_state(network, optimizers[name], found.get(name, {}))
+
+    state = this_run.resume_with(restore)
+    surplus = {name: tensor.to(device) for name, tensor in found.get("surplus", {}).items()}
+    return state, Rollout(**surplus) if surplus else None
+
+
+if __name__ == "__main__":
+    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))

@@ -1,0 +1,633 @@
+"""Chapter 3 against numbers that verl computed (tests/golden/verl): those to match, and those that differ on purpose.
+
+As in test_golden.py each check is a plain function that reads ours from its module when it runs: a negative control
+puts a wrong one there.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from golden_models import GOLDEN, close, load_json
+from torch import Tensor
+
+from ppo_rlhf import rlvr_policy
+from ppo_rlhf.lib import rewards
+
+CASES = {case["name"]: case for case in load_json("verl/cases")["cases"]}
+EXACT, AVERAGE = 1e-9, 1e-7  # verl adds 1e-8 to the counts that it divides by
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def case(name: str) -> tuple[dict[str, Tensor], dict]:
+    """Inputs, masks as bool; verl's results under out/, those asked for instead under spec/; the arguments."""
+    with np.load(GOLDEN / f"verl/{name}.npz") as file:
+        stored = {key.removeprefix("in/"): file[key] for key in file.files}
+    groups = np.unique(stored.pop("index", []), return_inverse=True)[1]
+    arrays = {"groups": torch.from_numpy(groups)} | {key: torch.from_numpy(x) for key, x in stored.items()}
+    arrays = {key: x.double() if x.is_floating_point() else x for key, x in arrays.items()}
+    masks = {key: x.bool() for key, x in arrays.items() if key in ("response_mask", "loss_mask", "mask")}
+    return arrays | masks, CASES[name]["kwargs"]
+
+
+def same(actual: Tensor, expected: Tensor, tolerance: float = EXACT) -> None:
+    close(actual, expected, atol=tolerance * max(1.0, float(expected.abs().max())))
+
+
+def reduce(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+# ---- To be matched: advantages ---------------------------------------------------------------------------------
+
+
+def check_gae(name: str) -> None:
+    x, settings = case(name)
+    mask, values = x["response_mask"], x["values"]
+    advantages, returns = rlvr_policy.ESTIMATORS["gae"](
+        x["token_level_rewards"], mask, torch.arange(len(mask)), values=values, **settings
+    )
+    same(advantages, x["spec/advantages_raw"])
+    same(returns, x["out/returns"])
+    check_whitened(advantages, mask, x, AVERAGE)
+
+
+def check_whitened(advantages: Tensor, mask: Tensor, x: dict[str, Tensor], tolerance: float = AVERAGE) -> None:
+    """Whitened with n, as the specification has it, and times sqrt((n - 1) / n), as verl has it."""
+    whitened, tokens = rlvr_policy.whiten(advantages, mask, keep_mean=False, reduce=reduce), mask.sum()
+    same(whitened, x["spec/advantages"], tolerance)
+    same(whitened * ((tokens - 1) / tokens).sqrt(), x["out/advantages"], tolerance)
+
+
+GROUP_CASES = {"grpo_std": "grpo", "grpo_no_std": "dr_grpo", "rloo": "rloo", "opo": "opo"}
+
+
+def check_groups(name: str) -> None:
+    x, _ = case(name)
+    rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
+    advantages, returns = rlvr_policy.ESTIMATORS[GROUP_CASES[name]](rewards_, mask, groups)
+    assert returns is None
+    same(advantages, x["spec/advantages"], AVERAGE)
+    several = [row for row in range(len(mask)) if row not in CASES[name].get("rows_of_single_groups", [])]
+    same(advantages[several], x["out/advantages"][several], AVERAGE)
+    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(1))  # [V08] wherever the rows stand
+    shuffled, _ = rlvr_policy.ESTIMATORS[GROUP_CASES[name]](rewards_[order], mask[order], groups[order])
+    same(shuffled, advantages[order], 1e-12)
+
+
+def check_reinforce_pp_baseline() -> None:
+    x, _ = case("reinforce_pp_baseline")
+    mask = x["response_mask"]
+    advantages, _ = rlvr_policy.ESTIMATORS["reinforce++-baseline"](x["token_level_rewards"], mask, x["groups"])
+    check_whitened(advantages, mask, x)
+
+
+def check_reinforce_pp() -> None:
+    x, settings = case("reinforce_pp")
+    mask = x["response_mask"]
+    advantages, _ = rlvr_policy.ESTIMATORS["reinforce++"](
+        x["token_level_rewards"], mask, torch.arange(len(mask)), **settings
+    )
+    same(advantages, x["out/returns"])
+    check_whitened(advantages, mask, x)
+
+
+def check_remax() -> None:
+    x, _ = case("remax")
+    mask = x["response_mask"]
+    advantages, _ = rlvr_policy.ESTIMATORS["remax"](
+        x["token_level_rewards"], mask, torch.arange(len(mask)), baselines=x["reward_baselines"]
+    )
+    same(advantages, x["out/advantages"])
+
+
+# ---- To be matched: KL, losses, masks --------------------------------------------------------------------------
+
+
+def check_kl(name: str = "kl_values_and_gradients", forms: tuple[str, ...] = ("k1", "abs", "k2", "k3")) -> None:
+    x, _ = case(name)
+    for form in forms:
+        logprobs = x["logprob"].clone().requires_grad_(True)
+        everywhere = torch.ones(logprobs.shape, dtype=torch.bool)
+        kl = rlvr_policy.kl_estimate(logprobs, x["ref_logprob"], everywhere, form)
+        (slope,) = torch.autograd.grad(kl.sum(), logprobs)
+        expected = "spec" if f"spec/{form}/value" in x else "out"
+        same(kl.detach(), x[f"{expected}/{form}/value"])
+        same(slope, x[f"{expected}/{form}/grad"])
+
+
+def check_adaptive_kl() -> None:
+    x, settings = case("adaptive_kl")
+    controller = rlvr_policy.AdaptiveKLController(
+        settings["init_kl_coef"], settings["target_kl"], settings["horizon"]
+    )
+    for kl, n, expected in zip(x["kl"].tolist(), x["n"].tolist(), x["out/coef"].tolist(), strict=True):
+        controller.update(kl, n)
+        assert controller.value == pytest.approx(expected, rel=1e-12)
+
+
+# name: loss, aggregation, and the arguments of token_losses that are not verl's defaults
+POLICY_CASES: dict[str, tuple[str, str, dict[str, float]]] = {
+    "policy_vanilla": ("ppo", "token-mean", {}),
+    "policy_dual_clip": ("ppo", "token-mean", {"dual_clip": 1.5}),
+    "policy_seq_mean_token_sum": ("ppo", "seq-mean-token-sum", {}),
+    "policy_empty_row": ("ppo", "seq-mean-token-mean", {}),
+    "policy_gspo": ("gspo", "seq-mean-token-mean", {"low": 0.05, "high": 0.08}),
+    "policy_cispo": ("cispo", "token-mean", {}),
+}
+
+
+def losses_of(
+    x: dict[str, Tensor], logprobs: Tensor, loss: str, bounds: dict[str, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds = {"low": 0.2, "high": 0.2} | ({"dual_clip": 3.0} if loss == "ppo" else {}) | bounds
+    return rlvr_policy.token_losses(logprobs, x["old_log_prob"], x["advantages"], x["response_mask"], loss, **bounds)
+
+
+def check_policy(name: str) -> None:
+    (x, _), (loss, mode, bounds) = case(name), POLICY_CASES[name]
+    logprobs, mask = x["log_prob"].clone().requires_grad_(True), x["response_mask"]
+    losses, clipped, clipped_below = losses_of(x, logprobs, loss, bounds)
+    total = rlvr_policy.aggregate(losses, mask, mode)
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    same(total.detach(), x["out/loss"], AVERAGE)
+    same(gradient, x["out/grad_log_prob"], AVERAGE)
+    if loss != "cispo":  # verl's is that of ppo there
+        same(clipped.sum() / mask.sum(), x["out/metric/pg_clipfrac"], 1e-6)
+        same(clipped_below.sum() / mask.sum(), x["out/metric/pg_clipfrac_lower"], 1e-6)
+
+
+def check_bypass_reinforce() -> None:
+    x, _ = case("policy_bypass_reinforce")
+    logprobs, sampler = x["log_prob"].clone().requires_grad_(True), x["rollout_log_prob"]
+    # verl's bounds hold for the inverse ratio; .4 and 2.5 are each other's.
+    mask = rlvr_policy.rejection_mask(logprobs, sampler, x["response_mask"], "token", 0.4, 2.5)
+    same(mask.double(), x["out/kept_mask"])
+    weights = rlvr_policy.importance_weights(logprobs, sampler, mask, "token", 2.0)
+    losses, _, _ = rlvr_policy.token_losses(logprobs, sampler, x["advantages"], mask, "reinforce", low=0.2, high=0.2)
+    total = rlvr_policy.aggregate(weights * losses, mask, "token-mean")
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    same(total.detach(), x["out/loss"], AVERAGE)
+    same(gradient, x["out/grad_log_prob"], AVERAGE)
+
+
+def check_entropy() -> None:
+    x, _ = case("entropy")
+    _, entropies = rlvr_policy.read_logits(x["logits"], torch.zeros(x["response_mask"].shape))
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        same(rlvr_policy.aggregate(entropies, x["response_mask"], mode), x[f"out/{mode}"], AVERAGE)
+
+
+def check_aggregate() -> None:
+    x, _ = case("agg_modes")
+    for mode in MODES:
+        expected = x.get(f"spec/{mode}", x[f"out/{mode}"])
+        same(rlvr_policy.aggregate(x["loss_mat"], x["loss_mask"], mode), expected, AVERAGE)
+        assert (x["out/seq-mean-token-sum-norm"] / 4 - x["spec/seq-mean-token-sum-norm"]).abs() < 1e-7
+
+
+def check_value_loss() -> None:
+    x, settings = case("value_loss")
+    values, mask = x["vpreds"].clone().requires_grad_(True), x["response_mask"]
+    losses, clipped = rlvr_policy.value_losses(values, x["values"], x["returns"], mask, settings["cliprange_value"])
+    total = rlvr_policy.aggregate(losses, mask, "token-mean")
+    (gradient,) = torch.autograd.grad(total, values)
+    same(total.detach(), x["out/loss"], AVERAGE)
+    same(gradient, x["out/grad_vpreds"], AVERAGE)
+    same(clipped.sum() / mask.sum(), x["out/clipfrac"], 1e-6)
+
+
+def check_importance_weights(kind: str) -> None:
+    x, _ = case(f"is_{kind}")
+    weights = rlvr_policy.importance_weights(
+        x["log_ratio"], torch.zeros_like(x["log_ratio"]), x["response_mask"], kind, 2.0
+    )
+    same(weights, x["out/weights"])
+
+
+REJECTIONS = {"reject_token_k1": ("token", 0.5, 2.0), "reject_seq_mean_k1": ("sequence", 0.8, 1.25)}
+
+
+def check_rejection(name: str) -> None:
+    (x, _), (kind, low, high) = case(name), REJECTIONS[name]
+    log_ratio = x["log_ratio"]
+    mask = rlvr_policy.rejection_mask(log_ratio, torch.zeros_like(log_ratio), x["response_mask"], kind, low, high)
+    same(mask.double(), x["out/mask"])
+
+
+NAMES_OF_METRICS = {"kl": "kl", "k3": "k3_kl", "perplexity": "training_ppl", "sampler_perplexity": "rollout_ppl"}
+NAMES_OF_METRICS |= {"chi2_token": "chi2_token", "chi2_sequence": "chi2_seq", "log_perplexity_gap": "log_ppl_diff"}
+
+
+def check_mismatch(name: str = "offpolicy_metrics", rows: slice | list[int] = slice(None)) -> None:
+    x, _ = case(name)
+    arrays = (x[key][rows] for key in ("train_log_prob", "sampler_log_prob", "response_mask"))
+    found = rlvr_policy.mismatch(*arrays)
+    for ours, theirs in NAMES_OF_METRICS.items():
+        same(found[ours], x[f"out/{theirs}"], AVERAGE)
+
+
+def check_response_mask() -> None:
+    x, settings = case("response_mask_one_eos")
+    mask, _ = rlvr_policy.response_mask(x["response_id"], {settings["eos_token"]})
+    assert (mask == x["out/mask"].bool()).all()
+
+
+def check_overlong() -> None:
+    x, settings = case("overlong_punishment")
+    punishment = rewards.overlong_punishment(
+        x["lengths"], settings["max_resp_len"], settings["buffer_len"], settings["penalty_factor"]
+    )
+    same(settings["score"] + punishment, x["out/reward"], 1e-6)
+
+
+MATCHED: dict[str, Callable[[], None]] = {
+    **{name: partial(check_gae, name) for name in ("gae_ragged", "gae_gamma1_lam1")},
+    **{name: partial(check_groups, name) for name in GROUP_CASES},
+    "reinforce_pp_baseline": check_reinforce_pp_baseline,
+    "reinforce_pp": check_reinforce_pp,
+    "remax": check_remax,
+    "kl_values_and_gradients": check_kl,
+    "adaptive_kl": check_adaptive_kl,
+    **{name: partial(check_policy, name) for name in POLICY_CASES},
+    "policy_bypass_reinforce": check_bypass_reinforce,
+    "entropy": check_entropy,
+    "agg_modes": check_aggregate,
+    "value_loss": check_value_loss,
+    **{f"is_{kind}": partial(check_importance_weights, kind) for kind in ("token", "sequence")},
+    **{name: partial(check_rejection, name) for name in REJECTIONS},
+    "offpolicy_metrics": check_mismatch,
+    "response_mask_one_eos": check_response_mask,
+    "overlong_punishment": check_overlong,
+}
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_numbers_of_verl(name):
+    MATCHED[name]()
+
+
+# ---- Different on purpose --------------------------------------------------------------------------------------
+
+
+def check_differing_whiten(name: str, keep_mean: bool) -> None:
+    """Divided by n in place of n - 1."""
+    x, _ = case(name)
+    whitened = rlvr_policy.whiten(x["values"], x["mask"], keep_mean=keep_mean, reduce=reduce)
+    same(whitened, x["spec/whitened"], AVERAGE)
+    n, mean = x["mask"].sum(), x["values"][x["mask"]].mean() if keep_mean else 0.0
+    scaled = ((whitened - mean) * ((n - 1) / n).sqrt() + mean).masked_fill(~x["mask"], 0)
+    same(scaled, x["out/whitened"], AVERAGE)
+    assert (whitened - x["out/whitened"]).abs().max() > 1e-3
+
+
+def check_differing_whiten_few(name: str) -> None:
+    """0 in place of an exception."""
+    x, _ = case(name)
+    assert "ValueError" in CASES[name]["result"]
+    same(rlvr_policy.whiten(x["values"], x["mask"], keep_mean=False, reduce=reduce), x["spec/whitened"])
+
+
+def check_differing_gae_reward_on_masked_slot() -> None:
+    """The same: no token ever sees it. Ours are never put there, not even by a rejection."""
+    x, settings = case("gae_reward_on_masked_slot")
+    arguments = (x["token_level_rewards"], x["response_mask"], torch.zeros(1))
+    _, returns = rlvr_policy.ESTIMATORS["gae"](*arguments, values=x["values"], **settings)
+    same(returns, x["out/returns"])
+    zeros = torch.zeros(1, 4, dtype=torch.float64)
+    rewards_, _, _ = rlvr_policy.compute_rewards(torch.ones(1), zeros, zeros, x["response_mask"], 0.1, "k1")
+    assert rewards_.tolist() == [[0, 0, 1, 0]]
+
+
+def check_differing_grpo_vectorized() -> None:
+    """One implementation, in the precision of the rewards."""
+    x, _ = case("grpo_vectorized")
+    advantages, _ = rlvr_policy.ESTIMATORS["grpo"](x["token_level_rewards"], x["response_mask"], x["groups"])
+    same(advantages, x["spec/advantages"], AVERAGE)
+    assert (advantages - x["out/advantages"]).abs().max() > 1e-8
+    tiny = torch.tensor([[0.0], [1e-4]], dtype=torch.float64)  # a std of 7e-5, which verl takes for 1e-3
+    found, _ = rlvr_policy.ESTIMATORS["grpo"](tiny, torch.ones(2, 1, dtype=torch.bool), torch.zeros(2))
+    assert found[1].item() == pytest.approx(5e-5 / (1e-4 / math.sqrt(2) + 1e-6))
+
+
+def check_differing_no_estimator(name: str, other: str) -> None:
+    """Not offered: another estimator of ours says something else."""
+    x, _ = case(name)
+    advantages, _ = rlvr_policy.ESTIMATORS[other](x["token_level_rewards"], x["response_mask"], x["groups"])
+    assert (advantages - x["out/advantages"]).abs().max() > 0.1
+
+
+def check_differing_rloo_single() -> None:
+    """A group of one gives 0 in both here; verl's other version gives the raw reward."""
+    x, _ = case("rloo_vectorized_single")
+    advantages, _ = rlvr_policy.ESTIMATORS["rloo"](x["token_level_rewards"], x["response_mask"], x["groups"])
+    same(advantages, x["spec/advantages"], 1e-6)
+    assert (advantages[CASES["rloo_vectorized_single"]["rows_of_single_groups"]] == 0).all()
+
+
+def check_differing_kl_extreme() -> None:
+    """k3 grows on and pulls back with a slope of -10, where verl's is 0."""
+    x, _ = case("kl_extreme")
+    check_kl("kl_extreme")
+    assert (x["out/k3/grad"] == 0).all()
+
+
+def check_differing_seq_mean_token_sum_norm() -> None:
+    """Divided by the number of sequences too."""
+    x, _ = case("policy_seq_mean_token_sum_norm")
+    logprobs = x["log_prob"].clone().requires_grad_(True)
+    losses, _, _ = losses_of(x, logprobs, "ppo", {})
+    total = rlvr_policy.aggregate(losses, x["response_mask"], "seq-mean-token-sum-norm")
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    same(3 * total.detach(), x["out/loss"], AVERAGE)
+    same(3 * gradient, x["out/grad_log_prob"], AVERAGE)
+
+
+def check_differing_two_processes() -> None:
+    """Shares of processes add up to the whole in all four modes; locally counted ones are as far off as verl's."""
+    x, settings = case("policy_two_processes")
+    losses, _, _ = losses_of(x, x["log_prob"], "ppo", {})
+    mask, counts = x["response_mask"], {"tokens": 17, "sequences": 4, "episodes": 4, "length": 7}
+    for row, mode in enumerate(settings["rows"]):
+        parts = [slice(0, 1), slice(1, 4)]
+        shares = [rlvr_policy.aggregate(losses[part], mask[part], mode, **counts) for part in parts]
+        scale = 4 if mode == "seq-mean-token-sum-norm" else 1  # the number of sequences, which verl lacks
+        same(scale * sum(shares), x["out/table"][row, 0], AVERAGE)
+        for column, part in enumerate(parts, start=3):
+            local = rlvr_policy.aggregate(losses[part], mask[part], mode)
+            rows = len(mask[part]) if scale == 4 else 1
+            same(rows * local, x["out/table"][row, column], AVERAGE)
+
+
+def check_differing_geo_mean() -> None:
+    """Not offered."""
+    x, _ = case("policy_geo_mean")
+    losses, _, _ = losses_of(x, x["log_prob"], "gspo", {"low": 0.4, "high": 0.4})
+    total = rlvr_policy.aggregate(losses, x["response_mask"], "seq-mean-token-mean")
+    assert (total - x["out/loss"]).abs() > 1e-3
+
+
+def check_differing_all_masked() -> None:
+    """0 in place of 0/0."""
+    x, _ = case("agg_all_masked")
+    for mode in MODES:
+        assert rlvr_policy.aggregate(x["loss_mat"], x["loss_mask"], mode) == 0 == x[f"spec/{mode}"]
+    assert x["out/token-mean"].isnan()
+
+
+def check_differing_reject_asymmetric() -> None:
+    """Bounds on the ratio itself: verl's .9 and 3 are our 1/3 and 1/.9."""
+    x, _ = case("reject_token_k1_asymmetric")
+    log_ratio, mask = x["log_ratio"], x["response_mask"]
+    kept = partial(rlvr_policy.rejection_mask, log_ratio, torch.zeros_like(log_ratio), mask, "token")
+    same(kept(1 / 3, 1 / 0.9).double(), x["out/mask"])
+    ours = (log_ratio.exp() >= 0.9) & (log_ratio.exp() <= 3) & mask
+    assert (kept(0.9, 3.0) == ours).all()
+    assert (ours != x["out/mask"].bool()).any()
+
+
+def check_differing_mismatch_of_an_empty_row() -> None:
+    """An empty row is left out of the means over sequences."""
+    x, _ = case("offpolicy_metrics_empty_row")
+    arrays = [x[key] for key in ("train_log_prob", "sampler_log_prob", "response_mask")]
+    found, without = rlvr_policy.mismatch(*arrays), rlvr_policy.mismatch(*(a[[0, 2, 3]] for a in arrays))
+    assert found == without
+    for ours, theirs in NAMES_OF_METRICS.items():  # an empty row has perplexity and ratio 1 there
+        per_row = {"perplexity": 1, "sampler_perplexity": 1, "chi2_sequence": 0, "log_perplexity_gap": 0}
+        expected = (3 * found[ours] + per_row[ours]) / 4 if ours in per_row else found[ours]
+        same(expected, x[f"out/{theirs}"], AVERAGE)
+
+
+def check_differing_gae_nan() -> None:
+    """NaN under the mask reaches nothing."""
+    x, settings = case("gae_nan_under_mask")
+    rewards_, mask, values = x["token_level_rewards"], x["response_mask"], x["values"]
+    assert x["out/advantages"].isnan().any()
+    found = rlvr_policy.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
+    clean = (torch.where(mask, array, 7.0) for array in (rewards_, values))
+    rewards_, values = clean
+    expected = rlvr_policy.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
+    for one, other in zip(found, expected, strict=True):
+        same(one, other)
+
+
+def check_differing_grpo_reward_on_masked_slot() -> None:
+    """What stands beyond the last token is no reward, so it does not move the siblings either."""
+    x, _ = case("grpo_reward_on_masked_slot")
+    rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
+    found, _ = rlvr_policy.ESTIMATORS["grpo"](rewards_, mask, groups)
+    expected, _ = rlvr_policy.ESTIMATORS["grpo"](rewards_.masked_fill(~mask, 0), mask, groups)
+    same(found, expected)
+    assert (found - x["out/advantages"]).abs().max() > 0.1
+
+
+def check_differing_reinforce_pp_hole() -> None:
+    """A return runs across a hole in the mask."""
+    x, settings = case("reinforce_pp_interior_mask")
+    mask = x["response_mask"]
+    advantages, _ = rlvr_policy.ESTIMATORS["reinforce++"](x["token_level_rewards"], mask, torch.arange(2), **settings)
+    same(advantages, x["spec/returns"])
+    whitened = rlvr_policy.whiten(advantages, mask, keep_mean=False, reduce=reduce)
+    same(whitened, x["spec/advantages"], AVERAGE)
+    assert (advantages - x["out/returns"]).abs().max() == 1
+
+
+def check_differing_kl_names() -> None:
+    """k1+, k2+ and k3+ are there."""
+    x = torch.zeros(1, 1, dtype=torch.float64)
+    assert CASES["kl_names"]["result"]["k3+"] == "NotImplementedError"
+    for name in ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+"):
+        assert rlvr_policy.kl_estimate(x, x, x == 0, name).tolist() == [[0]]
+
+
+def check_differing_micro_batches() -> None:
+    """With the counts of the minibatch, two halves add up to the whole in every mode."""
+    x, _ = case("agg_micro_batches")
+    losses, mask = x["loss_mat"], x["loss_mask"]
+    counts = {"tokens": int(mask.sum()), "sequences": 4, "episodes": 4, "length": 6}
+    for mode in MODES:
+        whole = rlvr_policy.aggregate(losses, mask, mode)
+        halves = sum(rlvr_policy.aggregate(losses[i : i + 2], mask[i : i + 2], mode, **counts) for i in (0, 2))
+        same(halves, whole)
+    assert (x["out/token-mean/mean_of_halves"] - x["out/token-mean"]).abs() > 1e-3
+
+
+def check_differing_aggregate_nan() -> None:
+    """NaN under the mask reaches nothing."""
+    x, _ = case("agg_nan_under_mask")
+    for mode in MODES:
+        expected = rlvr_policy.aggregate(x["loss_mat"].nan_to_num(5.0), x["loss_mask"], mode)
+        same(rlvr_policy.aggregate(x["loss_mat"], x["loss_mask"], mode), expected)
+    assert x["out/seq-mean-token-sum"].isnan()
+
+
+DIFFERENT: dict[str, Callable[[], None]] = {
+    "whiten_shift": partial(check_differing_whiten, "whiten_shift", keep_mean=False),
+    "whiten_keep_mean": partial(check_differing_whiten, "whiten_keep_mean", keep_mean=True),
+    **{name: partial(check_differing_whiten_few, name) for name in ("whiten_one_token", "whiten_no_token")},
+    "gae_reward_on_masked_slot": check_differing_gae_reward_on_masked_slot,
+    "grpo_vectorized": check_differing_grpo_vectorized,
+    "grpo_passk": partial(check_differing_no_estimator, "grpo_passk", "grpo"),
+    "rloo_vectorized_single": check_differing_rloo_single,
+    "gpg": partial(check_differing_no_estimator, "gpg", "dr_grpo"),
+    "kl_extreme": check_differing_kl_extreme,
+    "policy_seq_mean_token_sum_norm": check_differing_seq_mean_token_sum_norm,
+    "policy_two_processes": check_differing_two_processes,
+    "policy_geo_mean": check_differing_geo_mean,
+    "agg_all_masked": check_differing_all_masked,
+    "reject_token_k1_asymmetric": check_differing_reject_asymmetric,
+    "offpolicy_metrics_empty_row": check_differing_mismatch_of_an_empty_row,
+    "gae_nan_under_mask": check_differing_gae_nan,
+    "grpo_reward_on_masked_slot": check_differing_grpo_reward_on_masked_slot,
+    "reinforce_pp_interior_mask": check_differing_reinforce_pp_hole,
+    "kl_names": check_differing_kl_names,
+    "agg_micro_batches": check_differing_micro_batches,
+    "agg_nan_under_mask": check_differing_aggregate_nan,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_differs_from_verl_on_purpose(name):
+    DIFFERENT[name]()
+
+
+def test_every_case_is_matched_or_differs():
+    verdicts = {name: case["verdict"] == "match" for name, case in CASES.items()}
+    assert verdicts == dict.fromkeys(MATCHED, True) | dict.fromkeys(DIFFERENT, False)
+    assert len(MATCHED) == 28
+
+
+# ---- Negative controls: mistakes that the cases reject ---------------------------------------------------------
+
+GAE, GRPO, RLOO, OPO = (MATCHED[name] for name in ("gae_ragged", "grpo_std", "rloo", "opo"))
+VANILLA, DUAL, GSPO, CISPO = (MATCHED[f"policy_{name}"] for name in ("vanilla", "dual_clip", "gspo", "cispo"))
+TOKEN, SEQUENCE, EMPTY_ROW = MATCHED["is_token"], MATCHED["is_sequence"], MATCHED["policy_empty_row"]
+
+# mistake: (function, its text, what stands there instead, the checks that must fail)
+MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
+    "the next value is 0": (
+        "gae",
+        "torch.where(mask[:, t], values[:, t], next_value)",
+        "next_value",
+        [GAE],
+    ),
+    "returns without values": ("gae", "(advantages + values)", "advantages", [GAE]),
+    "NaN times the mask": (
+        "gae",
+        "(advantages + values).masked_fill(~mask, 0)",
+        "(advantages + values) * mask",
+        [check_differing_gae_nan],
+    ),
+    "returns that end at a hole": (
+        "gae",
+        "torch.where(mask[:, t], advantage, next_advantage)",
+        "advantage * mask[:, t]",
+        [check_differing_reinforce_pp_hole],
+    ),
+    "std of a group with n": ("grpo", "(size - 1)", "size", [GRPO]),
+    "groups by position": ("by_group", "groups.unique(return_inverse=True)", "groups, groups * 0", [GRPO]),
+    "rewards of masked tokens in groups": (
+        "centred_scores",
+        "rewards.masked_fill(~mask, 0)",
+        "rewards",
+        [check_differing_grpo_reward_on_masked_slot],
+    ),
+    "a raw reward in a group of one": (
+        "centred_scores",
+        ".masked_fill((largest <= smallest) | ~live, 0)",
+        ".where(size > 1, totals)",
+        [GRPO, check_differing_rloo_single],
+    ),
+    "the mean with the response itself": ("rloo", "centred * size / (size - 1).clamp(min=1)", "centred", [RLOO]),
+    "OPO without lengths": ("opo", "mask.sum(1)", "mask.any(1)", [OPO]),
+    "ReMax without its baseline": ("remax", "baselines.unsqueeze(1)", "0", [check_remax]),
+    "whitening with n - 1": (
+        "whiten",
+        "/ count\n    whitened",
+        "/ (count - 1)\n    whitened",
+        [GAE, DIFFERENT["whiten_shift"]],
+    ),
+    "whitening of all entries": ("whiten", "mask.sum().double()", "torch.tensor(mask.numel()).double()", [GAE]),
+    "k2 without its half": ("kl_estimate", "d**2 / 2", "d**2", [check_kl]),
+    "k3 upside down": ("kl_estimate", "torch.exp((-d)", "torch.exp((d)", [check_kl]),
+    "k3 without a slope far below": ("kl_estimate", ".clamp(min=-10)", " * (d > -2.6)", [check_differing_kl_extreme]),
+    "one bound for both sides": ("token_losses", "1 + high", "1 + low", [GSPO]),
+    "the smaller loss": ("token_losses", "torch.maximum(losses", "torch.minimum(losses", [VANILLA]),
+    "no dual clip": ("token_losses", "dual_clip is None or", "True or", [DUAL]),
+    "dual clip of right answers": ("token_losses", "(advantages < 0) & ", "", [VANILLA]),
+    "GSPO with the sum": ("token_losses", "/ mask.sum(1, keepdim=True).clamp(min=1)", "", [GSPO]),
+    "CISPO with a gradient through the ratio": (
+        "token_losses",
+        "clipped_ratio.detach()",
+        "clipped_ratio",
+        [CISPO],
+    ),
+    "value errors without their half": ("value_losses", "0.5 * ", "", [check_value_loss]),
+    "values clipped to the returns": (
+        "value_losses",
+        "values - bound, values",
+        "returns - bound, returns",
+        [check_value_loss],
+    ),
+    "means of rows with an empty one": (
+        "aggregate",
+        "(lengths > 0).sum()",
+        "len(mask)",
+        [EMPTY_ROW],
+    ),
+    "lengths that do not divide": ("aggregate", "/ lengths.clamp(min=1)", "", [check_aggregate]),
+    "the norm without the sequences": ("aggregate", "(episodes or len(mask)) * ", "", [check_aggregate]),
+    "the sampled token as entropy": (
+        "read_logits",
+        "-(all_logprobs.exp() * all_logprobs).sum(-1)",
+        "-logprobs",
+        [check_entropy],
+    ),
+    "weights without a cap": ("importance_weights", ".clamp(max=cap)", "", [check_bypass_reinforce]),
+    "a weight per token for sequences": ("log_weights", 'kind == "token"', "True", [SEQUENCE]),
+    "bounds on the inverse weight": ("rejection_mask", ".exp()", ".neg().exp()", [check_differing_reject_asymmetric]),
+    "the stop id left out": ("response_mask", " - stops.long()", "", [check_response_mask]),
+    "the sign of the mismatch": ("mismatch", "-log_w[mask].mean()", "log_w[mask].mean()", [check_mismatch]),
+    "empty rows in the mismatch": (
+        "mismatch",
+        "live = mask.any(1)",
+        "live = mask.any(1) | True",
+        [check_differing_mismatch_of_an_empty_row],
+    ),
+}
+
+
+def mutated(name: str, text: str, wrong: str) -> Callable:
+    """A function of the script with another text in it."""
+    source = inspect.getsource(getattr(rlvr_policy, name))
+    assert source.count(text) >= 1, f"{name} has no {text}"
+    namespace = dict(vars(rlvr_policy))
+    exec("from __future__ import annotations\n" + source.replace(text, wrong), namespace)
+    return namespace[name]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_detected(mistake, monkeypatch):
+    name, text, wrong, checks = MISTAKES[mistake]
+    put_in_place(name, mutated(name, text, wrong), monkeypatch)
+    for check in checks:
+        with pytest.raises(AssertionError):
+            check()
+
+
+def put_in_place(name: str, function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    for estimator, original in list(rlvr_policy.ESTIMATORS.items()):
+        if original is getattr(rlvr_policy, name):
+            monkeypatch.setitem(rlvr_policy.ESTIMATORS, estimator, function)
+    monkeypatch.setattr(rlvr_policy, name, function)
+
+
+def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
+    for name in {name for name, *_ in MISTAKES.values()}:
+        put_in_place(name, mutated(name, "def ", "def "), monkeypatch)
+    for check in [*MATCHED.values(), *DIFFERENT.values()]:
+        check()

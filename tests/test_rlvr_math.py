@@ -1,0 +1,509 @@
+"""Chapter 3's mathematics against slow oracles and by hand: masks, rewards, estimators, KL forms, losses, weights."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from golden_models import load_json
+from test_tldr_math import on_processes
+from torch.testing import assert_close
+
+from ppo_rlhf.rlvr_policy import (
+    ESTIMATORS,
+    IN_GROUPS,
+    ActorCritic,
+    PpoArgs,
+    RewardsArgs,
+    Rollout,
+    aggregate,
+    compute_advantages,
+    compute_rewards,
+    importance_weights,
+    kl_estimate,
+    kl_in_loss,
+    mismatch,
+    punish,
+    rejection_mask,
+    response_mask,
+    scores_differ,
+    token_losses,
+    value_losses,
+    whiten,
+    with_rewards,
+)
+
+ROWS, LENGTH = 6, 5
+MASK = torch.tensor(
+    [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0], [1, 0, 0, 0, 0]]
+)
+MASK = MASK.bool()
+GROUPS = torch.tensor([7, 7, 7, 3, 3, 3])  # row 3 counts nowhere
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape or (ROWS, LENGTH), generator=generator, dtype=torch.float64)
+
+
+def spoiled(x: torch.Tensor, mask: torch.Tensor = MASK) -> torch.Tensor:
+    return x.masked_fill(~mask, math.nan)
+
+
+def rollout_of(mask: torch.Tensor = MASK, **fields: torch.Tensor) -> Rollout:
+    """A rollout with these fields, and nothing in the others; responses alone, without prompts."""
+    rows = len(mask)
+    given = {field.name: torch.zeros(mask.shape, dtype=torch.float64) for field in dataclasses.fields(Rollout)}
+    given |= dict.fromkeys(("raw_scores", "scores", "baselines"), torch.zeros(rows, dtype=torch.float64))
+    given |= dict.fromkeys(("problems", "groups", "versions"), torch.zeros(rows, dtype=torch.long))
+    given |= {"parts": torch.zeros(rows, 1), "stopped": torch.ones(rows, dtype=torch.bool)}
+    given |= {"query_responses": torch.ones(rows, 1 + mask.shape[1], dtype=torch.long)}
+    return Rollout(**given | {"mask": mask, "loss_mask": mask} | fields)
+
+
+# ---- Masks and rewards -----------------------------------------------------------------------------------------
+
+
+def test_a_response_ends_at_the_first_of_its_stop_ids():
+    responses = torch.tensor([[5, 9, 8, 7], [8, 8, 8, 8], [5, 6, 7, 5], [5, 5, 5, 9]])
+    mask, stopped = response_mask(responses, {9, 8})
+    assert mask.int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert stopped.tolist() == [True, True, False, True]
+    mask, stopped = response_mask(responses, [])
+    assert mask.all() and not stopped.any()
+
+
+def test_the_score_stands_on_the_last_valid_token_and_the_kl_on_all():
+    logprobs, ref_logprobs, scores = spoiled(numbers(1)), spoiled(numbers(2)), numbers(3, ROWS)
+    rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, MASK, 0.1, "k1")
+    for row in range(ROWS):
+        valid = [t for t in range(LENGTH) if MASK[row, t]]
+        for t in range(LENGTH):
+            d = float(logprobs[row, t] - ref_logprobs[row, t]) if t in valid else 0.0
+            score = float(scores[row]) if valid and t == valid[-1] else 0.0
+            assert kl[row, t] == pytest.approx(d)
+            assert non_score_rewards[row, t] == pytest.approx(-0.1 * d)
+            assert rewards[row, t] == pytest.approx(score - 0.1 * d)
+    assert rewards.dtype == torch.float64
+
+
+def test_an_empty_response_carries_no_score():
+    rewards, _, _ = compute_rewards(torch.ones(ROWS), numbers(1), numbers(1), MASK, 0.1, "k1")
+    assert (rewards[3] == 0).all() and rewards.sum() == ROWS - 1
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"), [("none", [1, 1, 1, 1]), ("replace", [1, -2, -2, -2]), ("subtract", [1, -1, -1, -1])]
+)
+def test_what_does_not_end_or_is_too_short_is_punished(form, expected):
+    shaping = RewardsArgs(missing_stop=form, missing_stop_penalty=2.0, min_response_length=3)
+    stopped = torch.tensor([True, False, True, False])
+    scores = punish(torch.ones(4), torch.tensor([3, 10, 2, 2]), stopped, shaping, 10)
+    assert scores.tolist() == expected
+
+
+def test_the_overlong_punishment_is_added_to_the_score():
+    shaping = RewardsArgs(overlong_buffer=4, overlong_factor=2.0)
+    scores = punish(torch.ones(4), torch.tensor([1, 6, 8, 10]), torch.ones(4).bool(), shaping, 10)
+    assert scores.tolist() == [1, 1, 0, -1]
+
+
+# ---- Estimators ------------------------------------------------------------------------------------------------
+
+
+def slow_estimate(name: str, rewards, mask, groups, values, baselines, gamma: float, lam: float) -> np.ndarray:
+    """Row by row over lists of what counts."""
+    found = np.zeros(mask.shape)
+    valid = [[t for t in range(LENGTH) if mask[row, t]] for row in range(ROWS)]
+    totals = [math.fsum(float(rewards[row, t]) for t in valid[row]) for row in range(ROWS)]
+    for row in range(ROWS):
+        mates = [i for i in range(ROWS) if groups[i] == groups[row] and valid[i]]
+        several = len({totals[i] for i in mates}) > 1
+        mean = sum(totals[i] for i in mates) / max(len(mates), 1)
+        if name in ("gae", "reinforce++", "remax"):
+            step, after_value, after = 0.0, 0.0, []
+            for t in reversed(valid[row]):
+                value = float(values[row, t]) if name == "gae" else 0.0
+                g, decay = (gamma, lam) if name == "gae" else (1.0 if name == "remax" else gamma, 1.0)
+                step = float(rewards[row, t]) + g * after_value - value + g * decay * step
+                after_value = value
+                after.append((t, step - (float(baselines[row]) if name == "remax" else 0.0)))
+            for t, advantage in after:
+                found[row, t] = advantage
+            continue
+        if not several:
+            continue
+        match name:
+            case "grpo":
+                std = math.sqrt(sum((totals[i] - mean) ** 2 for i in mates) / (len(mates) - 1))
+                advantage = (totals[row] - mean) / (std + 1e-6)
+            case "rloo":
+                others = [totals[i] for i in mates if i != row]
+                advantage = totals[row] - sum(others) / max(len(others), 1)
+            case "opo":
+                weights = [len(valid[i]) for i in mates]
+                advantage = totals[row] - sum(w * totals[i] for w, i in zip(weights, mates, strict=True)) / sum(
+                    weights
+                )
+            case _:
+                advantage = totals[row] - mean
+        found[row, valid[row]] = advantage
+    return found
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators_agree_with_loops_over_what_counts(name):
+    rewards, values, baselines = spoiled(numbers(1)), spoiled(numbers(2)), numbers(3, ROWS)
+    settings = {"values": values, "baselines": baselines, "gamma": 0.9, "lam": 0.8}
+    advantages, returns = ESTIMATORS[name](rewards, MASK, GROUPS, **settings)
+    expected = slow_estimate(name, rewards, MASK, GROUPS, values, baselines, 0.9, 0.8)
+    assert_close(advantages, torch.from_numpy(expected), atol=1e-12, rtol=1e-12)
+    assert (advantages[~MASK] == 0).all() and advantages.dtype == torch.float64
+    assert (returns is None) == (name != "gae")
+    if returns is not None:
+        assert_close(returns, (advantages + values.nan_to_num(0)).masked_fill(~MASK, 0))
+
+
+@pytest.mark.parametrize("name", IN_GROUPS)
+@pytest.mark.parametrize("scores", [[1.0], [0.1, 0.1, 0.1], [1 / 3 + 1e8] * 5])
+def test_groups_of_one_and_of_equal_scores_get_exactly_0(name, scores):
+    rewards = torch.tensor(scores, dtype=torch.float64).unsqueeze(1)
+    everywhere = torch.ones(rewards.shape, dtype=torch.bool)
+    advantages, _ = ESTIMATORS[name](rewards, everywhere, torch.zeros(len(scores), dtype=torch.long))
+    assert (advantages == 0).all()
+
+
+def test_a_group_that_shrank_to_one_gets_0():
+    mask = torch.tensor([[True], [False]])
+    for name in IN_GROUPS:
+        advantages, _ = ESTIMATORS[name](torch.tensor([[1.0], [5.0]]), mask, torch.zeros(2, dtype=torch.long))
+        assert (advantages == 0).all()
+
+
+def test_one_right_answer_of_eight_weighs_2_47():
+    rewards = torch.zeros(8, 1, dtype=torch.float64)
+    rewards[5] = 1
+    advantages, _ = ESTIMATORS["grpo"](rewards, torch.ones(8, 1).bool(), torch.zeros(8, dtype=torch.long))
+    assert advantages[5].item() == pytest.approx(math.sqrt(7 / 8 * 7 / 1), abs=1e-4)
+    assert advantages[0].item() == pytest.approx(-math.sqrt(7 / 8 * 1 / 7), abs=1e-4)
+
+
+def test_equal_prompts_are_two_groups_and_their_order_does_not_matter():
+    rewards, mask = numbers(1), torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    for name in IN_GROUPS:
+        advantages, _ = ESTIMATORS[name](rewards, mask, GROUPS)
+        order = torch.tensor([4, 0, 3, 5, 2, 1])
+        shuffled, _ = ESTIMATORS[name](rewards[order], mask[order], GROUPS[order])
+        assert_close(shuffled, advantages[order], atol=1e-12, rtol=0)
+        alone, _ = ESTIMATORS[name](rewards[:3], mask[:3], GROUPS[:3])
+        assert_close(alone, advantages[:3], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "whitened"), [("gae", True), ("grpo", False), ("reinforce++", True), ("rloo", False)]
+)
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_which_advantages_are_whitened(name, whitened, asked):
+    ppo = PpoArgs(advantage=name, whiten_advantages=asked)
+    batch = rollout_of(rewards=numbers(1), values=numbers(2), groups=GROUPS)
+    ((advantages, _),) = on_processes(1, lambda process: compute_advantages(batch, ppo, summed(process)))
+    mean, variance = advantages[MASK].mean().item(), advantages[MASK].var(correction=0).item()
+    is_white = abs(mean) < 1e-9 and abs(variance - 1) < 1e-6
+    assert is_white == (whitened if asked is None else asked)
+
+
+def summed(process) -> Callable[[torch.Tensor], torch.Tensor]:
+    return partial(process.reduce, reduction="sum")
+
+
+@pytest.mark.parametrize("keep_mean", [False, True])
+def test_whitening_on_two_processes_is_that_on_one(keep_mean):
+    values = spoiled(numbers(1)).float()
+
+    def share(process, rows: int) -> torch.Tensor:
+        part = slice(rows * process.process_index, rows * (process.process_index + 1))
+        return whiten(values[part], MASK[part], keep_mean=keep_mean, reduce=summed(process))
+
+    (whole,) = on_processes(1, partial(share, rows=6))
+    assert_close(torch.cat(on_processes(2, partial(share, rows=3))), whole, atol=1e-7, rtol=0)
+    assert whole.dtype == torch.float32
+    valid = values[MASK].double()
+    expected = (valid - valid.mean()) / (valid.var(correction=0) + 1e-8).sqrt() + keep_mean * valid.mean()
+    assert_close(whole[MASK], expected.float(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_whitening_of_one_value_or_none_is_0(count):
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    mask[0, :count] = True
+    assert (whiten(torch.full((2, 2), 3.0), mask, keep_mean=False, reduce=torch.clone) == 0).all()
+
+
+# ---- KL: exact enumeration of a policy with three tokens -------------------------------------------------------
+
+ENUMERATION = load_json("verl/kl_enumeration")
+SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=2)))  # all of two tokens
+STATES = torch.stack([torch.zeros(9, dtype=torch.long), 1 + SEQUENCES[:, 0]], 1)  # row of the table at each token
+EVERYWHERE = torch.ones(9, 2, dtype=torch.bool)
+
+
+def table(name: str) -> torch.Tensor:
+    return torch.tensor(ENUMERATION[name], dtype=torch.float64)
+
+
+def sequence_logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probs (9, 2) of the tokens of all sequences under a table of logits (4, 3)."""
+    logprobs = logits.log_softmax(1)[STATES]  # (9, 2, 3)
+    return logprobs.gather(2, SEQUENCES.unsqueeze(2)).squeeze(2)
+
+
+def expectation(losses: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+    """Of the sum over a sequence, when that policy samples: 9 times the mean of what weighs as often as it occurs."""
+    weights = sequence_logprobs(sampler).sum(1, keepdim=True).exp().detach()  # (9, 1)
+    return 9 * aggregate(weights * losses, EVERYWHERE, "seq-mean-token-sum")
+
+
+def exact_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
+    """The script's own sum over the vocabulary, at each token (9, 2)."""
+    backbone = SimpleNamespace(get_output_embeddings=lambda: lambda hidden: hidden)
+    network = ActorCritic.__new__(ActorCritic)
+    torch.nn.Module.__init__(network)
+    network.vocab_size, network.temperature = 3, 1.0
+    object.__setattr__(network, "lm_backbone", backbone)
+    reference = SimpleNamespace(logits=lambda hidden: hidden)
+    states = STATES.flatten()
+    return network.read_hidden(reference, logits[states], ref_logits[states], SEQUENCES.flatten())[2].view(9, 2)
+
+
+def gradient_as_loss(name: str, sampler: torch.Tensor) -> tuple[float, torch.Tensor]:
+    logits, ref_logits = table("logits").requires_grad_(True), table("ref_logits")
+    logprobs, ref_logprobs = sequence_logprobs(logits), sequence_logprobs(ref_logits)
+    mb = rollout_of(EVERYWHERE, logprobs=sequence_logprobs(sampler).detach(), ref_logprobs=ref_logprobs)
+    if name == "k1":  # which the script refuses as a loss
+        losses = kl_estimate(logprobs, ref_logprobs, EVERYWHERE, "k1")
+    else:
+        shaping = RewardsArgs(kl_loss_coef=1.0, kl_loss_estimator=name)
+        losses = kl_in_loss(logprobs, mb, exact_kl(logits, ref_logits), shaping)
+    value = expectation(losses, sampler)
+    return value.item(), torch.autograd.grad(value, logits)[0]
+
+
+def gradient_in_reward(name: str, scale: float = 1.0, gamma: float = 1.0) -> torch.Tensor:
+    ref_logits = table("ref_logits")
+    logits = (ref_logits + scale * (table("logits") - ref_logits)).requires_grad_(True)
+    logprobs, ref_logprobs = sequence_logprobs(logits), sequence_logprobs(ref_logits)
+    kept = {"logprobs": logprobs.detach(), "ref_logprobs": ref_logprobs}
+    batch = rollout_of(EVERYWHERE, exact_kl=exact_kl(logits, ref_logits).detach(), **kept)
+    batch = with_rewards(batch, 1.0, name)
+    advantages, _ = ESTIMATORS["reinforce++"](batch.rewards, EVERYWHERE, torch.arange(9), gamma=gamma)
+    losses, _, _ = token_losses(logprobs, logprobs.detach(), advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
+    return torch.autograd.grad(expectation(losses, logits), logits)[0]
+
+
+def stored(name: str, where: str = "on_policy") -> dict:
+    (found,) = [one for one in ENUMERATION[where] if one["name"] == name]
+    return found
+
+
+AS_LOSS = {
+    "k1": "k1 per token as loss",
+    "abs": "abs per token as loss",
+    "k2": "k2 per token as loss",
+    "k3": "k3 per token as loss",
+    "k1+": "k1+ (value of k1, gradient of k2) as loss",
+    "k3+": "k3+ (value of k3, gradient of k2) as loss",
+    "k2+": "k2 per token as loss",
+    "full": "full (exact sum over the vocabulary) as loss",
+}
+
+
+@pytest.mark.parametrize("name", AS_LOSS)
+def test_gradient_of_the_kl_in_the_loss(name):
+    value, gradient = gradient_as_loss(name, table("logits"))
+    assert value == pytest.approx(stored(AS_LOSS[name])["value"], abs=1e-9)
+    assert_close(gradient, torch.tensor(stored(AS_LOSS[name])["grad"], dtype=torch.float64), atol=2e-10, rtol=0)
+
+
+OFF_POLICY = {name: f"{name} as loss, no correction" for name in ("k1", "abs", "k2", "k3")}
+OFF_POLICY |= {f"{name}+": "true gradient, prefixes of the sampler held fixed" for name in ("k1", "k2", "k3")}
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_gradient_of_the_kl_in_the_loss_when_another_policy_samples(name):
+    _, gradient = gradient_as_loss(name, table("sampler_logits"))
+    expected = torch.tensor(stored(OFF_POLICY[name], "off_policy")["grad"], dtype=torch.float64)
+    assert_close(gradient, expected, atol=2e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "full"])
+def test_gradient_of_the_kl_in_the_reward(name):
+    expected = torch.tensor(stored(f"{name} in the reward, gamma = lambda = 1")["grad"], dtype=torch.float64)
+    assert_close(gradient_in_reward(name), expected, atol=2e-10, rtol=0)
+
+
+def test_only_k1_in_the_reward_has_the_gradient_of_the_kl():
+    true = torch.tensor(stored("true gradient of the sequence KL")["grad"], dtype=torch.float64)
+    assert_close(gradient_in_reward("k1"), true, atol=2e-10, rtol=0)
+    own_cost = stored("k1 in the reward, only the token's own cost (gamma lambda = 0)")["grad"]
+    assert_close(gradient_in_reward("k1", gamma=0.0), torch.tensor(own_cost, dtype=torch.float64), atol=2e-10, rtol=0)
+    _, of_loss = gradient_as_loss("full", table("logits"))
+    assert_close(of_loss + gradient_in_reward("full"), true, atol=1e-9, rtol=0)
+    for name in ("k2", "k3", "full"):
+        gradient = gradient_in_reward(name)
+        assert torch.cosine_similarity(gradient.flatten(), true.flatten(), dim=0) < 0  # it points away
+
+
+@pytest.mark.parametrize("near", ENUMERATION["near_reference"], ids=lambda near: str(near["scale"]))
+def test_near_the_reference_k2_and_k3_in_the_reward_do_not_pull_back(near):
+    for name in ("abs", "k2", "k3"):
+        ratio = gradient_in_reward(name, near["scale"]).norm() / near["norm_true"]
+        assert ratio.item() == pytest.approx(near[f"{name}_in_reward_over_true"], abs=1e-8)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+def test_kl_estimates_do_not_see_what_is_masked(name):
+    logprobs = spoiled(numbers(1)).requires_grad_(True)
+    kl = kl_estimate(logprobs, spoiled(numbers(2)), MASK, name)
+    (slope,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert (kl[~MASK] == 0).all() and (slope[~MASK] == 0).all() and slope.isfinite().all()
+
+
+def test_descent_on_the_kl_in_the_loss_alone_lowers_the_kl():
+    for name in ("k2", "k3", "abs", "k1+", "full"):
+        logits, ref_logits = table("logits").requires_grad_(True), table("ref_logits")
+        before = expectation(exact_kl(logits, ref_logits), logits).item()
+        for _ in range(30):
+            shaping = RewardsArgs(kl_loss_coef=1.0, kl_loss_estimator=name)
+            mb = rollout_of(
+                EVERYWHERE,
+                logprobs=sequence_logprobs(logits).detach(),
+                ref_logprobs=sequence_logprobs(ref_logits),
+            )
+            losses = kl_in_loss(sequence_logprobs(logits), mb, exact_kl(logits, ref_logits), shaping)
+            (gradient,) = torch.autograd.grad(expectation(losses, logits), logits)
+            logits = (logits - 0.2 * gradient).detach().requires_grad_(True)
+        assert expectation(exact_kl(logits, ref_logits), logits).item() < before / 2, name
+
+
+# ---- Losses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
+def test_losses_do_not_see_what_is_masked(loss):
+    given = [numbers(seed) for seed in (1, 2, 3)]
+    found = []
+    for tensors in (given, [spoiled(x) for x in given]):
+        new = tensors[0].clone().requires_grad_(True)
+        losses, *flags = token_losses(new, *tensors[1:], MASK, loss, low=0.2, high=0.3)
+        found.append([losses, *flags, torch.autograd.grad(losses.sum(), new)[0]])
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other) and (one[~MASK] == 0).all()
+
+
+def test_two_bounds_by_hand():
+    new = torch.tensor([[0.75, 0.85, 1.25, 1.35]], dtype=torch.float64).log()
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    for sign, expected in ((1, [-0.75, -0.85, -1.25, -1.28]), (-1, [0.8, 0.85, 1.25, 1.35])):
+        losses, clipped, _ = token_losses(
+            new, torch.zeros_like(new), sign * torch.ones_like(new), mask, "ppo", low=0.2, high=0.28
+        )
+        assert losses.tolist()[0] == pytest.approx(expected)
+        assert clipped.tolist()[0] == ([False, False, False, True] if sign == 1 else [True, False, False, False])
+
+
+def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_says_so():
+    new = torch.tensor([[4.0, 2.0, 4.0]], dtype=torch.float64).log()
+    advantages = torch.tensor([[-1.0, -1.0, 1.0]], dtype=torch.float64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    losses, _, below = token_losses(
+        new, torch.zeros_like(new), advantages, mask, "ppo", low=0.2, high=0.2, dual_clip=3.0
+    )
+    assert losses.tolist()[0] == pytest.approx([3.0, 2.0, -1.2]) and below.tolist() == [[True, False, False]]
+
+
+def test_an_overflowing_ratio_stays_finite():
+    new = torch.tensor([[80.0, -80.0]], dtype=torch.float64)
+    for loss in ("ppo", "gspo", "cispo"):
+        losses, _, _ = token_losses(new, -new, torch.ones(1, 2), torch.ones(1, 2).bool(), loss, low=0.2, high=0.2)
+        assert losses.isfinite().all()
+
+
+def test_values_without_a_clip_are_a_plain_square():
+    values, old, returns = numbers(1), numbers(2), numbers(3)
+    losses, clipped = value_losses(spoiled(values), spoiled(old), spoiled(returns), MASK, None)
+    assert_close(losses, (0.5 * (values - returns) ** 2).masked_fill(~MASK, 0))
+    assert not clipped.any()
+
+
+def test_what_a_token_weighs_in_the_four_aggregations():
+    """The example of the docstring: a response of 2 tokens and one of 8."""
+    mask = torch.arange(10) < torch.tensor([[2], [8]])
+    weights = {}
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        losses = torch.zeros(2, 10, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(aggregate(losses, mask, mode), losses)
+        weights[mode] = gradient[:, 0].tolist()
+    assert weights["token-mean"] == pytest.approx([1 / 10, 1 / 10])
+    assert weights["seq-mean-token-sum"] == pytest.approx([1 / 2, 1 / 2])
+    assert weights["seq-mean-token-mean"] == pytest.approx([1 / 4, 1 / 16])
+    assert weights["seq-mean-token-sum-norm"] == pytest.approx([1 / 20, 1 / 20])
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_parts_of_a_minibatch_add_up_to_it_and_empty_rows_count_as_they_should(mode):
+    losses = spoiled(numbers(1))
+    counts = {"tokens": int(MASK.sum()), "sequences": 5, "episodes": 6, "length": LENGTH}
+    whole = aggregate(losses, MASK, mode)
+    for sizes in ([1] * 6, [2, 4], [6], [3, 0, 3]):
+        parts = zip(losses.split(sizes), MASK.split(sizes), strict=True)
+        assert_close(sum(aggregate(*part, mode, **counts) for part in parts), whole, atol=1e-12, rtol=0)
+    divisor = {"token-mean": int(MASK.sum()), "seq-mean-token-sum": 5, "seq-mean-token-sum-norm": 30}.get(mode)
+    if divisor:
+        assert whole.item() == pytest.approx(losses[MASK].sum().item() / divisor)
+    nothing = torch.zeros_like(MASK)
+    assert aggregate(losses, nothing, mode) == 0
+
+
+# ---- Off-policy ------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_rejections_by_hand():
+    logprobs = spoiled(torch.log(torch.tensor([[0.5, 4.0, 1.0, 1.0, 1.0]])).double().repeat(ROWS, 1))
+    zeros = spoiled(torch.zeros(ROWS, LENGTH, dtype=torch.float64))
+    by_token = importance_weights(logprobs, zeros, MASK, "token", 3.0)
+    assert by_token[0].tolist() == pytest.approx([0.5, 3, 1, 1, 1]) and (by_token[~MASK] == 0).all()
+    by_sequence = importance_weights(logprobs, zeros, MASK, "sequence", math.inf)
+    assert by_sequence[0].tolist() == pytest.approx([2] * 5) and by_sequence[5, 0].item() == pytest.approx(0.5)
+    kept = rejection_mask(logprobs, zeros, MASK, "token", 0.9, 3.0)
+    assert kept[0].tolist() == [False, False, True, True, True]
+    kept = rejection_mask(logprobs, zeros, MASK, "sequence", 0.9, 1.17)  # geometric means 2^(1/5), 2^(1/2), .5, ...
+    assert kept.any(1).tolist() == [True, False, False, False, False, False]
+
+
+def test_mismatch_is_that_of_valid_tokens():
+    logprobs, sampler = numbers(1), numbers(2)
+    found = mismatch(spoiled(logprobs), spoiled(sampler), MASK)
+    log_w = (logprobs - sampler)[MASK]
+    assert found["kl"].item() == pytest.approx(-log_w.mean().item())
+    assert found["largest_gap"].item() == pytest.approx(log_w.abs().max().item())
+    weights = log_w.exp()
+    assert found["ess"].item() == pytest.approx(1 / ((weights / weights.mean()) ** 2).mean().item())
+    assert all(value.dim() == 0 for value in found.values())
+
+
+# ---- Dynamic sampling ------------------------------------------------------------------------------------------
+
+
+def test_groups_with_a_signal_are_those_whose_scores_differ():
+    scores = torch.tensor([0.1 * 3, 0.3, 1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
+    equal = rollout_of(raw_scores=scores, groups=torch.tensor([0, 0, 1, 1, 1, 1]))
+    assert scores_differ(equal).tolist() == [True, True, True, True, True, True]  # .1 * 3 is not .3; row 3 is out
+    equal = rollout_of(raw_scores=torch.full((6,), 0.1).double() * 3, groups=GROUPS)
+    assert not scores_differ(equal).any()

@@ -1,0 +1,315 @@
+"""Chapter 3 through its command line and train(), on a tiny world and on a few rows of GSM8K with a tiny Qwen2."""
+
+import csv
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import launch, launch_together
+from runs import build_tiny_sums, metrics_of, only, samples_of
+from test_problems import byte_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from ppo_rlhf import rlvr_policy
+from ppo_rlhf.lib import cli, models, run
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
+
+GSM8K = Path(__file__).parent / "golden" / "gsm8k"
+SIZES = (
+    "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 64 --ppo.nminibatches 2 --save_interval 1 "
+    "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 20 "
+    "--ppo.local_micro_batch_size 0"
+)
+LETTERS = """
+def letters(prompts, responses, answers):
+    return [float(sum(map(str.isalpha, response)) % 2) for response in responses]
+
+def some(prompts, responses, answers):
+    return [None if len(response) % 3 == 0 else 1.0 for response in responses]
+
+def never(prompts, responses, answers):
+    return [0.0] * len(responses)
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_sums(tmp_path_factory) -> Path:
+    return build_tiny_sums(tmp_path_factory.mktemp("sums"))
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory) -> Path:
+    """A Qwen2 of random weights, a token for each byte, a chat template, and two stop ids as Qwen2.5's."""
+    folder = tmp_path_factory.mktemp("qwen")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=264, intermediate_size=32, max_position_embeddings=4_200, **sizes)
+    config.eos_token_id, config.bos_token_id, config.pad_token_id = 258, None, None
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = [258, 256]
+    model.generation_config.repetition_penalty = 1.1
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def sums_arguments(world: Path) -> list[str]:
+    return ["--preset", "sums", "--base_model", f"{world}/model", "--task.problems", str(world), *SIZES.split()]
+
+
+@pytest.fixture(scope="session")
+def in_folder(tmp_path_factory):
+    """A function that gives a new folder with the module `letters`."""
+
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        (folder / "letters.py").write_text(LETTERS)
+        return folder
+
+    return make
+
+
+COMMON = (
+    "--rewards.verifier letters:letters --rewards.kl_coef 0.1 --ppo.critic_warmup 1 --rewards.adaptive_kl.target 1"
+)
+
+
+@pytest.fixture(scope="session")
+def ppo_run(tiny_sums, in_folder) -> tuple[Path, list[str]]:
+    folder, arguments = in_folder(), [*sums_arguments(tiny_sums), *COMMON.split()]
+    result = launch("rlvr_policy.py", *arguments, folder=folder, pictures=True)
+    assert result.status == 0, result.stdout + result.stderr
+    return folder, arguments
+
+
+# ---- What a run leaves -----------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
+    folder, _ = ppo_run
+    this_run, saved = only(folder, "runs/*"), only(folder, "models/*")
+    rows = metrics_of(this_run)
+    assert [row["episode"] for row in rows] == [16, 32, 48, 64] == [row["train/used_episodes"] for row in rows]
+    assert all(row["val/first_ratio_gap"] < 1e-9 and row["objective/sampler_gap"] < 1e-9 for row in rows)
+    assert rows[0]["objective/kl"] == 0 < abs(rows[2]["objective/kl"])
+    assert rows[0]["val/mean"] == 0 and rows[2]["val/mean"] != 0  # the critic's head starts at 0 [V70]
+    assert rows[0]["objective/kl_coef"] == 0.1 != rows[1]["objective/kl_coef"]
+    for row in rows:
+        assert row["objective/rlhf_reward"] == pytest.approx(
+            row["objective/scores"] + row["objective/non_score_reward"]
+        )
+        assert row["objective/non_score_reward"] == pytest.approx(-row["objective/kl_coef"] * row["objective/kl"])
+        assert row["val/sequence_lengths_min"] <= row["val/sequence_lengths"] <= row["val/sequence_lengths_max"] <= 20
+        assert 0 < row["policy/entropy_avg"] < math.log(400) and row["policy/grad_norm"] > 0
+    meta = json.loads((this_run / "meta.json").read_text())
+    first = json.loads((tiny_sums / "problems_train.jsonl").read_text().splitlines()[0])
+    assert meta["finished"] and meta["first_prompt"] == first["question"] + "\n"
+    assert meta["sizes"]["steps_per_update"] == 2
+    solved = [json.loads(line) for line in (this_run / "evaluation.jsonl").read_text().splitlines()]
+    held_out = [json.loads(line) for line in (tiny_sums / "problems_test.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in solved] == [row["question"] + "\n" for row in held_out[:8]]
+    assert all(0 <= row["right_samples"] <= 2 for row in solved)
+    assert meta["results"]["eval/gsm8k_strict"] == sum(row["gsm8k_strict"] for row in solved) / 8
+    right = [row["right_samples"] / 2 for row in solved]
+    assert meta["results"]["eval/mean@2"] == pytest.approx(sum(right) / 8) == meta["results"]["eval/pass@1"]
+    assert meta["results"]["eval/pass@2"] == sum(share > 0 for share in right) / 8
+    assert {"prompt", "response", "answer", "score", "advantage"} <= set(samples_of(this_run)[0])
+    policy = AutoModelForCausalLM.from_pretrained(saved / "policy")
+    start = AutoModelForCausalLM.from_pretrained(tiny_sums / "model")
+    assert any((p != start.get_parameter(name)).any() for name, p in policy.named_parameters())
+    AutoTokenizer.from_pretrained(saved / "policy")
+    assert models.load_reward_model(saved / "value", torch.float32).reward_head.weight.abs().max() > 0
+    assert (this_run / "learning_curves.png").stat().st_size > 10_000
+
+
+def test_the_policy_waits_for_the_critic(ppo_run):
+    first, second, *_ = metrics_of(only(ppo_run[0], "runs/*"))
+    assert first["policy/kl_old_new"] == pytest.approx(0, abs=1e-12) and first["policy/grad_norm"] > 0
+    assert second["objective/kl"] == pytest.approx(0, abs=1e-12)  # after one update, in which it did not move
+    assert second["policy/approxkl_avg"] > 0
+
+
+@pytest.mark.parametrize("extra", ["", "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups"])
+def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_folder, extra):
+    whole, arguments = ppo_run
+    if extra:
+        extra += " --ppo.prompts_per_round 6 --ppo.critic_warmup 0"
+        whole, arguments = in_folder(), [*arguments, *extra.split()]
+        assert launch("rlvr_policy.py", *arguments, folder=whole).status == 0
+    folder = in_folder()
+    for words in ([*arguments, "--ppo.total_episodes", "32"], ["--ppo.total_episodes", "64"]):
+        resume = ["--resume", str(only(folder, "runs/*"))] if list(folder.glob("runs/*")) else []
+        result = launch("rlvr_policy.py", *resume, *words, folder=folder)
+        assert result.status == 0, result.stderr
+    assert metrics_of(only(folder, "runs/*")) == metrics_of(only(whole, "runs/*"))
+    names = ["policy/model.safetensors"] + ["value/model.safetensors"] * (not extra)
+    for name in names:
+        assert only(folder, f"models/*/{name}").read_bytes() == only(whole, f"models/*/{name}").read_bytes()
+
+
+CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.mark.parametrize(("count", "extra", "environment"), [(2, "", {}), (1, CHUNKS, {}), (2, "", SHARDED)])
+def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_folder, count, extra, environment):
+    whole, arguments = ppo_run
+    folder = in_folder()
+    results = launch_together(count, "rlvr_policy.py", *arguments, *extra.split(), folder=folder, **environment)
+    assert all(result.status == 0 for result in results), results[0].stderr
+    for one, other in zip(metrics_of(only(folder, "runs/*")), metrics_of(only(whole, "runs/*")), strict=True):
+        assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
+
+
+# ---- Estimators, losses and rewards, each through its own flag -------------------------------------------------
+
+
+def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[dict[str, float]]:
+    """train() in this process: the rows of its metrics.csv."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "letters", raising=False)
+    monkeypatch.setattr(run, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+    train(cli.parse_args(PRESETS, list(words)))
+    return metrics_of(max(folder.glob("runs/*"), key=lambda folder: folder.stat().st_mtime))
+
+
+ONCE = ["--ppo.total_episodes", "32", "--eval_interval", "0", "--eval_samples", "0", "--log_interval", "0"]
+WAYS = {
+    name: f"--ppo.advantage {name} --ppo.samples_per_prompt {4 if name in IN_GROUPS else 2}" for name in ESTIMATORS
+}
+WAYS |= {
+    "gspo": f"{WAYS['grpo']} --ppo.loss gspo --ppo.loss_aggregation seq-mean-token-mean",
+    "cispo": f"{WAYS['rloo']} --ppo.loss cispo --ppo.loss_aggregation seq-mean-token-sum",
+    "reinforce": f"{WAYS['remax']} --ppo.loss reinforce --ppo.loss_aggregation seq-mean-token-sum-norm",
+    "k3+ in the loss": f"{WAYS['grpo']} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k3+",
+    "full": "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full --rewards.kl_estimator full",
+    "k3 in the reward": "--rewards.kl_estimator k3 --rewards.kl_loss_coef 0.1",
+    "no kl": f"{WAYS['dr_grpo']} --rewards.kl_coef 0",
+    "adapters": "--lora.rank 2 --lora.target_modules all-linear",
+    "entropy": "--ppo.entropy_coef 0.1 --ppo.dual_clip 3 --ppo.noptepochs 2",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_learns_something_through_its_flag(tiny_sums, in_folder, monkeypatch, capsys, way):
+    common = [*sums_arguments(tiny_sums), *ONCE, "--rewards.verifier", "letters:letters", "--rewards.kl_coef", "0.1"]
+    folder = in_folder()
+    rows = run_in(folder, monkeypatch, *common, "--ppo.critic_warmup", "0", *WAYS[way].split())
+    assert len(rows) == 2 and rows[0]["val/first_ratio_gap"] < 1e-9
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[0]["val/advantages_abs_mean"] > 0 and rows[0]["policy/grad_norm"] > 0
+    assert abs(rows[1]["policy/kl_old_new"]) > 0
+    assert ("value/grad_norm" in rows[0]) == ("--ppo.advantage" not in WAYS[way] or "advantage gae" in WAYS[way])
+    said = capsys.readouterr().out
+    assert ("gradient vanishes near the reference" in said) == (way == "k3 in the reward")
+    assert ("both penalise the KL" in said) == ("in the" in way and "loss" in WAYS[way])
+    if way == "adapters":
+        assert only(folder, "models/*/policy/adapter/adapter_model.safetensors")
+
+
+def test_what_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch):
+    common = [*sums_arguments(tiny_sums), *ONCE, "--rewards.verifier", "letters:some", "--rewards.kl_coef", "0.1"]
+    rows = run_in(in_folder(), monkeypatch, *common)
+    assert 0 < rows[0]["val/unscorable"] < 1 and rows[0]["objective/scores"] == 1
+
+
+def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(tiny_sums, in_folder, monkeypatch):
+    words = "--rewards.verifier letters:letters --rewards.verifier_weight 10 --rewards.format gsm8k_format"
+    words += " --rewards.format_weight 0.5 --rewards.missing_stop subtract --rewards.missing_stop_penalty 0.25"
+    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    for row in rows:
+        verifier, form = row["objective/verifier_reward"], row["objective/format_reward"]
+        expected = 10 * verifier + 0.5 * form - 0.25 * (1 - row["val/stop_token_rate"])
+        assert row["objective/scores"] == pytest.approx(expected)
+        assert row["objective/verifiable_correct_rate"] == pytest.approx(verifier)
+
+
+def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_folder, monkeypatch):
+    words = f"{WAYS['grpo']} --rewards.verifier letters:letters --ppo.filter_groups --ppo.prompts_per_round 6"
+    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
+    words = words.replace("letters:letters", "letters:never")
+    with pytest.raises(InputError, match=r"--ppo.max_generation_rounds 10 did not fill a batch: only 0 of 16"):
+        run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+
+
+# ---- GSM8K -----------------------------------------------------------------------------------------------------
+
+SHRUNK = (
+    "--dtype float32 --ppo.batch_size {batch} --ppo.total_episodes {batch} --task.response_length 16 "
+    "--save_interval 0 --eval_problems 4 --task.problems {gsm8k} --base_model {model}"
+)
+
+
+@pytest.mark.parametrize("preset", ["gsm8k", "gsm8k-grpo", "dapo", "rloo"])
+def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_folder, monkeypatch, preset):
+    batch = max(8, PRESETS[preset].ppo.samples_per_prompt * 4)
+    words = SHRUNK.format(batch=batch, gsm8k=GSM8K, model=tiny_qwen).split()
+    if preset == "dapo":
+        words += ["--rewards.verifier", "letters:letters", "--ppo.prompts_per_round", "4"]
+        words += ["--rewards.overlong_buffer", "4"]
+    rows = run_in(in_folder(), monkeypatch, "--preset", preset, *words)
+    assert len(rows) == 1 and rows[0]["val/sequence_lengths_max"] <= 16
+    assert rows[0]["eval/gsm8k_strict"] == 0 == rows[0]["eval/gsm8k_format"]
+    lines = Path(only(Path.cwd(), "runs/*") / "evaluation.jsonl").read_text().splitlines()
+    prompt = json.loads(lines[0])["prompt"]
+    assert prompt.startswith("<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n")
+    assert "<|im_end|>\n<|im_start|>assistant\n" in prompt
+
+
+# ---- Bad input -------------------------------------------------------------------------------------------------
+
+BAD = {
+    "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
+    "--ppo.advantage rloo --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
+    "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
+    "--ppo.batch_size 128 --ppo.total_episodes 128": "--task.problems has 64 problems, fewer than the 128",
+    "--rewards.kl_coef 0.1 --rewards.kl_estimator full": "--rewards.kl_estimator full goes with",
+    "--rewards.adaptive_kl.target 3": "--rewards.adaptive_kl.target moves --rewards.kl_coef, which is 0",
+    "--ppo.loss cispo --ppo.dual_clip 3": "--ppo.dual_clip 3.0 is for --ppo.loss ppo",
+    "--ppo.dual_clip 1.1": "above 1 + --ppo.cliprange_high",
+    "--ppo.loss gspo": "--ppo.loss gspo goes with",
+    "--rewards.overlong_buffer 21": "--rewards.overlong_buffer 21 is more than --task.response_length 20",
+    "--ppo.lr 0": "ppo.lr is 0.0; it must be above 0",
+    "--ppo.nminibatches 3": "--ppo.batch_size 18 does",
+    "--rewards.verifier nothing": "--rewards.verifier nothing: unknown; there are gsm8k_strict",
+    "--rewards.verifier letters:nothing": "--rewards.verifier letters:nothing",
+    "--rewards.value_model nowhere": "reward model nowhere: no such folder",
+    "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
+    "--task.temperature 0": "--task.temperature is 0.0; it must be above 0",
+    "--eval_temperature 0": "eval_temperature is 0.0; it must be above 0",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_ends_in_one_line_before_anything_is_written(tiny_sums, in_folder, monkeypatch, words):
+    folder = in_folder()
+    with pytest.raises(InputError) as caught:
+        run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *words.split())
+    assert BAD[words] in str(caught.value) and "\n" not in str(caught.value)
+    assert not (folder / "runs").exists()
+
+
+def test_k1_in_the_loss_is_no_choice():
+    with pytest.raises(SystemExit):
+        cli.parse_args(PRESETS, ["--rewards.kl_loss_estimator", "k1"])
+
+
+def test_presets_are_named_by_their_key_and_pass_the_checks():
+    for name, args in PRESETS.items():
+        assert args.preset == name
+        rlvr_policy.check_arguments(args)
+        rlvr_policy.ppo_sizes(args.ppo, 4)
+        assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
+
+
+def test_metrics_have_one_row_per_update_and_no_column_twice(ppo_run):
+    with (only(ppo_run[0], "runs/*") / "metrics.csv").open() as file:
+        header, *rows = csv.reader(file)
+    assert len(rows) == 4 and len(set(header)) == len(header)

@@ -1,0 +1,372 @@
+"""Chapter 3's models, rollout and update on tiny networks: what must not matter, and what must."""
+
+import copy
+import dataclasses
+import math
+from functools import partial
+
+import pytest
+import torch
+from test_rlvr_math import numbers, rollout_of
+from test_tldr_math import on_processes
+from torch.testing import assert_close
+
+from ppo_rlhf import rlvr_policy
+from ppo_rlhf.lib import lm, problems
+from ppo_rlhf.rlvr_policy import (
+    ESTIMATORS,
+    ActorCritic,
+    Args,
+    PpoArgs,
+    Reference,
+    RewardsArgs,
+    Rollout,
+    draw_minibatches,
+    fill_batch,
+    ppo_sizes,
+    update,
+)
+
+PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
+LENGTHS = [1, 7, 3, 5, 7, 2, 4, 6]
+ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}
+
+
+def networks(tiny_models, architecture: str = "gpt2", critic: bool = True) -> tuple[ActorCritic, Reference]:
+    """Policy, critic and reference of different weights, in float64."""
+    rows = ARCHITECTURES[architecture]
+    policy, other, third = (tiny_models(architecture, rows, seed=seed).double() for seed in (0, 1, 2))
+    value = lm.RewardModel(other.base_model).double() if critic else None
+    if critic:
+        with torch.no_grad():
+            value.reward_head.weight.copy_(numbers(1, 1, 16))
+    reference = Reference(ActorCritic(third, None, PAD, TEMPERATURE), None)
+    return ActorCritic(policy, value, PAD, TEMPERATURE), reference
+
+
+def tokens_and_mask(lengths: list[int] = LENGTHS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts of 1 to CONTEXT tokens, padded on the left, and responses of these lengths."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 26, (len(lengths), CONTEXT + RESPONSE), generator=generator)
+    for row, length in enumerate(lengths):
+        tokens[row, : row % CONTEXT] = PAD
+        tokens[row, CONTEXT + length :] = PAD
+    return tokens, torch.arange(RESPONSE) < torch.tensor(lengths).unsqueeze(1)
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("chunk", [4_096, 5])
+def test_what_is_read_is_what_the_library_says_of_the_row_alone(tiny_models, monkeypatch, architecture, chunk):
+    monkeypatch.setattr(rlvr_policy, "CHUNK", chunk)
+    actor_critic, reference = networks(tiny_models, architecture)
+    tokens, mask = tokens_and_mask()
+    found = actor_critic(tokens, mask, PAD, reference)
+    assert all((x[~mask] == 0).all() for x in found)
+    for row in range(len(tokens)):
+        alone = tokens[row][tokens[row] != PAD].unsqueeze(0)
+        n = LENGTHS[row]
+        with torch.no_grad():
+            logits = actor_critic.lm_backbone(input_ids=alone).logits[0, -n - 1 : -1, :PAD] / TEMPERATURE
+            theirs = reference.network.lm_backbone(input_ids=alone).logits[0, -n - 1 : -1, :PAD] / TEMPERATURE
+            hidden = actor_critic.critic.lm_backbone(input_ids=alone).last_hidden_state[0, -n - 1 : -1]
+        p, log_p, log_q = logits.softmax(1), logits.log_softmax(1), theirs.log_softmax(1)
+        logprobs, values, entropies, kl = (x[row, :n] for x in found)
+        assert_close(logprobs, log_p.gather(1, alone[0, -n:, None])[:, 0], atol=1e-9, rtol=0)
+        assert_close(values, actor_critic.critic.reward_head(hidden)[:, 0], atol=1e-9, rtol=0)
+        assert_close(entropies, -(p * log_p).sum(1), atol=1e-9, rtol=0)
+        assert_close(kl, (p * (log_p - log_q)).sum(1), atol=1e-9, rtol=0)
+
+
+def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
+    tokens, mask = tokens_and_mask()
+    found = []
+    for chunk in (4_096, 3):
+        monkeypatch.setattr(rlvr_policy, "CHUNK", chunk)
+        actor_critic, reference = networks(tiny_models)
+        logprobs, values, entropies, kl = actor_critic(tokens, mask, PAD, reference)
+        (logprobs * numbers(1, *mask.shape) + values + entropies - 2 * kl).sum().backward()
+        found.append([p.grad for p in actor_critic.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, atol=1e-10, rtol=1e-9)
+
+
+def test_no_column_is_computed_that_is_padding_in_all_rows(tiny_models, monkeypatch):
+    actor_critic, _ = networks(tiny_models)
+    tokens, mask = tokens_and_mask([2, 3, 1])
+    tokens[:, :2] = PAD
+    read, shapes = lm.read_tokens, []
+    monkeypatch.setattr(lm, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more))
+    actor_critic(tokens, mask, PAD)
+    assert shapes == [(3, 4 + 3)] * 2
+
+
+# ---- Update ----------------------------------------------------------------------------------------------------
+
+
+def make_batch(actor_critic: ActorCritic, reference: Reference, seed: int = 1) -> Rollout:
+    """A batch of two groups of four, from another policy than the one that learns, so that ratios are not 1."""
+    tokens, mask = tokens_and_mask()
+    with torch.no_grad():
+        logprobs, values, _, _ = actor_critic(tokens, mask, PAD)
+        ref_logprobs = reference.logprobs(PAD, tokens, mask)
+    logprobs = (logprobs + 0.3 * numbers(seed, *mask.shape)).masked_fill(~mask, math.nan)
+    values = (values + numbers(seed + 1, *mask.shape)).masked_fill(~mask, math.nan)
+    return rollout_of(
+        mask,
+        query_responses=tokens,
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        rewards=numbers(seed + 2, *mask.shape).masked_fill(~mask, math.nan),
+        groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        baselines=numbers(seed + 3, len(tokens)),
+    )
+
+
+def updated(tiny_models, processes: int = 1, change=lambda batch: batch, policy_learns: bool = True, **settings):
+    """Parameters after an update of a batch, and its steps, as each process has them."""
+    settings = {"batch_size": 8, "nminibatches": 2, "noptepochs": 2, "lr": 1e-2, "critic_lr": 1e-2} | settings
+    shaping = settings.pop("rewards", RewardsArgs())
+    settings = {"samples_per_prompt": 4, "total_episodes": 8, "max_grad_norm": 0.5} | settings
+    args = Args(ppo=PpoArgs(**settings), rewards=shaping)
+    sizes = ppo_sizes(args.ppo, processes)
+    made = networks(tiny_models, critic=args.ppo.advantage == "gae")
+
+    def on_process(process):
+        actor_critic, reference = copy.deepcopy(made)
+        batch = change(make_batch(actor_critic, reference))
+        rank = process.process_index
+        batch = batch.rows(slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch))
+        parameters = dict(actor_critic.named_parameters())
+        chosen = {
+            "policy": [p for name, p in parameters.items() if name.startswith("lm_backbone")],
+            "value": [p for name, p in parameters.items() if name.startswith("critic")],
+        }
+        optimizers = {name: torch.optim.SGD(ps, lr=0.1) for name, ps in chosen.items() if ps}
+        orders = [draw_minibatches(1, 0, epoch, sizes, rank) for epoch in range(args.ppo.noptepochs)]
+        steps, _ = update(
+            *(actor_critic, optimizers, reference, batch, orders, args, PAD, process),
+            version=0,
+            policy_learns=policy_learns,
+        )
+        return parameters, steps
+
+    return on_processes(processes, on_process)
+
+
+def same_parameters(one: dict, other: dict, **tolerance) -> None:
+    for name, parameter in one.items():
+        assert_close(parameter, other[name], **{"atol": 1e-9, "rtol": 0} | tolerance)
+
+
+VARIANTS = {
+    "gae": {"entropy_coef": 0.1, "dual_clip": 3.0},
+    "grpo in sequences": {"advantage": "grpo", "loss_aggregation": "seq-mean-token-mean"},
+    "norm": {"advantage": "dr_grpo", "loss_aggregation": "seq-mean-token-sum-norm"},
+    "kl": {"advantage": "rloo", "loss_aggregation": "seq-mean-token-sum", "rewards": RewardsArgs(kl_loss_coef=0.5)},
+    "exact kl": {"advantage": "remax", "rewards": RewardsArgs(kl_loss_coef=0.5, kl_loss_estimator="full")},
+    "gspo": {"advantage": "grpo", "loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_micro_batches_and_processes_change_nothing(tiny_models, variant):
+    settings = VARIANTS[variant]
+    ((whole, steps),) = updated(tiny_models, **settings)
+    ((in_parts, _),) = updated(tiny_models, local_micro_batch_size=1, **settings)
+    same_parameters(whole, in_parts)
+    shares = updated(tiny_models, processes=2, local_micro_batch_size=2, **settings)
+    for parameters, _ in shares:
+        same_parameters(whole, parameters)
+    for name, expected in steps.items():
+        of_both = [found[name] for _, found in shares]
+        assert_close(of_both[0] if name.endswith("norm") else sum(of_both), expected, atol=1e-9, rtol=1e-9)
+    start, _ = networks(tiny_models, critic=settings.get("advantage", "gae") == "gae")
+    moved = [(p - start.get_parameter(name)).abs().max() for name, p in whole.items()]
+    assert max(moved) > 1e-4
+
+
+def test_counts_of_micro_batches_would_be_noticed(tiny_models, monkeypatch):
+    """A negative control of the test above: every micro-batch divided by its own count."""
+    right = rlvr_policy.aggregate
+    monkeypatch.setattr(rlvr_policy, "aggregate", lambda losses, mask, mode, **counts: right(losses, mask, mode))
+    ((whole, _),) = updated(tiny_models)
+    ((in_parts, _),) = updated(tiny_models, local_micro_batch_size=1)
+    with pytest.raises(AssertionError):
+        same_parameters(whole, in_parts)
+
+
+def test_what_is_masked_reaches_no_gradient(tiny_models):
+    def cut(batch: Rollout) -> Rollout:
+        mask = batch.loss_mask.clone()
+        mask[1], mask[4, :3] = False, False
+        return dataclasses.replace(batch, loss_mask=mask)
+
+    def spoil(batch: Rollout) -> Rollout:
+        out = {
+            name: getattr(batch, name).masked_fill(~batch.mask, -1e9) for name in ("logprobs", "values", "rewards")
+        }
+        return dataclasses.replace(batch, **out)
+
+    ((clean, _),) = updated(tiny_models, change=cut)
+    ((spoiled, _),) = updated(tiny_models, change=lambda batch: spoil(cut(batch)))
+    same_parameters(clean, spoiled)
+    assert all(p.isfinite().all() for p in clean.values())
+
+
+def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_models, monkeypatch):
+    seen = []
+    right = rlvr_policy.token_losses
+
+    def watched(new_logprobs, logprobs, advantages, *more, **bounds):
+        seen.append(advantages.detach())
+        return right(new_logprobs, logprobs, advantages, *more, **bounds)
+
+    monkeypatch.setattr(rlvr_policy, "token_losses", watched)
+    updated(tiny_models, advantage="grpo", nminibatches=4, noptepochs=1)
+    batch = make_batch(*networks(tiny_models))
+    expected, _ = ESTIMATORS["grpo"](batch.rewards, batch.mask, batch.groups)
+    sizes = ppo_sizes(PpoArgs(batch_size=8, nminibatches=4), 1)
+    (order,) = [draw_minibatches(1, 0, 0, sizes, 0)]
+    assert len(seen) == 4 and all(len(rows) == 2 for rows in order)
+    lengths = (batch.query_responses != PAD).sum(1)
+    for advantages, rows in zip(seen, order, strict=True):
+        assert_close(advantages, expected[rows[lengths[rows].argsort(descending=True, stable=True)]])
+
+
+def test_a_rejected_token_leaves_the_loss_but_not_the_advantages(tiny_models):
+    actor_critic, reference = networks(tiny_models)
+    batch = make_batch(actor_critic, reference)
+    cut = dataclasses.replace(batch, loss_mask=batch.mask & (torch.arange(RESPONSE) < 2))
+    ppo = PpoArgs(advantage="grpo")
+    whole, narrowed = (rlvr_policy.compute_advantages(b, ppo, torch.clone)[0] for b in (batch, cut))
+    assert whole.equal(narrowed)
+
+
+def test_the_critic_learns_alone_during_its_warm_up(tiny_models):
+    start, _ = networks(tiny_models)
+    ((parameters, _),) = updated(tiny_models, policy_learns=False)
+    for name, parameter in parameters.items():
+        moved = (parameter - start.get_parameter(name)).abs().max() > 0
+        assert not (moved and name.startswith("lm_backbone")), name
+    assert (parameters["critic.reward_head.weight"] != start.critic.reward_head.weight).any()
+
+
+def test_weights_of_another_sampler_scale_the_losses(tiny_models):
+    actor_critic, reference = networks(tiny_models, critic=False)
+    batch, found = make_batch(actor_critic, reference), []
+    args = Args(ppo=PpoArgs(batch_size=8, nminibatches=1, advantage="rloo", samples_per_prompt=4))
+    for weights in (None, torch.full(batch.mask.shape, 2.0).double()):
+        network = copy.deepcopy(actor_critic)
+        optimizers = {"policy": torch.optim.SGD(network.parameters(), lr=0.0)}
+        steps, _ = on_processes(
+            1,
+            lambda p, network=network, optimizers=optimizers, weights=weights: update(
+                *(network, optimizers, reference, batch, [torch.arange(8).view(1, 8)], args, PAD, p),
+                version=0,
+                weights=weights,
+            ),
+        )[0]
+        found.append(steps["policy/grad_norm"])
+    assert_close(found[1], 2 * found[0])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_epoch_has_each_episode_once_whatever_the_number_of_processes(processes):
+    sizes = ppo_sizes(PpoArgs(batch_size=32, nminibatches=4), processes)
+    whole = draw_minibatches(5, 3, 0, ppo_sizes(PpoArgs(batch_size=32, nminibatches=4), 1), 0)
+    shares = [draw_minibatches(5, 3, 0, sizes, rank) + rank * sizes.local_batch for rank in range(processes)]
+    assert torch.cat(shares, 1).equal(whole)
+    assert sorted(whole.flatten().tolist()) == list(range(32))
+    assert not whole.equal(draw_minibatches(5, 3, 1, sizes, 0)) and not whole.equal(
+        draw_minibatches(5, 4, 0, sizes, 0)
+    )
+
+
+# ---- Dynamic sampling ------------------------------------------------------------------------------------------
+
+
+def rounds_of(scores: list[list[float]], width: int = 3) -> partial:
+    """A roll_out whose rounds have these scores, two to a group."""
+
+    def roll_out(number: int) -> Rollout:
+        of_round = torch.tensor(scores[number], dtype=torch.float64)
+        rows, groups = len(of_round), 100 * number + torch.arange(len(of_round)) // 2
+        tokens = torch.full((rows, width + number), number)
+        return rollout_of(
+            torch.ones(rows, 2, dtype=torch.bool), raw_scores=of_round, groups=groups, query_responses=tokens
+        )
+
+    return roll_out
+
+
+def test_surplus_groups_are_the_first_of_the_next_update():
+    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, prompts_per_round=4, nminibatches=1)
+    sizes = ppo_sizes(ppo, 1)
+    roll_out = rounds_of([[1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 1]])
+
+    def fill(rounds: int, surplus: Rollout | None):
+        return on_processes(1, lambda p: fill_batch(roll_out, rounds, surplus, ppo, sizes, PAD, p))[0]
+
+    batch, generated, surplus, rounds = fill(0, None)
+    assert batch.groups.tolist() == [1, 1, 3, 3] and rounds == 1 and len(generated) == 1
+    batch, generated, surplus, rounds = fill(rounds, surplus)
+    assert batch.groups.tolist() == [100, 100, 101, 101] and surplus.groups.tolist() == [102, 102]
+    batch, generated, surplus, rounds = fill(rounds, surplus)
+    assert batch.groups.tolist() == [102, 102, 200, 200] and surplus.groups.tolist() == [201, 201, 203, 203]
+    assert batch.query_responses.tolist()[0] == [PAD, 1, 1, 1, 1] and rounds == 3
+    batch, generated, surplus, rounds = fill(rounds, surplus)
+    assert batch.groups.tolist() == [201, 201, 203, 203] and not generated
+
+
+def test_the_limit_of_rounds_names_the_scores():
+    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, max_generation_rounds=2, nminibatches=1)
+    roll_out = rounds_of([[1, 1, 0, 0], [1, 0, 1, 1]])
+    with pytest.raises(ValueError, match=r"--ppo.max_generation_rounds 2 .* 2 of 4 episodes .* 0.625"):
+        on_processes(1, lambda p: fill_batch(roll_out, 0, None, ppo, ppo_sizes(ppo, 1), PAD, p))
+
+
+def test_two_processes_share_a_filtered_batch():
+    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, prompts_per_round=4, nminibatches=1)
+    everything = rounds_of([[1, 1, 0, 1, 0, 0, 1, 0]])
+
+    def fill(process):
+        part = slice(4 * process.process_index, 4 * process.process_index + 4)
+        return fill_batch(lambda n: everything(n).rows(part), 0, None, ppo, ppo_sizes(ppo, 2), PAD, process)
+
+    batches = [batch.groups.tolist() for batch, *_ in on_processes(2, fill)]
+    assert batches == [[1, 1], [3, 3]]
+
+
+# ---- Sizes -----------------------------------------------------------------------------------------------------
+
+
+def test_steps_per_update_and_prompts_follow():
+    sizes = ppo_sizes(
+        PpoArgs(total_episodes=1_000, batch_size=40, samples_per_prompt=5, nminibatches=2, noptepochs=3), 4
+    )
+    assert (sizes.updates, sizes.steps_per_update, sizes.round_prompts, sizes.local_batch) == (25, 6, 8, 10)
+    assert (sizes.local_minibatch, sizes.round) == (5, 40)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "words"),
+    [
+        ({"batch_size": 10, "samples_per_prompt": 4}, 1, "--ppo.batch_size 12 does"),
+        ({"batch_size": 12, "samples_per_prompt": 4, "nminibatches": 1}, 2, "--ppo.batch_size 16 does"),
+        ({"batch_size": 10, "nminibatches": 4}, 1, "--ppo.batch_size 12 does"),
+        ({"batch_size": 8, "local_micro_batch_size": 3}, 1, "--ppo.local_micro_batch_size 1 does"),
+    ],
+)
+def test_sizes_that_do_not_divide_offer_one_that_does(settings, processes, words):
+    with pytest.raises(ValueError, match=words):
+        ppo_sizes(PpoArgs(**settings), processes)
+
+
+def test_problems_must_fill_an_update():
+    few = problems.Problems([[1]] * 3, [""] * 3, ["1"] * 3, [""] * 3, 0, 0)
+    with pytest.raises(ValueError, match="3 problems, fewer than the 4"):
+        rlvr_policy.check_problems(few, ppo_sizes(PpoArgs(batch_size=4), 1))
