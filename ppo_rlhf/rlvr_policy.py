@@ -177,6 +177,8 @@ class Args(cli.RunArgs):
     """model to start from: a folder, or a name on the hub"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -263,6 +265,7 @@ PRESETS = {
     "sums": Args(
         preset="sums",
         base_model="sums",
+        trace_interval=5,
         eval_samples=16,
         task=problems.TASKS["sums"],
         rewards=NO_KL_IN_REWARD,
@@ -271,6 +274,7 @@ PRESETS = {
     "sums-grpo": Args(
         preset="sums-grpo",
         base_model="sums",
+        trace_interval=5,
         eval_samples=16,
         task=problems.TASKS["sums"],
         rewards=NO_KL_IN_REWARD,
@@ -349,6 +353,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
             this_run.log(number, metrics | evaluation)
             if args.log_interval and number % args.log_interval == 0:
                 this_run.log_samples(number, sample_rows(batch, estimate[0], train_problems, tokenizer, ids, n))
+            if this_run.is_time_to_trace(number):
+                parts = (actor_critic, reference, sample, sources, train_problems, tokenizer, ids, args, sizes)
+                trace_groups(this_run, number, batch, estimate, *parts, controller.value)
             speed = f"{len(generated) * sizes.round / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}")
             if this_run.is_time_to_save(number + 1, sizes.updates):
@@ -1319,6 +1326,59 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
 # ---- Metrics, samples, pictures --------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def trace_groups(
+    this_run: run.Run,
+    number: int,
+    batch: Rollout,
+    estimate: Estimate,
+    actor_critic: ActorCritic,
+    reference: Reference | None,
+    sample: Sampler,
+    sources: dict[str, Source],
+    source: problems.Problems,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    args: Args,
+    sizes: PpoSizes,
+    kl_coef: float,
+) -> None:
+    """Keep what report.py shows: the first groups of the batch, and a few prompts that are answered again each time.
+
+    Both with the policy after the update; the latter with the same noise. Every process must call this.
+    """
+    ppo, n = args.ppo, args.ppo.samples_per_prompt
+    prompts = min(math.ceil(run.TRACED / n), sizes.local_batch // n)
+    rows = prompts * n
+    few = dataclasses.replace(sizes, round=rows, round_prompts=prompts, local_round=rows)
+    with actor_critic.sampling():
+        material = (sample, sources, source, tokenizer, ids, args, few)
+        again = rollout(actor_critic, reference, *material, rank=0, version=number + 1, number=0)
+    again = with_rewards(again, kl_coef, args.rewards.kl_estimator)
+    # Those that are answered again are whitened among themselves.
+    pairs = ((batch.rows(slice(rows)), estimate[0][:rows]), (again, compute_advantages(again, ppo, torch.clone)[0]))
+    for repeated, (one, advantages) in enumerate(pairs):
+        names = ("logprobs", "sampler_logprobs", "ref_logprobs", "kl", "rewards", "values")
+        of_tokens = {name: getattr(one, name) for name in names if name != "values" or actor_critic.critic}
+        of_tokens |= {"mask": one.loss_mask, "scored": one.mask, "advantages": advantages}
+        if not repeated:
+            new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, ids.pad)
+            _, clipped, _ = token_losses(
+                *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss),
+                **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
+            )
+            of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
+            of_tokens |= {"ratio": torch.exp(new_logprobs - one.logprobs)}
+        of_episodes = {name: getattr(one, name) for name in ("scores", "raw_scores", "stopped", "groups")}
+        of_episodes |= {name: one.parts[:, i] for i, name in enumerate(sources)}
+        length = one.mask.shape[1]
+        queries, responses = one.query_responses[:, :-length], one.query_responses[:, -length:]
+        texts = {"answer": [source.answers[i] for i in one.problems.tolist()]}
+        this_run.trace(
+            number, tokenizer, ids.pad, queries, responses, of_tokens, of_episodes, again=bool(repeated), **texts
+        )
+
+
 def update_metrics(
     batch: Rollout,
     generated: list[Rollout],
@@ -1449,7 +1509,8 @@ def check_arguments(args: Args) -> None:
     """Refuse what cannot be meant."""
     ppo, shaping = args.ppo, args.rewards
     cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval", "eval_interval", "eval_problems", "eval_samples")
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    cli.at_least(0, "", args, "eval_interval", "eval_problems", "eval_samples")
     cli.above_zero("", args, "eval_temperature")
     cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
     cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")

@@ -14,7 +14,7 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf import report, tldr_policy, train_policy
+from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib import models, traces
 from ppo_rlhf.lib.errors import InputError
 
@@ -23,7 +23,15 @@ SUMMARIES = (
     "--rewards.function ppo_rlhf.worlds.posts:gold_scores --dtype float64 --ppo.lr 0.01 --ppo.total_episodes 64 "
     "--ppo.batch_size 16 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 --eval_interval 0 --eval_posts 8"
 )
-
+GROUPS = (
+    "--rewards.verifier letters:letters --rewards.kl_coef 0.1 --dtype float64 --ppo.lr 0.01 --ppo.batch_size 16 "
+    "--ppo.samples_per_prompt 4 --ppo.total_episodes 64 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 "
+    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --task.response_length 20 --ppo.local_micro_batch_size 0"
+)
+LETTERS = """
+def letters(prompts, responses, answers):
+    return [float(sum(map(str.isalnum, response)) % 2) for response in responses]
+"""
 KEPT = [(update, again) for update in (0, 2, 3) for again in (False, True)]  # every second update, and the last
 
 
@@ -40,6 +48,7 @@ class Traced:
 
 def start(script: str, arguments: list[str], folder: Path) -> Traced:
     folder.mkdir(exist_ok=True)
+    (folder / "letters.py").write_text(LETTERS)
     result = launch(script, *arguments, folder=folder)
     assert result.status == 0, result.stdout + result.stderr
     return Traced(script, arguments, folder)
@@ -57,7 +66,14 @@ def summaries(tiny_posts, tmp_path_factory) -> Traced:
     return start("tldr_policy.py", [*arguments, "--trace_interval", "2"], tmp_path_factory.mktemp("summaries"))
 
 
-@pytest.fixture(params=["continuations", "summaries"])
+@pytest.fixture(scope="session")
+def groups(tiny_sums, tmp_path_factory) -> Traced:
+    arguments = ["--preset", "sums-grpo", "--base_model", f"{tiny_sums}/model", "--task.problems", str(tiny_sums)]
+    arguments += [*GROUPS.split(), "--trace_interval", "2"]
+    return start("rlvr_policy.py", arguments, tmp_path_factory.mktemp("groups"))
+
+
+@pytest.fixture(params=["continuations", "summaries", "groups"])
 def traced(request) -> Traced:
     return request.getfixturevalue(request.param)
 
@@ -84,6 +100,7 @@ def test_a_resumed_run_has_the_traces_of_one_that_nothing_happened_to(traced, tm
 
 
 def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
+    (tmp_path / "letters.py").write_text(LETTERS)
     arguments = [*traced.arguments, "--ppo.local_micro_batch_size", "4"]
     for result in launch_together(2, traced.script, *arguments, folder=tmp_path):
         assert result.status == 0, result.stderr
@@ -182,17 +199,37 @@ def test_numbers_of_summaries(summaries):
     assert ended
 
 
+def test_numbers_of_groups(groups):
+    """Whole groups: a response is better or worse than the others to its prompt, in all its tokens alike."""
+    differ = 0
+    for kept in KEPT:
+        trace = traces.read(groups.run, *kept)
+        x = {name: tensor.double().numpy() for name, tensor in (trace.tokens | trace.episodes).items()}
+        mask = x["mask"].astype(bool)
+        assert [list(x["groups"]).count(group) for group in dict.fromkeys(x["groups"])] == [4, 4]
+        assert len(set(trace.queries)) == 2 and all(trace.texts["answer"])
+        np.testing.assert_allclose(x["kl"][mask], (x["logprobs"] - x["ref_logprobs"])[mask], atol=1e-12)
+        returns = (x["rewards"] * mask).sum(1).reshape(2, 4)
+        expected = (returns - returns.mean(1, keepdims=True)) / (returns.std(1, ddof=1, keepdims=True) + 1e-6)
+        for i, advantage in enumerate(expected.flatten()):
+            np.testing.assert_allclose(x["advantages"][i][mask[i]], advantage, rtol=1e-6, atol=1e-6)
+        differ += np.ptp(expected) > 0
+        if not trace.again:
+            np.testing.assert_allclose(x["ratio"][mask], np.exp(x["new_logprobs"] - x["logprobs"])[mask], rtol=1e-12)
+    assert differ
+
+
 def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
     first = traces.read(traced.run, 0)
     repeated = [traces.read(traced.run, *kept) for kept in KEPT if kept[1]]
     for trace in repeated:
         x = trace.tokens
         mask = x.get("mask", torch.ones_like(x["kl"])).bool()
-        assert trace.queries == repeated[0].queries and len(set(trace.queries)) == 8
+        assert trace.queries == repeated[0].queries and len(set(trace.queries)) in (2, 8)
         torch.testing.assert_close(x["kl"][mask], (x["logprobs"] - x["ref_logprobs"])[mask], rtol=0, atol=1e-12)
         penalty = metrics_of(traced.run)[trace.update + 1]["objective/kl_coef"] if trace.update < 3 else None
         if penalty is not None:
-            expected = trace.episodes["scores"] - penalty * x["kl"].sum(1)
+            expected = trace.episodes["scores"] - penalty * (x["kl"] * mask).sum(1)
             torch.testing.assert_close(x["rewards"].sum(1), expected, rtol=1e-9, atol=1e-9)
     if traced.script == "train_policy.py":  # chapter 1 takes the first queries, chapter 2 held-out posts
         assert first.queries == repeated[0].queries
@@ -236,12 +273,10 @@ def test_the_pieces_of_a_text_make_the_text(tiny_world):
     assert "\ufffd" in "".join(traces.pieces(tokenizer, tokenizer.encode("🦜")[:1], pad))  # not whole to the end
 
 
-@pytest.mark.parametrize("script", [train_policy, tldr_policy])
+@pytest.mark.parametrize("script", [train_policy, tldr_policy, rlvr_policy])
 def test_only_the_small_worlds_leave_traces_unasked(script):
-    assert {name for name, args in script.PRESETS.items() if args.trace_interval} <= {
-        "tales",
-        "tales-descriptiveness",
-    }
-    args = dataclasses.replace(script.PRESETS["tales"], base_model="any", trace_interval=-1)
+    tracing = {name for name, args in script.PRESETS.items() if args.trace_interval}
+    assert tracing == {name for name in script.PRESETS if name.startswith(("tales", "sums"))}
+    args = dataclasses.replace(script.PRESETS[max(tracing)], base_model="any", trace_interval=-1)
     with pytest.raises(InputError, match="trace_interval is -1"):
         script.check_arguments(args)
