@@ -241,7 +241,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
             if this_run.is_time_to_trace(update):
                 of_tokens = traced_tokens(policy, rollout, ref_logprobs, truncated_responses, args, sizes, ids.pad)
-                of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped} | monitored
+                of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+                of_episodes |= {name: monitored[name] for name in monitor}
                 this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
                 queries = stream.first(run.TRACED, ids.pad).to(device)
                 again = respond_again(policy, reference, score, monitor, queries, ids, args, controller.value)
@@ -869,12 +870,8 @@ def respond_again(
     monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
     of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
     of_tokens |= {"scored": truncated_responses != ids.pad}
-    return (
-        contexts,
-        responses,
-        of_tokens,
-        {"scores": scores, "raw_scores": raw_scores, "stopped": stopped} | monitored,
-    )
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped} | monitored
+    return contexts, responses, of_tokens, of_episodes
 
 
 class AdaptiveKLController:

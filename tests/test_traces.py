@@ -244,7 +244,7 @@ def test_a_report_of_a_real_run(traced):
         episodes = [episode for episode in shown["episodes"] if episode["again"] == again]
         assert shown["update"] == update and len(episodes) == 8
         for i, episode in enumerate(episodes):
-            for name in ("kl", "rewards", "values"):
+            for name in ("kl", "rewards", "logprobs"):
                 expected = trace.tokens[name][i, episode["places"]].tolist()
                 assert episode["tokens"][name] == pytest.approx(expected, rel=1e-5)
 
