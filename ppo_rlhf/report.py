@@ -140,13 +140,12 @@ class OneRun:
             return "The run left no traces: it was started without --trace_interval."
         left_out = f" {kept - len(shown)} more were kept, but would make the page too large." * (kept > len(shown))
         watched = sum(episode["again"] for episode in shown[0]["episodes"])
-        text = f"{len(shown)} updates, and the first {len(shown[0]['episodes']) - watched} episodes of each."
-        more = f" Then {watched} queries that are the same each time, answered after the update with the same noise; "
-        return (
-            text
-            + (more + "they are not trained on, so they have no advantage and no ratio.") * bool(watched)
-            + left_out
+        of_batch = f"{len(shown)} updates, and the first {len(shown[0]['episodes']) - watched} episodes of each."
+        again = (
+            f" Then {watched} responses to queries that are the same each time, sampled after the update, with the "
         )
+        again += "same noise; they are not trained on, and what training makes of an episode is not known of them."
+        return of_batch + again * (watched > 0) + left_out
 
 
 def read_run(folder: Path) -> OneRun:
@@ -184,7 +183,7 @@ QUANTITIES = {
     "rewards": ("reward", 0, "The KL penalty of each token; the score is on the last, or on the step after it."),
     "values": ("value", 0, "What the critic expects from here on, before it learned from this episode."),
     "returns": ("return", 0, "What the critic should have said."),
-    "advantages": ("advantage", 0, "Above 0, the token becomes more likely; whitened."),
+    "advantages": ("advantage", 0, "Above 0, the token becomes more likely."),
     "ratio": ("ratio after the update", 1, "How much more likely the update made the token."),
     "clipped": ("clipped", 0, "1 where the ratio left its range in the direction that pays: no gradient any more."),
     "new_logprobs": ("log-prob after the update", 0, "Of the policy after all epochs of this update."),
@@ -456,6 +455,7 @@ COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # t
 
 
 def matches(name: str, pattern: str) -> bool:
+    """Whether a metric is meant: by its name, or by its beginning where the pattern ends in *."""
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
