@@ -1,12 +1,12 @@
 # make demo: the whole of chapter 1 on the tales world, offline once installed.
-# make demo-tldr: the whole of chapter 2 there.    make test: the tests.
+# make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3.    make test: the tests.
 # make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: demo demo-tldr hub-check test check lint install
+.PHONY: demo demo-tldr demo-rlvr hub-check test check lint install
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -19,6 +19,11 @@ demo: $(VENV)/installed
 demo-tldr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/posts.py
 	$(LAUNCH) ppo_rlhf/tldr_all.py --preset tales
+	$(BIN)/python ppo_rlhf/report.py
+
+demo-rlvr: $(VENV)/installed
+	$(BIN)/python ppo_rlhf/worlds/sums.py
+	$(LAUNCH) ppo_rlhf/rlvr_policy.py --preset sums
 	$(BIN)/python ppo_rlhf/report.py
 
 # Is everything that the presets take from the hub there?
@@ -34,7 +39,7 @@ test: install
 # For whoever edits: golden numbers and mistakes that they reject, agreement of the chapters, who imports whom.
 check: lint
 	$(BIN)/python -m pytest $(WORKERS) --quiet tests/test_golden.py tests/test_golden_tldr.py \
-		tests/test_copies.py tests/test_house.py
+		tests/test_golden_verl.py tests/test_copies.py tests/test_house.py
 
 lint: install
 	$(BIN)/ruff check .

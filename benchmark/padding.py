@@ -10,9 +10,9 @@ and what TRL does. Both go by turns in one process, after a turn that does not c
 turn. The bound is the number of tokens with padding over that without: nothing that saves padding alone can beat it.
 
 The lengths: `tales` and `gpt2` have queries of 24 to 64 tokens, mean 50, as prose cut at sentence ends has under
-GPT-2's tokenizer, and responses of 24 tokens. `posts` has the demo's of chapter 2, posts of 65 to 81 tokens and
-summaries of 13 to 20, where 24 are allowed. `pythia` has posts of 100 to 512 tokens and summaries of 10 to 53, as
-TL;DR has.
+GPT-2's tokenizer, and responses of 24 tokens; `tales` is the small model with the 512 episodes of `--preset
+sentiment`. `posts` has what the demo of chapter 2 has: posts of 65 to 81 tokens, summaries of 13 to 20, where 24 are
+allowed, and minibatches of 8. `pythia` has posts of 100 to 512 tokens and summaries of 10 to 53, as TL;DR has.
 """
 
 import contextlib
@@ -49,6 +49,7 @@ class Case:
     chapter: int
     shape: str
     batch: int
+    minibatches: int
     epochs: int
     queries: tuple[int, int, float]  # tokens of the shortest and the longest, and the mean
     responses: tuple[int, int, float]
@@ -56,10 +57,10 @@ class Case:
 
 
 CASES = {
-    "tales": Case(1, "tales", 64, 4, (24, 64, 50), (24, 24, 24), 24),
-    "gpt2": Case(1, "gpt2", 16, 1, (24, 64, 50), (24, 24, 24), 24),
-    "posts": Case(2, "tales", 64, 4, (65, 81, 72), (13, 20, 16), 24),
-    "pythia": Case(2, "pythia-160m", 16, 1, (100, 512, 310), (10, 53, 31), 53),
+    "tales": Case(1, "tales", 512, 1, 4, (24, 64, 50), (24, 24, 24), 24),
+    "gpt2": Case(1, "gpt2", 32, 1, 1, (24, 64, 50), (24, 24, 24), 24),
+    "posts": Case(2, "tales", 64, 8, 4, (65, 81, 72), (13, 20, 16), 24),
+    "pythia": Case(2, "pythia-160m", 8, 1, 1, (100, 512, 310), (10, 53, 31), 53),
 }
 
 
@@ -81,7 +82,7 @@ class Args:
 def padded() -> Iterator[None]:
     """As before: every row at the longest of its batch, and sampling that knows no end."""
 
-    def one_pass(lengths: Tensor, device: torch.device, rows: int = 0, tokens: int = 0) -> list[processes.Pass]:
+    def one_pass(lengths: Tensor, *_, **__) -> list[processes.Pass]:
         return [processes.Pass(torch.arange(len(lengths)), int(lengths.max()))]
 
     def generate(model, contexts, uniforms, pad_id, vocab_size, temperature, stop_ids) -> tuple[Tensor, Tensor]:
@@ -138,24 +139,29 @@ def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> C
     reward_model = train_policy.RewardModel(scoring).to(queries_on.device)
     optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=1e-6)
     ids = texts.TaskIds(prefix=[], suffix=[], pad=pad, eos=END, stop=None, context_length=queries.shape[1])
-    ppo = train_policy.PpoArgs(noptepochs=case.epochs, whiten_groups=1)
+    ppo = train_policy.PpoArgs(noptepochs=case.epochs, nminibatches=case.minibatches, whiten_groups=1)
     permutations = train_policy.draw_permutations(1, 0, case.epochs, range(1), case.batch)
 
-    def in_passes(function: Callable, lengths: Tensor, rows: int, *tensors: Tensor):
-        return processes.in_passes(function, processes.plan_passes(lengths, queries_on.device, rows), *tensors)
+    def in_passes(function: Callable, lengths: Tensor, uses: int, *tensors: Tensor):
+        passes = processes.plan_passes(lengths, queries_on.device, uses=uses)
+        return processes.in_passes(function, passes, *tensors)
 
     def update() -> None:
         lengths, length = (queries != pad).sum(1), case.response_length
         with torch.no_grad():
             tokens, logprobs, values, _ = in_passes(
-                lambda *rows: train_policy.respond(policy, ids, 0.7, *rows), lengths, case.batch, queries_on, uniforms
+                lambda *rows: train_policy.respond(policy, ids, 0.7, *rows),
+                lengths + length,
+                length,
+                queries_on,
+                uniforms,
             )
             in_passes(
-                lambda *rows: train_policy.reference_logprobs(reference, ids, 0.7, *rows), lengths + length, 0, tokens
+                lambda *rows: train_policy.reference_logprobs(reference, ids, 0.7, *rows), lengths + length, 1, tokens
             )
             in_passes(
                 lambda rows, longest: reward_model(train_policy.pack(rows, pad, longest), pad),
-                *(lengths + length, 0, tokens),
+                *(lengths + length, 1, tokens),
             )
         rollout = train_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values), lengths + length)
         train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, pad, 0.7)
@@ -171,13 +177,14 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
     actor_critic = tldr_policy.ActorCritic(trained, critic, pad)
     optimizer = torch.optim.AdamW(actor_critic.parameters(), 1e-6, fused=True)
     ids = posts.TaskIds(pad=pad, eos=END, stop=END)
-    ppo, accelerator = tldr_policy.PpoArgs(noptepochs=case.epochs), Accelerator(cpu=queries_on.device.type == "cpu")
-    minibatches = tldr_policy.draw_minibatches(1, 0, case.epochs, slice(0, case.batch), 1)
+    accelerator = Accelerator(cpu=queries_on.device.type == "cpu")
+    ppo = tldr_policy.PpoArgs(noptepochs=case.epochs, nminibatches=case.minibatches)
+    minibatches = tldr_policy.draw_minibatches(1, 0, case.epochs, slice(0, case.batch), case.minibatches)
     length = queries.shape[1]
 
     def update() -> None:
         with torch.no_grad():
-            passes = processes.plan_passes((queries != pad).sum(1), queries_on.device, case.batch)
+            passes = processes.plan_passes((queries != pad).sum(1), queries_on.device, uses=case.response_length)
             responses, logprobs, values, gap = processes.in_passes(
                 lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), passes, queries_on, uniforms
             )

@@ -43,7 +43,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
@@ -307,7 +306,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     with cli.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
     ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
-    sources = load_sources(args, tokenizer, ids, accelerator)
+    sources = load_sources(args, ids, accelerator)
+    setup = Setup(args, sizes, tokenizer, ids, train_problems, sources, accelerator)
     optimizers = make_optimizers(actor_critic, ppo)
     controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
@@ -316,10 +316,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     controller.value = state.get("kl_coef", controller.value)
     this_run.start_logging(first_update)
     this_run.save_meta(first_prompt=train_problems.texts[0])
-    sample = sampler(actor_critic, ids)
-    material = (train_problems, tokenizer, ids, args, sizes, rank)
-    roll_out = partial(rollout, actor_critic, reference, sample, sources, *material)
-    evaluate = partial(evaluate_policy, actor_critic, sample, held_out, tokenizer, ids, args, sizes, accelerator)
+    sample = partial(actor_critic.sample, ids)
+    roll_out = partial(rollout, setup, actor_critic, reference, sample)
+    evaluate = partial(evaluate_policy, setup, actor_critic, sample, held_out)
 
     with this_run.progress("RLVR", sizes.updates, first_update) as advance:
         for number in range(first_update, sizes.updates):
@@ -329,9 +328,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 evaluation |= evaluate(args.eval_samples if number == 0 else 0)[0]
             # 1. to 4. Draw problems, generate, read, score; again, if groups are left out, until the batch is full.
             with actor_critic.sampling():
-                batch, generated, surplus, rounds = fill_batch(
-                    partial(roll_out, number), rounds, surplus, ppo, sizes, ids.pad, accelerator
-                )
+                batch, generated, surplus, rounds = fill_batch(setup, partial(roll_out, number), rounds, surplus)
 
             # 5. Per-token rewards.
             batch = with_rewards(batch, controller.value, shaping.kl_estimator)
@@ -344,7 +341,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             )
 
             # 8. Log, and adapt the KL coefficient.
-            metrics = update_metrics(batch, generated or [batch], estimate, steps, this_run, number, list(sources))
+            metrics = update_metrics(setup, batch, generated or [batch], estimate, steps, number)
             seconds, episode = this_run.seconds(), rounds * sizes.round
             metrics |= {"objective/kl_coef": controller.value, "lr": lr, "epoch": episode / n / len(train_problems)}
             metrics |= {"train/used_episodes": (number + 1) * sizes.batch, "train/rounds": len(generated)}
@@ -352,10 +349,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
             controller.update(metrics["objective/kl"], sizes.batch)
             this_run.log(number, metrics | evaluation)
             if args.log_interval and number % args.log_interval == 0:
-                this_run.log_samples(number, sample_rows(batch, estimate[0], train_problems, tokenizer, ids, n))
+                this_run.log_samples(number, sample_rows(setup, batch, estimate[0]))
             if this_run.is_time_to_trace(number):
-                parts = (actor_critic, reference, sample, sources, train_problems, tokenizer, ids, args, sizes)
-                trace_groups(this_run, number, batch, estimate, *parts, controller.value)
+                trace_groups(
+                    this_run, setup, actor_critic, reference, sample, batch, estimate[0], number, controller.value
+                )
             speed = f"{len(generated) * sizes.round / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}")
             if this_run.is_time_to_save(number + 1, sizes.updates):
@@ -380,9 +378,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
 # ---- Networks, KL controller, evaluation -----------------------------------------------------------------------
 
 
-CHUNK = 4_096  # tokens whose logits are held at a time
-
-
 class ActorCritic(models.MixedPrecision):
     """The policy and, if the estimator has one, the critic; they share nothing."""
 
@@ -400,30 +395,39 @@ class ActorCritic(models.MixedPrecision):
         self.lm_backbone, self.critic, self.low_precision = lm_backbone, critic, low_precision
         self.vocab_size, self.temperature = vocab_size, temperature
 
+    # [V14] Nothing of the model's generation config but its stop ids: no penalty, no top-k, no top-p.
+    #       hf_rollout.py#L94
+    def sample(
+        self, ids: problems.TaskIds, contexts: Tensor, uniforms: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The built-in sampler: responses, padding after the stop id, and their log-probs; within `sampling`."""
+        return lm.generate_until(self.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
+
     def forward(
-        self, query_responses: Tensor, mask: Tensor, pad_id: int, reference: Reference | None = None
+        self,
+        query_responses: Tensor,
+        mask: Tensor,
+        pad_id: int,
+        reference: Reference | None = None,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probs of response tokens, values, exact entropies and, given a reference, exact KLs from it.
 
-        query_responses: (batch, context_length + response_length); mask: (batch, response_length). Returns four of
-        that shape, 0 where masked. Columns that are padding in all rows are not computed, and logits only of tokens.
+        query_responses: (batch, context_length + response_length); mask: (batch, response_length); longest: tokens of
+        the longest row, if known. Returns four of the mask's shape, 0 where masked.
         """
         # [V30] What stands at a position is about the token after it, hence the shift by one.   dp_critic.py#L117
-        length, kept = mask.shape[1], (query_responses != pad_id).any(0)
-        tokens, places = query_responses[:, kept], mask[:, kept[-length:]]
-        columns = slice(-1 - places.shape[1], -1)
+        length = mask.shape[1]
+        place = (query_responses, pad_id, slice(-1 - length, -1), longest)
         labels = query_responses[:, -length:][mask]  # (tokens,)
         with self.autocast():
-            hidden = lm.read_tokens(self.lm_backbone, tokens, pad_id, columns)[places]  # (tokens, width)
-            theirs = reference.hidden_states(tokens, pad_id, columns)[places] if reference else hidden[:, :0]
+            hidden = lm.read_packed(self.lm_backbone, *place)[mask]  # (tokens, width)
+            theirs = reference.hidden_states(*place)[mask] if reference else hidden[:, :0]
             read = partial(self.read_hidden, reference)
-            if torch.is_grad_enabled() and len(labels) > CHUNK:  # logits are computed once more in the backward pass
-                read = partial(checkpoint, read, use_reentrant=False)
-            chunks = [read(*chunk) for chunk in zip(*(x.split(CHUNK) for x in (hidden, theirs, labels)), strict=True)]
-            logprobs, entropies, exact_kl = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+            logprobs, entropies, exact_kl = processes.in_pieces(read, self.vocab_size, hidden, theirs, labels)
             values = torch.zeros_like(logprobs)
             if self.critic:
-                read_by_critic = lm.read_tokens(self.critic.lm_backbone, tokens, pad_id, columns)[places]
+                read_by_critic = lm.read_packed(self.critic.lm_backbone, *place)[mask]
                 values = self.critic.gain * lm.read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
         found = (logprobs, values, entropies, exact_kl)
         return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found)
@@ -437,7 +441,7 @@ class ActorCritic(models.MixedPrecision):
         logprobs, entropies = read_logits(logits, labels)
         if reference is None:
             return logprobs, entropies, torch.zeros_like(logprobs)
-        # [V51] The sum over the vocabulary, chunk by chunk.
+        # [V51] The sum over the vocabulary, a few tokens at a time.
         difference = F.log_softmax(logits, dim=1) - F.log_softmax(reference.logits(theirs), dim=1)
         return logprobs, entropies, (logits.softmax(1) * difference).sum(1)
 
@@ -456,18 +460,14 @@ class Reference:
         with torch.no_grad(), whole:
             yield
 
-    def logprobs(self, pad_id: int, query_responses: Tensor, mask: Tensor) -> Tensor:
+    def logprobs(self, pad_id: int, query_responses: Tensor, mask: Tensor, longest: int | None = None) -> Tensor:
         """Log-probs (batch, response_length), at the policy's temperature."""
         with self.in_use():
-            return self.network(query_responses, mask, pad_id)[0]
+            return self.network(query_responses, mask, pad_id, longest=longest)[0]
 
-    def exact_kl(self, actor_critic: ActorCritic, pad_id: int, query_responses: Tensor, mask: Tensor) -> Tensor:
-        """Exact KLs of the policy from it at each token (batch, response_length)."""
-        return actor_critic(query_responses, mask, pad_id, self)[3]
-
-    def hidden_states(self, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
+    def hidden_states(self, *place: Any) -> Tensor:
         with self.in_use():
-            return lm.read_tokens(self.network.lm_backbone, tokens, pad_id, columns)
+            return lm.read_packed(self.network.lm_backbone, *place)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         network = self.network
@@ -499,65 +499,30 @@ class AdaptiveKLController:
             self.value *= 1 + min(max(kl / self.target - 1, -0.2), 0.2) * episodes / self.horizon
 
 
-GREEDY = 1e-6  # temperature at which the likeliest token is drawn
-Sampler = Callable[..., tuple[Tensor, Tensor]]
-
-
-def sampler(actor_critic: ActorCritic, ids: problems.TaskIds) -> Sampler:
-    """The built-in one: (contexts, uniforms, temperature=...) -> responses, padding after the stop id; log-probs."""
-
-    # [V14] Nothing of the model's generation config but its stop ids: no penalty, no top-k, no top-p.
-    #       hf_rollout.py#L94
-    def sample(contexts: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return lm.generate_until(
-            actor_critic.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops
-        )
-
-    return sample
+Sampler = Callable[..., tuple[Tensor, Tensor]]  # (contexts, uniforms, temperature=...) as ActorCritic.sample
 
 
 def evaluate_policy(
-    actor_critic: ActorCritic,
-    sample: Sampler,
-    held_out: problems.Problems,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: problems.TaskIds,
-    args: Args,
-    sizes: PpoSizes,
-    accelerator: Accelerator,
-    samples: int,
+    setup: Setup, actor_critic: ActorCritic, sample: Sampler, held_out: problems.Problems, samples: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Solve held-out problems, greedily and by so many samples. Returns means and the rows of evaluation.jsonl.
 
     Every process must call this.
     """
     # [V98] All of the split in its order, each problem once; strict and flexible.   metric_utils.py#L420-L640
-    of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if args.task.answer_format == "hashes" else []
-    names = list(dict.fromkeys([args.rewards.verifier, *of_hashes]))
-    load = partial(scorers.load_verifier, field="rewards.verifier", on_all_processes=True)
-    verifiers = [load(name, response_prefix=args.task.response_prefix) for name in names]
-
-    def solve(temperature: float, uniforms: Tensor, inds: Tensor) -> tuple[Tensor, ...]:
-        contexts = held_out.batch(inds.tolist(), ids.pad).to(accelerator.device)
-        responses, _ = sample(contexts, uniforms[inds].to(contexts.device), temperature=temperature)
-        mask, stopped = response_mask(responses, ids.stops)
-        prompts, answers = ([texts[i] for i in inds] for texts in (held_out.texts, held_out.answers))
-        texts = to_texts(tokenizer, responses, ids)
-        right = torch.tensor([verifier(prompts, texts, answers) for verifier in verifiers]).T > 0  # (rows, verifiers)
-        return responses, mask.sum(1), stopped.double(), right.double().to(mask.device)
-
-    def solve_all(temperature: float, uniforms: Tensor) -> problems.Solved:
-        with actor_critic.sampling():
-            of_rows, chunk = partial(solve, temperature, uniforms), sizes.local_rollout_batch
-            responses, *numbers = processes.map_rows(of_rows, len(held_out), chunk, accelerator)
-        return problems.Solved(to_texts(tokenizer, responses, ids), *numbers)
-
-    shape = (len(held_out), args.task.response_length)
-    greedy, sampled = solve_all(GREEDY, torch.full(shape, 0.5, dtype=torch.float64)), []
-    for number in range(samples):
-        generator = lm.keyed_generator(args.seed, "evaluate", number)
-        sampled.append(solve_all(args.eval_temperature, torch.rand(shape, generator=generator, dtype=torch.float64)))
-    return problems.evaluation(held_out, args.task.kind_column, names, greedy, sampled)
+    args, task = setup.args, setup.args.task
+    of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if task.answer_format == "hashes" else []
+    names, field = list(dict.fromkeys([args.rewards.verifier, *of_hashes])), "rewards.verifier"
+    verifiers = [scorers.load_verifier(name, field, task.response_prefix, on_all_processes=True) for name in names]
+    chunk, shape = setup.sizes.local_rollout_batch, (len(held_out), task.response_length)
+    by = partial(problems.solve, held_out, sample, verifiers, setup.tokenizer, setup.ids, chunk, setup.accelerator)
+    with actor_critic.sampling():
+        greedy, sampled = by(problems.GREEDY, torch.full(shape, 0.5, dtype=torch.float64)), []
+        for number in range(samples):
+            generator = lm.keyed_generator(args.seed, "evaluate", number)
+            uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
+            sampled.append(by(args.eval_temperature, uniforms))
+    return problems.evaluation(held_out, task.kind_column, names, greedy, sampled)
 
 
 def show_right_and_wrong(this_run: run.Run, step: int, rows: list[dict[str, Any]]) -> None:
@@ -617,20 +582,28 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
 Source = tuple[Callable[..., Tensor], float]  # (prompts, queries, responses, texts, answers) -> (rows,); its weight
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What the parts of a run have in common, and what no update changes."""
+
+    args: Args
+    sizes: PpoSizes
+    tokenizer: PreTrainedTokenizerBase
+    ids: problems.TaskIds
+    problems: problems.Problems  # to train on
+    sources: dict[str, Source]  # what scores, under its name; the verifier first
+    accelerator: Accelerator
+
+
 def fill_batch(
-    roll_out: Callable[[int], Rollout],
-    rounds: int,
-    surplus: Rollout | None,
-    ppo: PpoArgs,
-    sizes: PpoSizes,
-    pad_id: int,
-    accelerator: Accelerator,
+    setup: Setup, roll_out: Callable[[int], Rollout], rounds: int, surplus: Rollout | None
 ) -> tuple[Rollout, list[Rollout], Rollout | None, int]:
     """Steps 1 to 4: one round, or with filter_groups as many as the batch needs.
 
     rounds: made since the run began; surplus: groups that the last update left over, those of all processes. Returns
     this process's rows of the batch, and of all rounds; the new surplus, and the rounds made.
     """
+    ppo, sizes, accelerator = setup.args.ppo, setup.sizes, setup.accelerator
     if not ppo.filter_groups:
         batch = roll_out(rounds)
         return batch, [batch], None, rounds + 1
@@ -647,14 +620,9 @@ def fill_batch(
         rounds += 1
         everyone = Rollout(*(accelerator.gather(tensor.contiguous()) for tensor in generated[-1].tensors().values()))
         pool.append(everyone.rows(scores_differ(everyone)))
-    whole = join(pool, pad_id)
-    start = accelerator.process_index * sizes.local_batch
-    return (
-        whole.rows(slice(start, start + sizes.local_batch)),
-        generated,
-        whole.rows(slice(sizes.batch, None)),
-        rounds,
-    )
+    whole, start = join(pool, setup.ids.pad), accelerator.process_index * sizes.local_batch
+    share, rest = slice(start, start + sizes.local_batch), slice(sizes.batch, None)
+    return whole.rows(share), generated, whole.rows(rest), rounds
 
 
 def scores_differ(rollout: Rollout) -> Tensor:
@@ -665,57 +633,47 @@ def scores_differ(rollout: Rollout) -> Tensor:
 
 
 def rollout(
-    actor_critic: ActorCritic,
-    reference: Reference | None,
-    sample: Sampler,
-    sources: dict[str, Source],
-    source: problems.Problems,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: problems.TaskIds,
-    args: Args,
-    sizes: PpoSizes,
-    rank: int,
-    version: int,
-    number: int,
+    setup: Setup, actor_critic: ActorCritic, reference: Reference | None, sample: Sampler, version: int, number: int
 ) -> Rollout:
     """Steps 1 to 4: n responses to each of the prompts of a round, the rows of this process.
 
-    sample: a sampler as the built-in one. version: updates that the policy has seen; number: of the round.
+    sample: as ActorCritic.sample. version: updates that the policy has seen; number: of the round.
     """
-    task, shaping, n = args.task, args.rewards, args.ppo.samples_per_prompt
-    device, chunk = next(actor_critic.parameters()).device, sizes.local_rollout_batch
+    args, sizes, ids, task, shaping = setup.args, setup.sizes, setup.ids, setup.args.task, setup.args.rewards
+    n, device, chunk = args.ppo.samples_per_prompt, setup.accelerator.device, sizes.local_rollout_batch
     # 1. Draw problems. Every process draws all of them, n times, and takes its rows.
-    inds = problems.problems_of_batch(len(source), sizes.round_prompts, number, args.seed).repeat_interleave(n)
-    rows = slice(rank * sizes.local_round, (rank + 1) * sizes.local_round)
-    queries = source.batch(inds.tolist(), ids.pad)[rows].to(device)  # (local_round, context_length)
-    groups = number * sizes.round_prompts + torch.arange(len(inds))[rows] // n
-    inds = inds[rows]
-    prompts, answers = ([texts[i] for i in inds] for texts in (source.texts, source.answers))
+    drawn = problems.problems_of_batch(len(setup.problems), sizes.round_prompts, number, args.seed)
+    first = setup.accelerator.process_index * sizes.local_round
+    rows = slice(first, first + sizes.local_round)
+    everything = drawn.repeat_interleave(n)
+    queries = setup.problems.batch(everything.tolist(), ids.pad)[rows].to(device)  # (local_round, context_length)
+    groups = number * sizes.round_prompts + torch.arange(len(everything))[rows] // n
+    inds = everything[rows]
+    prompts, answers = ([texts[i] for i in inds] for texts in (setup.problems.texts, setup.problems.answers))
     uniforms = lm.episode_noise(args.seed, number, sizes.round, task.response_length)[rows].to(device)
 
     # 2. Generate responses, up to the first stop id; log-probs and values as the training pass has them.
-    responses, sampler_logprobs = processes.in_chunks(
-        partial(sample, temperature=task.temperature), chunk, queries, uniforms
-    )
+    by_policy = partial(sample, temperature=task.temperature)
+    responses, sampler_logprobs = processes.in_chunks(by_policy, chunk, queries, uniforms)
     mask, stopped = response_mask(responses, ids.stops)
     query_responses = torch.cat([queries, responses], dim=1)
     # [V76] [V82] What the first pass of training will find, so that the ratio starts at 1; the sampler's are kept.
     #       dp_actor.py#L543, dp_actor.py#L590
-    full = shaping.kl_estimator == "full"
+    asked = reference if shaping.kl_estimator == "full" else None
 
-    def read(tokens: Tensor, mask: Tensor, _: int) -> tuple[Tensor, ...]:
-        logprobs, values, _, exact_kl = actor_critic(tokens, mask, ids.pad, reference if full else None)
+    def read(tokens: Tensor, mask: Tensor, longest: int) -> tuple[Tensor, ...]:
+        logprobs, values, _, exact_kl = actor_critic(tokens, mask, ids.pad, asked, longest)
         # 3. Log-probs of the reference.
-        return logprobs, values, reference.logprobs(ids.pad, tokens, mask) if reference else logprobs, exact_kl
+        theirs = reference.logprobs(ids.pad, tokens, mask, longest) if reference else logprobs
+        return logprobs, values, theirs, exact_kl
 
     lengths = (query_responses != ids.pad).sum(1).cpu()
-    passes = processes.plan_passes(
-        lengths, device, args.ppo.local_micro_batch_size, args.ppo.local_micro_batch_tokens
-    )
+    knobs = (args.ppo.local_micro_batch_size, args.ppo.local_micro_batch_tokens)
+    passes = processes.plan_passes(lengths, device, *knobs)
     logprobs, values, ref_logprobs, exact_kl = processes.in_passes(read, passes, query_responses, mask)
 
     # 4. Score.
-    parts, raw_scores = score_responses(sources, tokenizer, ids, prompts, answers, queries, responses)
+    parts, raw_scores = score_responses(setup, prompts, answers, queries, responses)
     # [V22] What cannot be scored has no token that counts.
     mask = mask & raw_scores.isfinite().unsqueeze(1)
     raw_scores = raw_scores.nan_to_num(0)
@@ -724,62 +682,31 @@ def rollout(
     if args.ppo.advantage == "remax":
         # [V41] One greedy response for each prompt more; it is no episode.   ray_trainer.py#L1404-L1443
         half = torch.full_like(uniforms[::n], 0.5)
-        greedy, _ = processes.in_chunks(partial(sample, temperature=GREEDY), chunk, queries[::n], half)
+        greedy, _ = processes.in_chunks(partial(sample, temperature=problems.GREEDY), chunk, queries[::n], half)
         greedy_mask, greedy_stopped = response_mask(greedy, ids.stops)
-        _, raw = score_responses(sources, tokenizer, ids, prompts[::n], answers[::n], queries[::n], greedy)
+        _, raw = score_responses(setup, prompts[::n], answers[::n], queries[::n], greedy)
         baselines = punish(raw.nan_to_num(0), greedy_mask.sum(1), greedy_stopped, shaping, task.response_length)
         baselines = baselines.repeat_interleave(n)
     cut = ~stopped if shaping.mask_truncated else torch.zeros_like(stopped)
-    nothing = torch.zeros_like(logprobs)
-    return Rollout(
-        query_responses=query_responses,
-        mask=mask,
-        loss_mask=mask & ~cut.unsqueeze(1),
-        logprobs=logprobs,
-        sampler_logprobs=sampler_logprobs,
-        ref_logprobs=ref_logprobs,
-        exact_kl=exact_kl,
-        values=values,
-        rewards=nothing,
-        non_score_rewards=nothing,
-        kl=nothing,
-        parts=parts,
-        raw_scores=raw_scores,
-        scores=scores,
-        baselines=baselines,
-        stopped=stopped,
-        problems=inds.to(device),
-        groups=groups.to(device),
-        versions=torch.full_like(groups, version).to(device),
-    )
-
-
-def to_texts(tokenizer: PreTrainedTokenizerBase, responses: Tensor, ids: problems.TaskIds) -> list[str]:
-    """Responses (rows, response_length) as verifiers and people read them, without what ends them."""
-    hidden = {ids.pad, *ids.stops}
-    return [
-        tokenizer.decode([token for token in row if token not in hidden], skip_special_tokens=True)
-        for row in responses.tolist()
-    ]
+    per_token = {"logprobs": logprobs, "values": values, "ref_logprobs": ref_logprobs, "exact_kl": exact_kl}
+    per_token |= {"sampler_logprobs": sampler_logprobs, "loss_mask": mask & ~cut.unsqueeze(1)}
+    per_token |= dict.fromkeys(("rewards", "non_score_rewards", "kl"), torch.zeros_like(logprobs))
+    per_row = {"parts": parts, "raw_scores": raw_scores, "scores": scores, "baselines": baselines, "stopped": stopped}
+    per_row |= {"problems": inds, "groups": groups, "versions": torch.full_like(groups, version)}
+    per_row = {name: tensor.to(device) for name, tensor in per_row.items()}
+    return Rollout(query_responses=query_responses, mask=mask, **per_token, **per_row)
 
 
 def score_responses(
-    sources: dict[str, Source],
-    tokenizer: PreTrainedTokenizerBase,
-    ids: problems.TaskIds,
-    prompts: list[str],
-    answers: list[str],
-    queries: Tensor,
-    responses: Tensor,
+    setup: Setup, prompts: list[str], answers: list[str], queries: Tensor, responses: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What each source says (rows, sources), and their weighted sum (rows,): NaN where one of them cannot say."""
-    texts = to_texts(tokenizer, responses, ids)
-    said = [of_source(prompts, texts, answers, queries, responses) for of_source, _ in sources.values()]
-    parts = torch.stack([part.to(responses.device) for part in said], 1)
+    texts = problems.to_texts(setup.tokenizer, responses, setup.ids)
+    functions, weights = zip(*setup.sources.values(), strict=True)
     # [V23] [V18] Of the response alone; the prompt may hold an example's answer.   reward_manager/naive.py#L74-L91
-    return parts, parts @ torch.tensor(
-        [weight for _, weight in sources.values()], device=parts.device, dtype=parts.dtype
-    )
+    said = [function(prompts, texts, answers, queries, responses).to(responses.device) for function in functions]
+    parts = torch.stack(said, 1)
+    return parts, parts @ parts.new_tensor(weights)
 
 
 def punish(
@@ -800,10 +727,8 @@ def punish(
 
 def with_rewards(batch: Rollout, kl_coef: float, name: str) -> Rollout:
     """Step 5: the rollout with rewards, of the scores and of the KL that has this name."""
-    ref_logprobs = (
-        batch.logprobs - batch.exact_kl if name == "full" else batch.ref_logprobs
-    )  # k1 then is the exact one
-    name = "k1" if name == "full" else name
+    exact = batch.logprobs - batch.exact_kl  # k1 of this is the exact KL
+    ref_logprobs, name = (exact, "k1") if name == "full" else (batch.ref_logprobs, name)
     found = compute_rewards(batch.scores, batch.logprobs, ref_logprobs, batch.mask, kl_coef, name)
     return dataclasses.replace(batch, **dict(zip(("rewards", "non_score_rewards", "kl"), found, strict=True)))
 
@@ -911,6 +836,7 @@ def update(
     # 7. Epochs over minibatches.
     steps: list[dict[str, Tensor]] = []
     lengths, device = (batch.query_responses != pad_id).sum(1).cpu(), advantages.device
+    knobs = (ppo.local_micro_batch_size, ppo.local_micro_batch_tokens)
     for order in orders:
         for mb_inds in order:  # (local_minibatch,), on the CPU
             # [V60] [V61] Counts of the whole minibatch on all processes: a token weighs the same in whatever
@@ -920,14 +846,12 @@ def update(
                 optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
             # [V77] Rows of about one length at a time: little padding, and a sum that is the same.
-            for micro_batch in processes.plan_passes(
-                lengths[mb_inds], device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
-            ):
+            for micro_batch in processes.plan_passes(lengths[mb_inds], device, *knobs):
                 inds = mb_inds[micro_batch.rows].to(device)
                 mb, mb_advantages, mb_returns = batch.rows(inds), advantages[inds], returns[inds]
                 total = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
                 new_logprobs, new_values, entropies, exact_kl = actor_critic(
-                    mb.query_responses, mb.loss_mask, pad_id, asked
+                    mb.query_responses, mb.loss_mask, pad_id, asked, micro_batch.longest
                 )
                 losses, clipped, clipped_below = token_losses(
                     *(new_logprobs, mb.logprobs, mb_advantages, mb.loss_mask, ppo.loss),
@@ -957,7 +881,9 @@ def update(
             processes.average_gradients(actor_critic, accelerator)
             # [V72] The critic, then the policy, each clipped for itself over the whole minibatch.
             #       dp_critic.py#L134-L151
-            norms = {name: clip_gradients(optimizer, ppo.max_grad_norm) for name, optimizer in optimizers.items()}
+            norms = {
+                name: processes.clip_gradients(optimizer, ppo.max_grad_norm) for name, optimizer in optimizers.items()
+            }
             if "value" in optimizers:
                 optimizers["value"].step()
             # [V71] In the first critic_warmup updates, exactly, the policy is left alone.   ray_trainer.py#L1604
@@ -966,12 +892,6 @@ def update(
             sums = {name: sum(share[name].detach() for share in shares) for name in shares[0]}
             steps.append(sums | {f"{name}/grad_norm": norm for name, norm in norms.items()})
     return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}, (advantages, returns)
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> Tensor:
-    """Scale the gradients of its parameters to a norm of at most this; returns the norm before, 0-d."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return processes.full_tensor(nn.utils.clip_grad_norm_(parameters, most))
 
 
 def compute_advantages(batch: Rollout, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -1256,16 +1176,10 @@ def token_statistics(
     """A micro-batch's shares of means over the tokens of its minibatch, of which there are so many."""
     log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0).double()
     square = (log_ratio.exp() - 1) ** 2
-    fresh = (mb.versions == version).unsqueeze(
-        1
-    )  # what an earlier policy has sampled starts with another ratio than 1
+    fresh = (mb.versions == version).unsqueeze(1)  # what an earlier policy has sampled starts off 1
     numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
-    numbers |= {
-        "policy/entropy_avg": entropies,
-        "val/ratio": log_ratio.exp(),
-        "square": square,
-        "first": square * fresh,
-    }
+    numbers |= {"policy/entropy_avg": entropies, "val/ratio": log_ratio.exp()}
+    numbers |= {"square": square, "first": square * fresh}
     return {name: aggregate(x.double(), mb.loss_mask, "token-mean", tokens=tokens) for name, x in numbers.items()}
 
 
@@ -1329,40 +1243,34 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
 @torch.no_grad()
 def trace_groups(
     this_run: run.Run,
-    number: int,
-    batch: Rollout,
-    estimate: Estimate,
+    setup: Setup,
     actor_critic: ActorCritic,
-    reference: Reference | None,
-    sample: Sampler,
-    sources: dict[str, Source],
-    source: problems.Problems,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: problems.TaskIds,
-    args: Args,
-    sizes: PpoSizes,
+    roll_out: Callable[..., Rollout],
+    batch: Rollout,
+    advantages: Tensor,
+    number: int,
     kl_coef: float,
 ) -> None:
     """Keep what report.py shows: the first groups of the batch, and a few prompts that are answered again each time.
 
     Both with the policy after the update; the latter with the same noise. Every process must call this.
     """
-    ppo, n = args.ppo, args.ppo.samples_per_prompt
+    sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
     prompts = min(math.ceil(run.TRACED / n), sizes.local_batch // n)
-    rows = prompts * n
-    few = dataclasses.replace(sizes, round=rows, round_prompts=prompts, local_round=rows)
+    everywhere = prompts * setup.accelerator.num_processes
+    few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
     with actor_critic.sampling():
-        material = (sample, sources, source, tokenizer, ids, args, few)
-        again = rollout(actor_critic, reference, *material, rank=0, version=number + 1, number=0)
-    again = with_rewards(again, kl_coef, args.rewards.kl_estimator)
+        again = roll_out(dataclasses.replace(setup, sizes=few), version=number + 1, number=0)
+    again = with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
     # Those that are answered again are whitened among themselves.
-    pairs = ((batch.rows(slice(rows)), estimate[0][:rows]), (again, compute_advantages(again, ppo, torch.clone)[0]))
-    for repeated, (one, advantages) in enumerate(pairs):
+    advantages_again, _ = compute_advantages(again, ppo, torch.clone)
+    trained, trained_advantages = batch.rows(slice(prompts * n)), advantages[: prompts * n]
+    for repeated, one, advantages in ((False, trained, trained_advantages), (True, again, advantages_again)):
         names = ("logprobs", "sampler_logprobs", "ref_logprobs", "kl", "rewards", "values")
         of_tokens = {name: getattr(one, name) for name in names if name != "values" or actor_critic.critic}
         of_tokens |= {"mask": one.loss_mask, "scored": one.mask, "advantages": advantages}
         if not repeated:
-            new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, ids.pad)
+            new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, setup.ids.pad)
             _, clipped, _ = token_losses(
                 *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss),
                 **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
@@ -1370,30 +1278,27 @@ def trace_groups(
             of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
             of_tokens |= {"ratio": torch.exp(new_logprobs - one.logprobs)}
         of_episodes = {name: getattr(one, name) for name in ("scores", "raw_scores", "stopped", "groups")}
-        of_episodes |= {name: one.parts[:, i] for i, name in enumerate(sources)}
-        length = one.mask.shape[1]
-        queries, responses = one.query_responses[:, :-length], one.query_responses[:, -length:]
-        texts = {"answer": [source.answers[i] for i in one.problems.tolist()]}
-        this_run.trace(
-            number, tokenizer, ids.pad, queries, responses, of_tokens, of_episodes, again=bool(repeated), **texts
-        )
+        of_episodes |= {name: one.parts[:, i] for i, name in enumerate(setup.sources)}
+        tokens = one.query_responses.tensor_split([-one.mask.shape[1]], dim=1)
+        answers = [setup.problems.answers[i] for i in one.problems.tolist()]
+        told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens, of_episodes)
+        this_run.trace(number, *told, again=repeated, answer=answers)
 
 
 def update_metrics(
+    setup: Setup,
     batch: Rollout,
     generated: list[Rollout],
     estimate: Estimate,
     steps: dict[str, Tensor],
-    this_run: run.Run,
     version: int,
-    sources: Collection[str],
 ) -> dict[str, float]:
     """The metrics of an update. Every process adds its shares, and all get the same numbers.
 
     generated: all that was sampled; estimate and steps: what update returns. Raises a NumericalError if the numbers
     cannot be right.
     """
-    accelerator = this_run.accelerator
+    accelerator = setup.accelerator
     names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores")
     one = {name: torch.cat([getattr(part, name) for part in generated]) for name in names}
     live, lengths, right = one["mask"].any(1), one["mask"].sum(1), one["parts"][:, 0] > 0
@@ -1402,7 +1307,7 @@ def update_metrics(
     of_responses = {
         "objective/scores": one["scores"],
         "objective/verifiable_correct_rate": right,
-        **{f"objective/{name}_reward": one["parts"][:, i] for i, name in enumerate(sources)},
+        **{f"objective/{name}_reward": one["parts"][:, i] for i, name in enumerate(setup.sources)},
         "val/sequence_lengths": lengths,
         "val/stop_token_rate": one["stopped"],
         "val/groups_zero_std": ~torch.cat([scores_differ(part) for part in generated]),
@@ -1427,15 +1332,11 @@ def update_metrics(
     of_values |= {"error": errors, "square_of_error": errors**2}
     critic = "value/grad_norm" in steps
     m = processes.means_over(
-        *(
-            (live, of_responses),
-            (batch.mask.any(1), of_episodes),
-            (batch.mask, of_tokens | (of_values if critic else {})),
-        ),
-        *(
-            (live & right, {"val/sequence_lengths_correct": lengths}),
-            (torch.ones_like(live), {"val/unscorable": ~live}),
-        ),
+        (live, of_responses),
+        (batch.mask.any(1), of_episodes),
+        (batch.mask, of_tokens | (of_values if critic else {})),
+        (live & right, {"val/sequence_lengths_correct": lengths}),
+        (torch.ones_like(live), {"val/unscorable": ~live}),
         (live & ~right, {"val/sequence_lengths_incorrect": lengths}),
         accelerator=accelerator,
     )
@@ -1444,34 +1345,27 @@ def update_metrics(
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
     m |= {"val/ratio_var": m["square"] - (m["val/ratio"] - 1) ** 2, "val/first_ratio_gap": math.sqrt(m["first"])}
     if critic:
-        variances = [
-            m[f"square_of_{x}"] - m[name] ** 2 for x, name in (("error", "error"), ("return", "val/returns"))
-        ]
-        m["val/explained_var"] = 1 - variances[0] / max(variances[1], 1e-12)
+        variance_of_errors = m["square_of_error"] - m["error"] ** 2
+        variance_of_returns = m["square_of_return"] - m["val/returns"] ** 2
+        m["val/explained_var"] = 1 - variance_of_errors / max(variance_of_returns, 1e-12)
     everyone = accelerator.gather(lengths)
     m |= {"val/sequence_lengths_min": everyone.min().item(), "val/sequence_lengths_max": everyone.max().item()}
     of_critic = () if critic else ("loss/value_avg", "val/clipfrac_avg")
     metrics = {name: m[name] for name in m if "/" in name and name not in of_critic}
-    processes.check_update(metrics, version, this_run.args.dtype, gap="val/first_ratio_gap")
+    processes.check_update(metrics, version, setup.args.dtype, gap="val/first_ratio_gap")
     return metrics
 
 
-def sample_rows(
-    batch: Rollout,
-    advantages: Tensor,
-    source: problems.Problems,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: problems.TaskIds,
-    n: int,
-) -> list[dict[str, Any]]:
+def sample_rows(setup: Setup, batch: Rollout, advantages: Tensor) -> list[dict[str, Any]]:
     """The first group, at most four of it, as texts with scores, and the mean advantage of their tokens."""
+    n = setup.args.ppo.samples_per_prompt
     rows = batch.rows(slice(0, min(n, 4) if n > 1 else 3))
     responses = rows.query_responses[:, -rows.mask.shape[1] :]
     mean = advantages[: len(responses)].sum(1) / rows.mask.sum(1).clamp(min=1)
     columns = {
-        "prompt": [source.texts[i] for i in rows.problems],
-        "response": to_texts(tokenizer, responses, ids),
-        "answer": [source.answers[i] for i in rows.problems],
+        "prompt": [setup.problems.texts[i] for i in rows.problems],
+        "response": problems.to_texts(setup.tokenizer, responses, setup.ids),
+        "answer": [setup.problems.answers[i] for i in rows.problems],
         "score": rows.scores.tolist(),
         "advantage": mean.tolist(),
     }
@@ -1499,12 +1393,6 @@ PANELS = {
 # ---- Plumbing: sizes, networks and sources to load, learning rates, checkpoints, the saved models --------------
 
 
-K_WARNING = (
-    "in the reward, its gradient vanishes near the reference and can point away from it further out; "
-    "that of k1 is the gradient of the KL divergence"
-)
-
-
 def check_arguments(args: Args) -> None:
     """Refuse what cannot be meant."""
     ppo, shaping = args.ppo, args.rewards
@@ -1518,12 +1406,11 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "lora.", args.lora, "rank")
     cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_low", "cliprange_high", "adam_eps", "max_grad_norm")
     cli.above_zero(
-        "ppo.", ppo, *[name for name in ("dual_clip", "cliprange_value") if getattr(ppo, name) is not None]
+        "ppo.", ppo, *(name for name in ("dual_clip", "cliprange_value") if getattr(ppo, name) is not None)
     )
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
-    problem = next((said for wrong, said in impossible(args) if wrong), "")
-    if problem:
+    for problem in impossible(args):
         raise InputError(problem)
 
 
@@ -1531,53 +1418,49 @@ def warn(shaping: RewardsArgs) -> None:
     """Say what may not be meant."""
     # [V48] verl and TRL offer these without a word.   ray_trainer.py#L86-L108
     if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
-        print(f"{cli.flag('rewards.kl_estimator')} {shaping.kl_estimator}: {K_WARNING}")
+        print(
+            f"{cli.flag('rewards.kl_estimator')} {shaping.kl_estimator}: in the reward, its gradient vanishes near "
+            f"the reference and can point away from it further out; that of k1 is the gradient of the KL divergence"
+        )
     # [V56] Allowed, and said.   verl/utils/config.py#L181
     if shaping.kl_coef and shaping.kl_loss_coef and shaping.kl_estimator != "full":
         print(f"{cli.flag('rewards.kl_coef')} and {cli.flag('rewards.kl_loss_coef')} both penalise the KL")
 
 
-def impossible(args: Args) -> list[tuple[bool, str]]:
-    """What does not go together, and what to say of it."""
+def impossible(args: Args) -> Iterator[str]:
+    """What does not go together."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
-    return [
-        # [V35] verl trains on raw rewards then.   core_algos.py#L309-L311
-        (
-            ppo.advantage in IN_GROUPS and n < 2,
+    of_prompt = flag("ppo.samples_per_prompt")
+    # [V35] verl trains on raw rewards then.   core_algos.py#L309-L311
+    if ppo.advantage in IN_GROUPS and n < 2:
+        yield (
             f"{flag('ppo.advantage')} {ppo.advantage} compares the responses to a prompt; "
-            f"{flag('ppo.samples_per_prompt')} {n} must be at least 2",
-        ),
-        (
-            ppo.filter_groups and n < 2,
-            f"{flag('ppo.filter_groups')} needs {flag('ppo.samples_per_prompt')} 2 or more",
-        ),
-        # [V51] Together they are the gradient of the sequence's KL; in the reward alone it points away.
-        (
-            bool(shaping.kl_coef) and shaping.kl_estimator == "full" and not full_in_loss,
+            f"{of_prompt} {n} must be at least 2"
+        )
+    if ppo.filter_groups and n < 2:
+        yield f"{flag('ppo.filter_groups')} needs {of_prompt} 2 or more"
+    # [V51] Together they are the gradient of the sequence's KL; in the reward alone it points away.
+    if shaping.kl_coef and shaping.kl_estimator == "full" and not full_in_loss:
+        yield (
             f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
-            f"{flag('rewards.kl_loss_coef')}: in the reward alone its gradient points away from the reference",
-        ),
-        # [V56] A coefficient that cannot act is an error.   verl/utils/config.py#L181
-        (
-            shaping.adaptive_kl.target is not None and not shaping.kl_coef,
-            f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so",
-        ),
-        (
-            ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high),
+            f"{flag('rewards.kl_loss_coef')}: in the reward alone its gradient points away from the reference"
+        )
+    # [V56] A coefficient that cannot act is an error.   verl/utils/config.py#L181
+    if shaping.adaptive_kl.target is not None and not shaping.kl_coef:
+        yield f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so"
+    if ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high):
+        yield (
             f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "
-            f"{flag('ppo.cliprange_high')}; None switches it off",
-        ),
-        (
-            ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean",
-            f"{flag('ppo.loss')} gspo goes with {flag('ppo.loss_aggregation')} seq-mean-token-mean alone",
-        ),
-        (
-            shaping.overlong_buffer > args.task.response_length,
+            f"{flag('ppo.cliprange_high')}; None switches it off"
+        )
+    if ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean":
+        yield f"{flag('ppo.loss')} gspo goes with {flag('ppo.loss_aggregation')} seq-mean-token-mean alone"
+    if shaping.overlong_buffer > args.task.response_length:
+        yield (
             f"{flag('rewards.overlong_buffer')} {shaping.overlong_buffer} is more than "
-            f"{flag('task.response_length')} {args.task.response_length}",
-        ),
-    ]
+            f"{flag('task.response_length')} {args.task.response_length}"
+        )
 
 
 @dataclass(frozen=True)
@@ -1684,17 +1567,13 @@ def load_critic(args: Args, vocab_size: int) -> lm.RewardModel:
     return critic
 
 
-def load_sources(
-    args: Args, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds, accelerator: Accelerator
-) -> dict[str, Source]:
+def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) -> dict[str, Source]:
     """What scores, under its name, with its weight; the verifier first."""
-    shaping = args.rewards
+    shaping, prefix = args.rewards, args.task.response_prefix
 
     def of_texts(name: str, field: str) -> Callable[..., Tensor]:
-        verifier = scorers.load_verifier(name, field, args.task.response_prefix, on_all_processes=True)
-        return lambda prompts, texts, answers, *_: torch.tensor(
-            verifier(prompts, texts, answers), dtype=torch.float64
-        )
+        says = scorers.load_verifier(name, field, prefix, on_all_processes=True)
+        return lambda prompts, texts, answers, *_: torch.tensor(says(prompts, texts, answers), dtype=torch.float64)
 
     sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
     if shaping.format:
@@ -1703,10 +1582,8 @@ def load_sources(
         model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
         models.place(model, accelerator)
 
-        def of_model(
-            prompts: list[str], texts: list[str], answers: list[str], queries: Tensor, responses: Tensor
-        ) -> Tensor:
-            return model(torch.cat([queries, responses], 1), ids.pad).double()
+        def of_model(*given: Any) -> Tensor:
+            return model(torch.cat(given[-2:], 1), ids.pad).double()
 
         sources["reward_model"] = of_model, shaping.trained_weight
     return sources
@@ -1714,15 +1591,11 @@ def load_sources(
 
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
     """One for the policy, and one for the critic if there is one."""
-
     # [V73] AdamW, its learning rates constant if nothing else is asked for.
-    def adamw(network: nn.Module, lr: float) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}
-        return torch.optim.AdamW(trained, lr, **settings)
-
-    networks = networks_of(actor_critic)
-    return {name: adamw(network, ppo.critic_lr if name == "value" else ppo.lr) for name, network in networks.items()}
+    settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}
+    networks, rates = networks_of(actor_critic), {"policy": ppo.lr, "value": ppo.critic_lr}
+    trained = {name: list(run.trained_parameters(network).values()) for name, network in networks.items()}
+    return {name: torch.optim.AdamW(trained[name], rates[name], **settings) for name in networks}
 
 
 def networks_of(actor_critic: ActorCritic) -> dict[str, nn.Module]:

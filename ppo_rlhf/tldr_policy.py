@@ -207,7 +207,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 1. Sample posts. Every process draws the whole batch and takes its rows.
                 inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
                 queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
-                query_passes = processes.plan_passes((queries != ids.pad).sum(1), device, chunk)
+                lengths, uses = (queries != ids.pad).sum(1), task.response_length
+                query_passes = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size, uses=uses)
                 queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
                 uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 

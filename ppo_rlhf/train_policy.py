@@ -192,15 +192,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate responses; keep their log-probs and values.
-                passes = processes.plan_passes(lengths, device, sizes.local_rollout_batch)
+                plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size, uses=task.response_length)
                 context_responses, logprobs, values, sampler_gap = processes.in_passes(
-                    partial(respond, policy, ids, task.temperature), passes, contexts, uniforms
+                    partial(respond, policy, ids, task.temperature), plan, contexts, uniforms
                 )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
 
                 # 3. Log-probs of the reference.
-                passes = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size)
+                plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size)
                 read_reference = partial(reference_logprobs, reference, ids, task.temperature)
-                ref_logprobs = processes.in_passes(read_reference, passes, context_responses)
+                ref_logprobs = processes.in_passes(read_reference, plan, context_responses)
 
                 # 4. Truncate and score.
                 responses = context_responses[:, ids.context_length :]  # (local_batch, response_length)

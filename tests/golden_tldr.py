@@ -346,7 +346,7 @@ def steered(case: dict, temperature: float, responses: list[torch.Tensor]) -> Re
     return lm, "generate_until", wrapper
 
 
-def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0) -> list[processes.Pass]:
+def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[processes.Pass]:
     """Passes as the original has them."""
     parts = torch.arange(len(lengths)).split(rows or len(lengths))
     return [processes.Pass(part, int(lengths.max())) for part in parts]

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from pathlib import Path
 from unittest.mock import patch
 
@@ -108,3 +109,18 @@ def samples_of(folder: Path) -> list[dict]:
 def only(folder: Path, pattern: str) -> Path:
     (found,) = folder.glob(pattern)
     return found
+
+
+def explained_metrics(chapter: int) -> set[str]:
+    """Metrics that docs/metrics.md explains: a row names one in full, or after another of its kind by its last part.
+
+    What stands between < and > is any text.
+    """
+    page = (Path(__file__).parent.parent / "docs/metrics.md").read_text()
+    named, part = set(), page.partition(f"## Chapter {chapter}\n")[2].partition("\n## ")[0]
+    for row in re.findall(r"^\| (`[^|]+`[^|]*) \|", part, re.MULTILINE):
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            folder = name.rpartition("/")[0] or folder
+            named.add(f"{folder}/{name}" if folder and "/" not in name else name)
+    return named

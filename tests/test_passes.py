@@ -126,7 +126,7 @@ class Read:
         self.tokens += inputs[0].numel()
 
 
-def everything_at_once(lengths, device, rows=0, tokens=0) -> list[processes.Pass]:
+def everything_at_once(lengths, *_, **__) -> list[processes.Pass]:
     return [processes.Pass(torch.arange(len(lengths)), 10**6)]
 
 

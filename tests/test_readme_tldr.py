@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from runs import explained_metrics
 
 from ppo_rlhf import judge
 from ppo_rlhf.lib.posts import rouge
@@ -14,7 +15,6 @@ from ppo_rlhf.worlds.posts import gold_scores
 
 ROOT = Path(__file__).parent.parent
 CHAPTER2 = (ROOT / "docs/chapter2.md").read_text()
-METRICS = (ROOT / "docs/metrics.md").read_text()
 DEMO = ROOT / "static/demo-tldr"
 RUNS = ("sft", "reward", "policy")
 
@@ -138,14 +138,7 @@ def test_the_run_whose_reward_model_was_misled():
 
 
 def test_every_metric_is_explained():
-    """In the table of chapter 2: a row names a metric in full, or after another of the same kind by its last part."""
-    part = METRICS.partition("## Chapter 2\n")[2]
-    named = {"step"}
-    for row in re.findall(r"^\| (`[^|]+`[^|]*) \|", part, re.MULTILINE):
-        folder = ""
-        for name in re.findall(r"`([^`]+)`", row):
-            folder = name.rpartition("/")[0] or folder
-            named.add(f"{folder}/{name}" if folder and "/" not in name else name)
+    named = explained_metrics(2) | {"step"}
     for run in RUNS:
         with (DEMO / f"{run}_metrics.csv").open() as file:
             for name in next(csv.reader(file)):

@@ -4,13 +4,14 @@ import csv
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from processes import launch, launch_together
-from runs import build_tiny_sums, metrics_of, only, samples_of
+from runs import explained_metrics, metrics_of, only, samples_of
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -21,7 +22,7 @@ from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
-    "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 64 --ppo.nminibatches 2 --save_interval 1 "
+    "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --ppo.nminibatches 2 --save_interval 1 "
     "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 20 "
     "--ppo.local_micro_batch_size 0"
 )
@@ -35,11 +36,6 @@ def some(prompts, responses, answers):
 def never(prompts, responses, answers):
     return [0.0] * len(responses)
 """
-
-
-@pytest.fixture(scope="session")
-def tiny_sums(tmp_path_factory) -> Path:
-    return build_tiny_sums(tmp_path_factory.mktemp("sums"))
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +90,7 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
     folder, _ = ppo_run
     this_run, saved = only(folder, "runs/*"), only(folder, "models/*")
     rows = metrics_of(this_run)
-    assert [row["episode"] for row in rows] == [16, 32, 48, 64] == [row["train/used_episodes"] for row in rows]
+    assert [row["episode"] for row in rows] == [16, 32, 48] == [row["train/used_episodes"] for row in rows]
     assert all(row["val/first_ratio_gap"] < 1e-9 and row["objective/sampler_gap"] < 1e-9 for row in rows)
     assert rows[0]["objective/kl"] == 0 < abs(rows[2]["objective/kl"])
     assert rows[0]["val/mean"] == 0 and rows[2]["val/mean"] != 0  # the critic's head starts at 0 [V70]
@@ -142,7 +138,7 @@ def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_f
         whole, arguments = in_folder(), [*arguments, *extra.split()]
         assert launch("rlvr_policy.py", *arguments, folder=whole).status == 0
     folder = in_folder()
-    for words in ([*arguments, "--ppo.total_episodes", "32"], ["--ppo.total_episodes", "64"]):
+    for words in ([*arguments, "--ppo.total_episodes", "32"], ["--ppo.total_episodes", "48"]):
         resume = ["--resume", str(only(folder, "runs/*"))] if list(folder.glob("runs/*")) else []
         result = launch("rlvr_policy.py", *resume, *words, folder=folder)
         assert result.status == 0, result.stderr
@@ -156,11 +152,11 @@ CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
-@pytest.mark.parametrize(("count", "extra", "environment"), [(2, "", {}), (1, CHUNKS, {}), (2, "", SHARDED)])
-def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_folder, count, extra, environment):
+@pytest.mark.parametrize(("extra", "environment"), [(CHUNKS, {}), ("", SHARDED)])
+def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_folder, extra, environment):
     whole, arguments = ppo_run
     folder = in_folder()
-    results = launch_together(count, "rlvr_policy.py", *arguments, *extra.split(), folder=folder, **environment)
+    results = launch_together(2, "rlvr_policy.py", *arguments, *extra.split(), folder=folder, **environment)
     assert all(result.status == 0 for result in results), results[0].stderr
     for one, other in zip(metrics_of(only(folder, "runs/*")), metrics_of(only(whole, "runs/*")), strict=True):
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
@@ -243,17 +239,18 @@ def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_
 
 SHRUNK = (
     "--dtype float32 --ppo.batch_size {batch} --ppo.total_episodes {batch} --task.response_length 16 "
-    "--save_interval 0 --eval_problems 4 --task.problems {gsm8k} --base_model {model}"
+    "--ppo.samples_per_prompt {n} --save_interval 0 --eval_problems 4 --task.problems {gsm8k} --base_model {model}"
 )
 
 
 @pytest.mark.parametrize("preset", ["gsm8k", "gsm8k-grpo", "dapo", "rloo"])
 def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_folder, monkeypatch, preset):
-    batch = max(8, PRESETS[preset].ppo.samples_per_prompt * 4)
-    words = SHRUNK.format(batch=batch, gsm8k=GSM8K, model=tiny_qwen).split()
+    n = min(4, PRESETS[preset].ppo.samples_per_prompt)
+    batch = max(8, 4 * n)
+    words = SHRUNK.format(batch=batch, n=n, gsm8k=GSM8K, model=tiny_qwen).split()
     if preset == "dapo":
         words += ["--rewards.verifier", "letters:letters", "--ppo.prompts_per_round", "4"]
-        words += ["--rewards.overlong_buffer", "4"]
+        words += ["--rewards.overlong_buffer", "4", "--ppo.nminibatches", "4"]
     rows = run_in(in_folder(), monkeypatch, "--preset", preset, *words)
     assert len(rows) == 1 and rows[0]["val/sequence_lengths_max"] <= 16
     assert rows[0]["eval/gsm8k_strict"] == 0 == rows[0]["eval/gsm8k_format"]
@@ -312,4 +309,13 @@ def test_presets_are_named_by_their_key_and_pass_the_checks():
 def test_metrics_have_one_row_per_update_and_no_column_twice(ppo_run):
     with (only(ppo_run[0], "runs/*") / "metrics.csv").open() as file:
         header, *rows = csv.reader(file)
-    assert len(rows) == 4 and len(set(header)) == len(header)
+    assert len(rows) == 3 and len(set(header)) == len(header)
+
+
+def test_every_metric_is_explained(ppo_run):
+    """A name with <words> stands for many."""
+    patterns = [re.sub("<[a-z]+>", ".+", re.escape(name)) for name in explained_metrics(3)]
+    names = metrics_of(only(ppo_run[0], "runs/*"))[0].keys() - {"step"}
+    assert len(names) > 50 and {name for name in names if not any(re.fullmatch(p, name) for p in patterns)} == set()
+    standing = {name for name in explained_metrics(3) if "<" not in name}
+    assert standing - names == {"objective/format_reward", "objective/reward_model_reward", "eps", "time"}

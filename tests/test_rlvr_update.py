@@ -12,7 +12,7 @@ from test_tldr_math import on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_policy
-from ppo_rlhf.lib import lm, problems
+from ppo_rlhf.lib import lm, problems, processes
 from ppo_rlhf.rlvr_policy import (
     ESTIMATORS,
     ActorCritic,
@@ -21,6 +21,7 @@ from ppo_rlhf.rlvr_policy import (
     Reference,
     RewardsArgs,
     Rollout,
+    Setup,
     draw_minibatches,
     fill_batch,
     ppo_sizes,
@@ -58,12 +59,16 @@ def tokens_and_mask(lengths: list[int] = LENGTHS) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("chunk", [4_096, 5])
-def test_what_is_read_is_what_the_library_says_of_the_row_alone(tiny_models, monkeypatch, architecture, chunk):
-    monkeypatch.setattr(rlvr_policy, "CHUNK", chunk)
+@pytest.mark.parametrize("tokens_of_a_piece", [4_096, 5])
+def test_what_is_read_is_what_the_library_says_of_the_row_alone(
+    tiny_models, monkeypatch, architecture, tokens_of_a_piece
+):
+    monkeypatch.setattr(processes, "LARGEST_PIECE", tokens_of_a_piece * PAD)
     actor_critic, reference = networks(tiny_models, architecture)
     tokens, mask = tokens_and_mask()
-    found = actor_critic(tokens, mask, PAD, reference)
+    found = actor_critic(tokens, mask, PAD, reference, longest=int((tokens != PAD).sum(1).max()))
+    for one, other in zip(found, actor_critic(tokens, mask, PAD, reference), strict=True):  # and without knowing it
+        assert_close(one, other, atol=1e-9, rtol=0)
     assert all((x[~mask] == 0).all() for x in found)
     for row in range(len(tokens)):
         alone = tokens[row][tokens[row] != PAD].unsqueeze(0)
@@ -83,8 +88,8 @@ def test_what_is_read_is_what_the_library_says_of_the_row_alone(tiny_models, mon
 def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
     tokens, mask = tokens_and_mask()
     found = []
-    for chunk in (4_096, 3):
-        monkeypatch.setattr(rlvr_policy, "CHUNK", chunk)
+    for tokens_of_a_piece in (4_096, 3):
+        monkeypatch.setattr(processes, "LARGEST_PIECE", tokens_of_a_piece * PAD)
         actor_critic, reference = networks(tiny_models)
         logprobs, values, entropies, kl = actor_critic(tokens, mask, PAD, reference)
         (logprobs * numbers(1, *mask.shape) + values + entropies - 2 * kl).sum().backward()
@@ -93,14 +98,14 @@ def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
         assert_close(one, other, atol=1e-10, rtol=1e-9)
 
 
-def test_no_column_is_computed_that_is_padding_in_all_rows(tiny_models, monkeypatch):
-    actor_critic, _ = networks(tiny_models)
-    tokens, mask = tokens_and_mask([2, 3, 1])
-    tokens[:, :2] = PAD
+def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
+    actor_critic, reference = networks(tiny_models)
+    tokens, mask = tokens_and_mask([2, 3, 1])  # prompts of 6, 5 and 4 tokens
     read, shapes = lm.read_tokens, []
     monkeypatch.setattr(lm, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more))
-    actor_critic(tokens, mask, PAD)
-    assert shapes == [(3, 4 + 3)] * 2
+    actor_critic(tokens, mask, PAD, reference, longest=8)
+    reference.logprobs(PAD, tokens, mask, longest=8)
+    assert shapes == [(3, 8)] * 4
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------
@@ -303,13 +308,17 @@ def rounds_of(scores: list[list[float]], width: int = 3) -> partial:
     return roll_out
 
 
+def setup_of(ppo: PpoArgs, process) -> Setup:
+    sizes, ids = ppo_sizes(ppo, process.num_processes), problems.TaskIds(PAD, (STOP,))
+    return Setup(Args(ppo=ppo), sizes, None, ids, None, {}, process)
+
+
 def test_surplus_groups_are_the_first_of_the_next_update():
     ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, prompts_per_round=4, nminibatches=1)
-    sizes = ppo_sizes(ppo, 1)
     roll_out = rounds_of([[1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 1]])
 
     def fill(rounds: int, surplus: Rollout | None):
-        return on_processes(1, lambda p: fill_batch(roll_out, rounds, surplus, ppo, sizes, PAD, p))[0]
+        return on_processes(1, lambda p: fill_batch(setup_of(ppo, p), roll_out, rounds, surplus))[0]
 
     batch, generated, surplus, rounds = fill(0, None)
     assert batch.groups.tolist() == [1, 1, 3, 3] and rounds == 1 and len(generated) == 1
@@ -326,7 +335,7 @@ def test_the_limit_of_rounds_names_the_scores():
     ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, max_generation_rounds=2, nminibatches=1)
     roll_out = rounds_of([[1, 1, 0, 0], [1, 0, 1, 1]])
     with pytest.raises(ValueError, match=r"--ppo.max_generation_rounds 2 .* 2 of 4 episodes .* 0.625"):
-        on_processes(1, lambda p: fill_batch(roll_out, 0, None, ppo, ppo_sizes(ppo, 1), PAD, p))
+        on_processes(1, lambda p: fill_batch(setup_of(ppo, p), roll_out, 0, None))
 
 
 def test_two_processes_share_a_filtered_batch():
@@ -335,7 +344,7 @@ def test_two_processes_share_a_filtered_batch():
 
     def fill(process):
         part = slice(4 * process.process_index, 4 * process.process_index + 4)
-        return fill_batch(lambda n: everything(n).rows(part), 0, None, ppo, ppo_sizes(ppo, 2), PAD, process)
+        return fill_batch(setup_of(ppo, process), lambda n: everything(n).rows(part), 0, None)
 
     batches = [batch.groups.tolist() for batch, *_ in on_processes(2, fill)]
     assert batches == [[1, 1], [3, 3]]

@@ -13,16 +13,17 @@ A row is an object with a question and an answer, which holds what a response mu
 Files and lines beside marks are those of volcengine/verl at commit b178a3c.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import hub, lm, models, posts, rewards, texts
+from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 GSM8K_FILES = hub.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
@@ -249,6 +250,15 @@ def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torc
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------
 
+GREEDY = 1e-6  # temperature at which the likeliest token is drawn
+
+
+def to_texts(tokenizer: PreTrainedTokenizerBase, responses: torch.Tensor, ids: TaskIds) -> list[str]:
+    """Responses (rows, response_length) as verifiers and people read them, without what ends them."""
+    hidden = {ids.pad, *ids.stops}
+    kept = [[token for token in row if token not in hidden] for row in responses.tolist()]
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in kept]
+
 
 @dataclass(frozen=True)
 class Solved:
@@ -258,6 +268,32 @@ class Solved:
     lengths: torch.Tensor  # (problems,), tokens with the stop id
     stopped: torch.Tensor  # (problems,), 1 where the response ends with one
     right: torch.Tensor  # (problems, verifiers), 1 where the response is right
+
+
+def solve(
+    held_out: Problems,
+    sample: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    verifiers: list[Callable[[list[str], list[str], list[str]], list[float]]],
+    tokenizer: PreTrainedTokenizerBase,
+    ids: TaskIds,
+    local_batch: int,
+    accelerator: Accelerator,
+    temperature: float,
+    uniforms: torch.Tensor,
+) -> Solved:
+    """Sample a response to each problem, with uniforms (problems, response_length). Every process must call this."""
+
+    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        contexts = held_out.batch(inds.tolist(), ids.pad).to(accelerator.device)
+        responses, _ = sample(contexts, uniforms[inds].to(contexts.device), temperature=temperature)
+        prompts, answers = ([texts[i] for i in inds] for texts in (held_out.texts, held_out.answers))
+        texts = to_texts(tokenizer, responses, ids)
+        right = torch.tensor([verifier(prompts, texts, answers) for verifier in verifiers]).T > 0  # (rows, verifiers)
+        return responses, right.double().to(responses.device)
+
+    responses, right = processes.map_rows(of_rows, len(held_out), local_batch, accelerator)
+    stopped = torch.isin(responses, torch.tensor(ids.stops)).any(1)
+    return Solved(to_texts(tokenizer, responses, ids), (responses != ids.pad).sum(1), stopped.double(), right)
 
 
 def evaluation(

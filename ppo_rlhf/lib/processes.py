@@ -326,6 +326,12 @@ def gradient_norm(model: nn.Module) -> torch.Tensor:
     return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
 
 
+def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> torch.Tensor:
+    """Scale the gradients of its parameters to a norm of at most this; returns the norm before, 0-d."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return full_tensor(nn.utils.clip_grad_norm_(parameters, most))
+
+
 # ---- Passes: which rows a model reads at a time ----------------------------------------------------------------
 
 
@@ -335,12 +341,15 @@ class Pass:
     longest: int  # tokens of the longest of these rows
 
 
-def plan_passes(lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0) -> list[Pass]:
+def plan_passes(
+    lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0, uses: int = 1
+) -> list[Pass]:
     """Divide rows into passes of similar length, the longest first, so that little of what a model reads is padding.
 
     lengths: tokens of each row (rows,), on the CPU, so that nothing waits for a device. rows, tokens: how many a pass
-    has at most, padding included; with neither, there are as many passes as pay. Where weights are sharded, every
-    process makes equally many passes, and all must call this.
+    has at most, padding included; with neither, there are as many passes as pay. uses: how often a model is called
+    in a pass, for each token if it generates. Where weights are sharded, every process makes equally many passes, and
+    all must call this.
     """
     order = lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
@@ -353,7 +362,7 @@ def plan_passes(lengths: torch.Tensor, device: torch.device, rows: int = 0, toke
     elif rows:
         starts = list(range(0, count, rows))
     else:
-        starts = starts_that_pay(ordered, PASS_COST.get(device.type, 2_048))
+        starts = starts_that_pay(ordered, uses * PASS_COST.get(device.type, 2_048))
     passes = list(order.tensor_split(starts[1:]))
     if sharding():
         counts = [0] * torch.distributed.get_world_size()
