@@ -1,5 +1,5 @@
 # make demo: the whole of chapter 1 on the tales world, offline once installed.
-# make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3.    make test: the tests.
+# make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3, on word problems.    make test: the tests.
 # make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv

@@ -202,12 +202,14 @@ class Args(cli.RunArgs):
 
 NO_KL_IN_REWARD = RewardsArgs(kl_coef=0.0)
 SUMS_PPO = PpoArgs(
-    total_episodes=40 * 256,
+    total_episodes=70 * 256,
+    nminibatches=2,
     lr=3e-4,
     critic_lr=1e-3,
     critic_warmup=5,
     beta2=0.95,
     weight_decay=0.0,
+    lam=0.95,
     cliprange_value=None,
 )
 # [V99] Arguments of verl's logged run, of its recipes and of TRL; docs/details says what differs.
@@ -265,6 +267,7 @@ PRESETS = {
         preset="sums",
         base_model="sums",
         trace_interval=5,
+        eval_problems=512,
         eval_samples=16,
         task=problems.TASKS["sums"],
         rewards=NO_KL_IN_REWARD,
@@ -274,6 +277,7 @@ PRESETS = {
         preset="sums-grpo",
         base_model="sums",
         trace_interval=5,
+        eval_problems=512,
         eval_samples=16,
         task=problems.TASKS["sums"],
         rewards=NO_KL_IN_REWARD,
@@ -363,14 +367,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     evaluation, rows = evaluate(args.eval_samples)
     this_run.write_evaluation("validation", rows)
-    show_right_and_wrong(this_run, sizes.updates, rows)
     info = {"task": dataclasses.asdict(given.task), "monitor": "", "function": shaping.verifier}
     info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
     parts = (actor_critic.lm_backbone, actor_critic.critic, adapters)
     models.save_policy_and_critic(this_run.model_folder, *parts, tokenizer, info, args.trust_remote_code)
     last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
     left_out = {"too_long": train_problems.too_long, "unscorable": train_problems.unscorable}
-    this_run.finish(PANELS, **evaluation, **last, **left_out)
+    panels = {title: names for title, names in PANELS.items() if n > 1 or "groups" not in title}
+    this_run.finish(panels, **evaluation, **last, **left_out)
+    report(this_run, args, evaluation, rows)
     this_run.upload("policy", *(["value"] if actor_critic.critic else []))
     return this_run.model_folder / "policy"
 
@@ -525,12 +530,39 @@ def evaluate_policy(
     return problems.evaluation(held_out, task.kind_column, names, greedy, sampled)
 
 
-def show_right_and_wrong(this_run: run.Run, step: int, rows: list[dict[str, Any]]) -> None:
-    """Print and keep some problems with a right and a wrong solution, where samples have shown both."""
-    keys = ("prompt", "answer", "a_right_sample", "a_wrong_sample")
-    both = [{key: row[key] for key in keys} for row in rows if row.get(keys[2]) and row.get(keys[3])]
-    if both:
-        this_run.log_samples(step, both[:5])
+def report(this_run: run.Run, args: Args, after: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    """Print in plain words what has become of the held-out problems, and where to read more.
+
+    after: the last evaluation, rows: of it; what was before the first update stands in the first row of the metrics.
+    """
+    if not this_run.is_main:
+        return
+    both = [row for row in rows if row.get("a_right_sample") and row.get("a_wrong_sample")]
+    columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
+    shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
+    if shown:
+        run.print_table("Held-out problems after training: a right sample and a wrong one", shown)
+    greedy = f"eval/{args.rewards.verifier}"
+    of_kind, pass_at = f"{greedy}_{args.task.kind_column}_", "eval/pass@"
+    names = {"right, likeliest response": greedy}
+    names |= {
+        f"    {args.task.kind_column} {name[len(of_kind) :]}": name for name in after if name.startswith(of_kind)
+    }
+    names |= {f"right, samples: {name[5:]}": name for name in after if name.startswith(pass_at)}
+    names |= {"tokens, likeliest response": "eval/length", "tokens, samples": "eval/sampled_length"}
+    print(f"\n{f'{len(rows):,} held-out problems':<30}{'before':>9}{'after':>9}")
+    for said, name in names.items():
+        form = "{:.1f}" if name.endswith("length") else "{:.1%}"
+        cells = [form.format(numbers[name]) if name in numbers else "-" for numbers in (this_run.rows[0], after)]
+        print(f"{said:<30}{cells[0]:>9}{cells[1]:>9}")
+    places = {"learning curves": "learning_curves.png", "solutions": "evaluation.jsonl", "samples": "samples.jsonl"}
+    print(
+        "pass@k: one of k samples, or more, is right.",
+        f"It took {this_run.meta['wall_time'] / 60:.1f} minutes.\n",
+        *(f"{said:<17}{run.shown(this_run.folder / name)}" for said, name in places.items()),
+        f"model            {run.shown(this_run.model_folder / 'policy')}",
+        sep="\n",
+    )
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------
@@ -1245,7 +1277,8 @@ def trace_groups(
     this_run: run.Run,
     setup: Setup,
     actor_critic: ActorCritic,
-    roll_out: Callable[..., Rollout],
+    reference: Reference | None,
+    sample: Sampler,
     batch: Rollout,
     advantages: Tensor,
     number: int,
@@ -1260,7 +1293,7 @@ def trace_groups(
     everywhere = prompts * setup.accelerator.num_processes
     few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
     with actor_critic.sampling():
-        again = roll_out(dataclasses.replace(setup, sizes=few), version=number + 1, number=0)
+        again = rollout(dataclasses.replace(setup, sizes=few), actor_critic, reference, sample, number + 1, 0)
     again = with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
     # Those that are answered again are whitened among themselves.
     advantages_again, _ = compute_advantages(again, ppo, torch.clone)
@@ -1375,7 +1408,7 @@ def sample_rows(setup: Setup, batch: Rollout, advantages: Tensor) -> list[dict[s
 PANELS = {
     "right samples": ["objective/verifiable_correct_rate"],
     "held-out accuracy, greedy": ["eval/gsm8k_strict", "eval/gsm8k_flexible", "eval/gsm8k_format"],
-    "held-out accuracy, samples": ["eval/mean@16", "eval/pass@1", "eval/pass@4", "eval/pass@16"],
+    "held-out accuracy by steps, greedy": [f"eval/gsm8k_strict_steps_{count}" for count in range(1, 5)],
     "score": ["objective/scores", "objective/rlhf_reward"],
     "KL from the reference (nats)": ["objective/kl"],
     "length (tokens)": ["val/sequence_lengths", "val/sequence_lengths_correct", "val/sequence_lengths_incorrect"],

@@ -319,3 +319,32 @@ def test_every_metric_is_explained(ppo_run):
     assert len(names) > 50 and {name for name in names if not any(re.fullmatch(p, name) for p in patterns)} == set()
     standing = {name for name in explained_metrics(3) if "<" not in name}
     assert standing - names == {"objective/format_reward", "objective/reward_model_reward", "eps", "time"}
+
+
+def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
+    """By kind and by number of samples; a dash where nothing was measured before. Solutions keep their lines."""
+    before = {"eval/boxed": 0.25, "eval/boxed_steps_2": 0.125, "eval/length": 7.0}
+    after = before | {"eval/boxed": 0.75, "eval/pass@1": 0.5, "eval/pass@4": 1.0, "eval/sampled_length": 9.25}
+    row = {"prompt": "1+1?\n", "answer": "2", "a_right_sample": "1+1=2\n#### 2", "a_wrong_sample": "#### 3"}
+    rows = [row, row | {"prompt": "2+2?\n", "a_wrong_sample": None}]
+    places = {"folder": tmp_path / "runs/r", "model_folder": tmp_path / "models/r"}
+    this_run = type("ThisRun", (), places | {"is_main": True, "rows": [before, after], "meta": {"wall_time": 90.0}})
+    preset = rlvr_policy.PRESETS["sums"]
+    args = dataclasses.replace(preset, rewards=dataclasses.replace(preset.rewards, verifier="boxed"))
+    rlvr_policy.report(this_run, args, after, rows)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any("1+1?" in line for line in lines) and not any("2+2?" in line or "⏎" in line for line in lines)
+    start = lines.index("2 held-out problems before after")
+    assert lines[start + 1 : start + 8] == [
+        "right, likeliest response 25.0% 75.0%",
+        "steps 2 12.5% 12.5%",
+        "right, samples: pass@1 - 50.0%",
+        "right, samples: pass@4 - 100.0%",
+        "tokens, likeliest response 7.0 7.0",
+        "tokens, samples - 9.2",
+        "pass@k: one of k samples, or more, is right.",
+    ]
+    assert "It took 1.5 minutes." in lines
+    this_run.is_main = False
+    rlvr_policy.report(this_run, args, after, rows)
+    assert not capsys.readouterr().out

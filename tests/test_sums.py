@@ -159,6 +159,19 @@ def test_some_pupils_say_what_happened(found, share):
     assert wordy / len(found) == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / len(found)))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_some_pupils_stop_after_two_steps(found, share):
+    """What they write is right as far as it goes, and they say that it is all."""
+    rng, stopped, long = random.Random(10), 0, 0
+    for problem in found:
+        numbers = read_problem(problem.question)
+        solution = sums.solve(rng, problem, 0.0, 0.5, share)
+        done = len(equations(solution))
+        assert done in {len(numbers) - 1, min(len(numbers) - 1, 2)} and solution.endswith(f"\n#### {numbers[done]}")
+        stopped, long = stopped + (done < len(numbers) - 1), long + (len(numbers) > 3)
+    assert stopped / long == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / long))
+
+
 # ---- The world -------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +269,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 def test_every_setting_and_every_word_makes_another_world(cache, monkeypatch):
     folders = [sums.find_world(), sums.find_world(DEFAULT)]
     for name, value in dataclasses.asdict(DEFAULT).items():
-        folders.append(sums.find_world(dataclasses.replace(DEFAULT, **{name: value * 2})))
+        changed = value / 2 if type(value) is float else value * 2
+        folders.append(sums.find_world(dataclasses.replace(DEFAULT, **{name: changed})))
     for name in ("THINGS", "ERRORS", "FACTORS"):
         with monkeypatch.context() as patch:
             patch.setattr(sums, name, getattr(sums, name)[:-1])
@@ -285,6 +299,7 @@ BAD_SETTINGS = {
     "numbers too small": ({"largest": 1}, "largest is 1"),
     "more than all err": ({"error_rate": 1.5}, "error_rate is 1.5"),
     "fewer than none speak": ({"wordy": -0.5}, "wordy is -0.5"),
+    "more than all hurry": ({"hasty": 1.5}, "hasty is 1.5"),
     "no learning": ({"lm_lr": 0.0}, "lm_lr is 0.0"),
     "heads that do not divide": ({"width": 16, "heads": 3}, "width 16"),
     "seed below 0": ({"seed": -1}, "seed is -1"),

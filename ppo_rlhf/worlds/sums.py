@@ -9,9 +9,11 @@ Somebody has some things, and a few things happen. A solution shows its steps an
 
 1. `write_problem`: a seeded grammar writes problems of one to four steps.
 2. `solve`: pupils write solutions. Some just calculate, others say first what happened (`Felix gives her 5. 7+5=12`);
-   and in each step they may err (ERRORS). Whoever errs goes on with the wrong number.
+   and in each step they may err (ERRORS). Whoever errs goes on with the wrong number. Most are in a hurry, and stop
+   after two steps.
 3. `train_language_model`: a small Llama learns from scratch to write what pupils write. So it is right now and then,
-   more often if it takes the likeliest token than if it samples, and short or long as the pupils are.
+   more often if it takes the likeliest token than if it samples; but most of the long problems it leaves unfinished.
+   Reinforcement learning has to make it careful, and patient.
 4. `measure_start`: how often it is right, on problems held out. What reinforcement learning starts from.
 
 The problems are written in GSM8K's format, and read by the same code.
@@ -53,10 +55,12 @@ class SumsArgs:
     """the largest number that comes or goes in a step"""
     largest_first: int = 20
     """the largest number at first"""
-    error_rate: float = 0.07
+    error_rate: float = 0.12
     """how likely a pupil errs in a step"""
-    wordy: float = 0.5
+    wordy: float = 0.3
     """share of pupils who say what happened before they calculate"""
+    hasty: float = 0.6
+    """share of pupils in a hurry, who stop after two steps even if there are more"""
     vocab_size: int = 400
     """largest number of tokens of the byte-level BPE, in which a digit is a token"""
     width: int = 128
@@ -71,7 +75,7 @@ class SumsArgs:
     """pupils' solutions to learn from, each of another problem"""
     lm_short_steps: int = 400
     """optimiser steps of language-model training on short solutions"""
-    lm_steps: int = 370
+    lm_steps: int = 700
     """further steps, on all"""
     lm_batch_size: int = 32
     """solutions per step"""
@@ -150,6 +154,7 @@ def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[st
 
 # What may go wrong in a step: its result, its number, its operation, or that it is there at all
 ERRORS = ("slips", "misreads", "confuses", "forgets")
+HURRIED = 2  # the most steps of a pupil in a hurry
 
 
 def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
@@ -171,10 +176,11 @@ def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
             return f"{number}{written[0]}{written[1]}={result}", result
 
 
-def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float) -> str:
+def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float, hasty: float = 0.0) -> str:
     """A pupil's solution: a line for each step, and the answer behind hashes."""
     speaks, number, lines = rng.random() < wordy, problem.first, []
-    for step, sentence in zip(problem.steps, problem.sentences[1:], strict=True):
+    most = HURRIED if rng.random() < hasty else len(problem.steps)
+    for step, sentence in zip(problem.steps[:most], problem.sentences[1 : most + 1], strict=True):
         if rng.random() < error_rate or not 0 <= apply(step, number) <= MOST_OF_PUPILS:
             line, number = err(rng, step, number)
         else:
@@ -307,7 +313,8 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         # What the language model learns from are other problems again.
         others = write_problems(rng, args.lm_solutions, args, taken)
         suffix = problems.TASKS["sums"].prompt_suffix
-        pairs = [(other.question + suffix, solve(rng, other, args.error_rate, args.wordy)) for other in others]
+        habits = args.error_rate, args.wordy, args.hasty
+        pairs = [(other.question + suffix, solve(rng, other, *habits)) for other in others]
         tokenizer = train_tokenizer([prompt + solution for prompt, solution in pairs[:4_000]], args.vocab_size)
         print(f"sums: training a Llama on {len(pairs):,} solutions, {args.lm_steps} steps", flush=True)
         model, loss = train_language_model(pairs, tokenizer, args, device)
@@ -329,15 +336,15 @@ def find_world(args: SumsArgs | None = None) -> Path:
     sizes = {name for name, value in dataclasses.asdict(args).items() if type(value) is int} - {"seed"}
     cli.at_least(1, "", args, *sorted(sizes))
     cli.above_zero("", args, "lm_lr")
-    for name in ("error_rate", "wordy"):
+    for name in ("error_rate", "wordy", "hasty"):
         if not 0 <= getattr(args, name) <= 1:
             raise InputError(f"{name} is {getattr(args, name)}; it must be in 0..1")
     if not 2 <= args.largest <= MOST:
         raise InputError(f"largest is {args.largest}; it must be in 2..{MOST}")
     if args.width % (4 * args.heads):
         raise InputError(f"width {args.width} is no multiple of 4 x heads {args.heads}")
-    made_of = [dataclasses.asdict(args), tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS]
-    return building.find("sums", made_of, lambda folder: build_world(folder, args))
+    words = [tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS, HURRIED]
+    return building.find("sums", [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
 
 
 def main() -> None:
