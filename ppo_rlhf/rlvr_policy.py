@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -355,9 +356,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
             if args.log_interval and number % args.log_interval == 0:
                 this_run.log_samples(number, sample_rows(setup, batch, estimate[0]))
             if this_run.is_time_to_trace(number):
-                trace_groups(
-                    this_run, setup, actor_critic, reference, sample, batch, estimate[0], number, controller.value
-                )
+                by = (sys.modules[__name__], setup, actor_critic, reference, sample)
+                this_run.trace_problems(number, *by, batch, estimate[0], controller.value)
             speed = f"{len(generated) * sizes.round / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}")
             if this_run.is_time_to_save(number + 1, sizes.updates):
@@ -1270,52 +1270,6 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
 
 
 # ---- Metrics, samples, pictures --------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def trace_groups(
-    this_run: run.Run,
-    setup: Setup,
-    actor_critic: ActorCritic,
-    reference: Reference | None,
-    sample: Sampler,
-    batch: Rollout,
-    advantages: Tensor,
-    number: int,
-    kl_coef: float,
-) -> None:
-    """Keep what report.py shows: the first groups of the batch, and a few prompts that are answered again each time.
-
-    Both with the policy after the update; the latter with the same noise. Every process must call this.
-    """
-    sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
-    prompts = min(math.ceil(run.TRACED / n), sizes.local_batch // n)
-    everywhere = prompts * setup.accelerator.num_processes
-    few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
-    with actor_critic.sampling():
-        again = rollout(dataclasses.replace(setup, sizes=few), actor_critic, reference, sample, number + 1, 0)
-    again = with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
-    # Those that are answered again are whitened among themselves.
-    advantages_again, _ = compute_advantages(again, ppo, torch.clone)
-    trained, trained_advantages = batch.rows(slice(prompts * n)), advantages[: prompts * n]
-    for repeated, one, advantages in ((False, trained, trained_advantages), (True, again, advantages_again)):
-        names = ("logprobs", "sampler_logprobs", "ref_logprobs", "kl", "rewards", "values")
-        of_tokens = {name: getattr(one, name) for name in names if name != "values" or actor_critic.critic}
-        of_tokens |= {"mask": one.loss_mask, "scored": one.mask, "advantages": advantages}
-        if not repeated:
-            new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, setup.ids.pad)
-            _, clipped, _ = token_losses(
-                *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss),
-                **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
-            )
-            of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
-            of_tokens |= {"ratio": torch.exp(new_logprobs - one.logprobs)}
-        of_episodes = {name: getattr(one, name) for name in ("scores", "raw_scores", "stopped", "groups")}
-        of_episodes |= {name: one.parts[:, i] for i, name in enumerate(setup.sources)}
-        tokens = one.query_responses.tensor_split([-one.mask.shape[1]], dim=1)
-        answers = [setup.problems.answers[i] for i in one.problems.tolist()]
-        told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens, of_episodes)
-        this_run.trace(number, *told, again=repeated, answer=answers)
 
 
 def update_metrics(

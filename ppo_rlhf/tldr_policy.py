@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -166,9 +167,8 @@ PRESETS = {
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy and a critic; return the folder models/<run>/policy, on every process.
-
-    joint: of tldr_all.py, if it runs this. Raises InputError, a ValueError, before anything is written if it can.
+    """Train a policy and a critic; return the folder models/<run>/policy, everywhere. joint: of tldr_all.py, if it
+    runs this. Raises InputError, a ValueError, before anything is written if it can.
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
@@ -192,9 +192,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run.start_logging(first_update)
     rank, chunk = accelerator.process_index, sizes.local_rollout_batch
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
-    evaluate = partial(
-        evaluate_policy, actor_critic, {"scores": score} | monitor, tokenizer, ids, args, chunk, accelerator
-    )
+    judged_by = {"scores": score} | monitor
+    evaluate = partial(evaluate_policy, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
     prompts, reference_scores = held_out["validation"].first(args.eval_prompts), {}
 
     with this_run.progress("PPO", sizes.updates, first_update) as advance:
@@ -213,9 +212,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate summaries, cut after the end-of-text token; their log-probs and values.
-                responses, logprobs, values, sampler_gap = processes.in_passes(
-                    partial(respond, actor_critic, ids, task.temperature), query_passes, queries, uniforms
-                )  # four of (local_batch, response_length)
+                act = partial(respond, actor_critic, ids, task.temperature)  # gives 4 (local_batch, response_length)
+                responses, logprobs, values, sampler_gap = processes.in_passes(act, query_passes, queries, uniforms)
 
                 # 3. Log-probs of the reference.
                 query_responses = torch.cat([queries, responses], dim=1)
@@ -254,15 +252,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
                 this_run.log_samples(update, posts.sample_table(samples))
             if this_run.is_time_to_trace(update):
-                of_tokens = traced_tokens(actor_critic, rollout, ref_logprobs, args, ids.pad, accelerator)
-                of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": finished} | monitored
-                tokens = (queries[: run.TRACED], responses[: run.TRACED], references[: run.TRACED])
-                summaries = [row["reference"] for row in posts.evaluation_rows(tokenizer, ids.pad, *tokens)]
-                this_run.trace(update, tokenizer, ids.pad, *tokens[:2], of_tokens, of_episodes, reference=summaries)
-                watched = held_out["validation"].first(run.TRACED)
-                again = summarise_again(actor_critic, reference, score, monitor, watched, ids, args, controller.value)
-                summaries = [row["reference"] for row in posts.evaluation_rows(tokenizer, ids.pad, *again[:3])]
-                this_run.trace(update, tokenizer, ids.pad, *again[:2], *again[3:], reference=summaries, again=True)
+                by = (sys.modules[__name__], args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
+                this_run.trace_posts(update, *by, rollout, ref_logprobs, references, monitored, controller.value)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
@@ -853,80 +844,6 @@ def update_metrics(
     processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap")
     processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return metrics
-
-
-@torch.no_grad()
-def traced_tokens(
-    actor_critic: ActorCritic,
-    rollout: Rollout,
-    ref_logprobs: Tensor,
-    args: Args,
-    pad_id: int,
-    accelerator: Accelerator,
-) -> dict[str, Tensor]:
-    """What report.py shows of the tokens of the first episodes: (episodes, response_length), under their names.
-
-    The policy is that after the update. Advantages are whitened over the whole batch, not over one minibatch. Every
-    process must call this.
-    """
-    few, ppo = slice(run.TRACED), args.ppo
-    query_responses, logprobs = rollout.query_responses[few], rollout.logprobs[few]
-    context_length = query_responses.shape[1] - logprobs.shape[1]
-    new_logprobs, entropies, new_values = actor_critic(query_responses, pad_id, context_length, args.task.temperature)
-    advantages, returns = compute_advantages(
-        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo),
-        reduce=partial(accelerator.reduce, reduction="sum"),
-    )
-    advantages, ratio = advantages[few], torch.exp(new_logprobs - logprobs)
-    return {
-        "mask": rollout.mask[few],
-        "value_mask": rollout.value_mask[few],
-        "logprobs": logprobs,
-        "ref_logprobs": ref_logprobs[few],
-        "kl": rollout.kl[few],
-        "rewards": rollout.rewards[few],
-        "values": rollout.values[few],
-        "advantages": advantages,
-        "returns": returns[few],
-        "new_logprobs": new_logprobs,
-        "new_values": new_values,
-        "entropies": entropies,
-        "ratio": ratio,
-        "clipped": advantages * (ratio.clamp(1 - ppo.cliprange, 1 + ppo.cliprange) - ratio) < 0,
-    }
-
-
-@torch.no_grad()
-def summarise_again(
-    actor_critic: ActorCritic,
-    reference: Reference,
-    score: scorers.Scorer,
-    monitor: dict[str, scorers.Scorer],
-    watched: posts.Posts,
-    ids: posts.TaskIds,
-    args: Args,
-    kl_coef: float,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Steps 2 to 5 for posts that are the same each time, and with the same noise. Every process must call this.
-
-    Returns queries, responses, references, numbers of tokens (episodes, response_length), and of episodes.
-    """
-    task, shaping, device = args.task, args.rewards, next(actor_critic.parameters()).device
-    queries, references = watched.queries.to(device), watched.references.to(device)
-    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
-    with actor_critic.sampling():
-        responses, logprobs, values, _ = respond(actor_critic, ids, task.temperature, queries, uniforms)
-        query_responses = torch.cat([queries, responses], dim=1)
-        ref_logprobs = reference.logprobs(ids, queries.shape[1], task.temperature, query_responses)
-        raw_scores, finished = score(queries, responses, references), lm.has_stop(responses, ids.stop, 0)
-        scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
-        mask, value_mask = response_masks(responses, ids.pad)
-        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator)
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
-    of_tokens |= {"mask": mask, "value_mask": value_mask}
-    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": finished}
-    of_episodes |= {name: function(queries, responses, references) for name, function in monitor.items()}
-    return queries, responses, references, of_tokens, of_episodes
 
 
 def variance(mean_square: float, mean: float) -> float:

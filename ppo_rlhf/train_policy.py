@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -191,11 +192,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 queries, contexts = queries.to(device), contexts.to(device)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
-                # 2. Generate responses; keep their log-probs and values.
+                # 2. Generate responses; log-probs, values and sampler gaps are (local_batch, response_length).
                 plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size, uses=task.response_length)
-                context_responses, logprobs, values, sampler_gap = processes.in_passes(
-                    partial(respond, policy, ids, task.temperature), plan, contexts, uniforms
-                )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
+                act = partial(respond, policy, ids, task.temperature)
+                context_responses, logprobs, values, sampler_gap = processes.in_passes(act, plan, contexts, uniforms)
 
                 # 3. Log-probs of the reference.
                 plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size)
@@ -225,9 +225,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
             # 8. Adapt the KL coefficient and log.
             means = processes.mean_over_processes(means | stats, accelerator)
-            means |= processes.sum_over_processes(
-                {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}, accelerator
-            )
+            eos_tokens = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
+            means |= processes.sum_over_processes(eos_tokens, accelerator)
             processes.check_update(means, update, args.dtype)
             processes.check_equal("objective/kl_coef", controller.value, accelerator)
             seconds = (run.seconds_since(started), this_run.seconds())
@@ -240,13 +239,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 shown = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
                 this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
             if this_run.is_time_to_trace(update):
-                of_tokens = traced_tokens(policy, rollout, ref_logprobs, truncated_responses, args, sizes, ids.pad)
-                of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
-                of_episodes |= {name: monitored[name] for name in monitor}
-                this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
-                queries = stream.first(run.TRACED, ids.pad).to(device)
-                again = respond_again(policy, reference, score, monitor, queries, ids, args, controller.value)
-                this_run.trace(update, tokenizer, ids.pad, *again, again=True)
+                by = (sys.modules[__name__], args, sizes, tokenizer, ids, stream, policy, reference, score, monitor)
+                this_run.trace_texts(update, *by, rollout, ref_logprobs, raw_scores, monitored, controller.value)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508
@@ -800,78 +794,6 @@ def finish_metrics(
     metrics |= {"elapsed/steps/serial": (update + 1) * args.task.response_length}
     metrics |= {"elapsed/updates": update + 1, "elapsed/steps/total": (update + 1) * tokens}
     return metrics | {"elapsed/fps": int(tokens / update_seconds), "elapsed/time": run_seconds}
-
-
-@torch.no_grad()
-def traced_tokens(
-    policy: PolicyWithValueHead,
-    rollout: Rollout,
-    ref_logprobs: Tensor,
-    truncated_responses: Tensor,
-    args: Args,
-    sizes: PpoSizes,
-    pad_id: int,
-) -> dict[str, Tensor]:
-    """What report.py shows of the tokens of the first episodes: (episodes, response_length), under their names.
-
-    The policy is that after the update. Advantages are those of the first group, whitened over all its episodes: what
-    the losses had, if there is one minibatch.
-    """
-    ppo, length, group = args.ppo, args.task.response_length, slice(sizes.group_batch)
-    few = slice(min(run.TRACED, sizes.group_batch))
-    tokens, logprobs, rewards = (x[few] for x in (rollout.context_responses, rollout.logprobs, rollout.rewards))
-    new_logprobs, entropies, new_values = policy(tokens, pad_id, tokens.shape[1] - length, args.task.temperature)
-    advantages, returns = group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
-    advantages, ratio = advantages[0, few], torch.exp(new_logprobs - logprobs)
-    return {
-        "scored": truncated_responses[few] != pad_id,
-        "logprobs": logprobs,
-        "ref_logprobs": ref_logprobs[few],
-        "kl": logprobs - ref_logprobs[few],
-        "rewards": rewards,
-        "values": rollout.values[few],
-        "advantages": advantages,
-        "returns": returns[0, few],
-        "new_logprobs": new_logprobs,
-        "new_values": new_values,
-        "entropies": entropies,
-        "ratio": ratio,
-        "clipped": advantages * (ratio.clamp(1 - ppo.cliprange, 1 + ppo.cliprange) - ratio) < 0,
-    }
-
-
-@torch.no_grad()
-def respond_again(
-    policy: PolicyWithValueHead,
-    reference: PreTrainedModel,
-    score: scorers.Scorer,
-    monitor: dict[str, scorers.Scorer],
-    queries: Tensor,
-    ids: texts.TaskIds,
-    args: Args,
-    kl_coef: float,
-) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Steps 2 to 5 for queries (episodes, query_length) that are the same each time, and with the same noise.
-
-    Returns contexts, responses, numbers of tokens (episodes, response_length), and of episodes (episodes,).
-    """
-    task = args.task
-    uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(queries.device)
-    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
-    with precision.mixed_precision(queries.device, enabled=policy.low_precision):
-        context_responses, logprobs, values, _ = respond(policy, ids, task.temperature, contexts, uniforms)
-        ref_logprobs = reference_logprobs(reference, ids, task.temperature, context_responses)
-        responses = context_responses[:, ids.context_length :]
-        truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        raw_scores = score(queries, truncated_responses)
-        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
-        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
-        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
-    monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
-    of_tokens |= {"scored": truncated_responses != ids.pad}
-    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped} | monitored
-    return contexts, responses, of_tokens, of_episodes
 
 
 class AdaptiveKLController:

@@ -50,7 +50,6 @@ from ppo_rlhf.lib import errors, files, processes, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 KEEP_CHECKPOINTS = 2
-TRACED = 8  # episodes that a trace keeps
 
 
 def absolute(path: str) -> Path:
@@ -413,6 +412,9 @@ class Run:
         if self.is_main:
             ids = (tokenizer, pad_id, queries, responses)
             traces.write(self.folder, traces.of_tokens(step, again, *ids, tokens, episodes, texts))
+
+    # What chapters 1, 2 and 3 keep: methods, whose `this_run` is this.
+    trace_texts, trace_posts, trace_problems = traces.of_texts, traces.of_posts, traces.of_problems
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -5,17 +5,29 @@ queries that are the same each time: tensors `tokens.<name>` (episodes, response
 (episodes,), and in the metadata the texts, so that a trace is read without the tokenizer.
 """
 
-import json
-import re
-from dataclasses import dataclass
-from pathlib import Path
+from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_rlhf.lib import lm, posts, precision, rewards as scorers, texts
 from ppo_rlhf.lib.errors import InputError
+
+TRACED = 8  # episodes that a trace keeps
 
 
 @dataclass(frozen=True)
@@ -126,3 +138,184 @@ def of_tokens(
         {name: values[:n] for name, values in episodes.items()},
         {name: values[:n] for name, values in texts.items()},
     )
+
+
+# ---- What each chapter keeps -----------------------------------------------------------------------------------
+#
+# Episodes of the batch of an update, and responses to queries that are the same each time, with the same noise: both
+# with the policy after the update. `script` is the module that trains, whose functions are used; `args`, `rollout`
+# and the like are of its classes. Every process must call these, as methods of run.Run.
+
+
+def after_update(
+    logprobs: Tensor, new_logprobs: Tensor, entropies: Tensor, advantages: Tensor, cliprange: float
+) -> dict[str, Tensor]:
+    """What the update did to tokens; all are (episodes, response_length)."""
+    ratio = torch.exp(new_logprobs - logprobs)
+    clipped = advantages * (ratio.clamp(1 - cliprange, 1 + cliprange) - ratio) < 0
+    return {"new_logprobs": new_logprobs, "entropies": entropies, "ratio": ratio, "clipped": clipped}
+
+
+@torch.no_grad()
+def of_texts(
+    this_run: Any,
+    update: int,
+    script: ModuleType,
+    args: Any,
+    sizes: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: texts.TaskIds,
+    stream: texts.QueryStream,
+    policy: nn.Module,
+    reference: PreTrainedModel,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    rollout: Any,
+    ref_logprobs: Tensor,
+    raw_scores: Tensor,
+    monitored: dict[str, Tensor],
+    kl_coef: float,
+) -> None:
+    """Chapter 1. Advantages of the batch are those of its first group, whitened over all episodes of the group: what
+    the losses had, if there is one minibatch.
+    """
+    task, ppo = args.task, args.ppo
+
+    def cut_and_punish(tokens: Tensor, score: Callable[[Tensor], dict[str, Tensor]]) -> tuple:
+        contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
+        truncated_responses = script.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+        stopped = script.has_stop(truncated_responses, ids.stop, task.truncate_after)
+        told = score(truncated_responses)
+        scores = torch.where(stopped, told["raw_scores"], task.penalty_reward_value)
+        return contexts, responses, truncated_responses != ids.pad, {"scores": scores, "stopped": stopped} | told
+
+    few, group = slice(min(TRACED, sizes.group_batch)), slice(sizes.group_batch)
+    tokens, logprobs, ref_logprobs = (x[few] for x in (rollout.context_responses, rollout.logprobs, ref_logprobs))
+    told = {"raw_scores": raw_scores[few]} | {name: monitored[name][few] for name in monitor}
+    contexts, responses, scored, of_episodes = cut_and_punish(tokens, lambda _: told)
+    new_logprobs, entropies, new_values = policy(tokens, ids.pad, ids.context_length, task.temperature)
+    advantages, returns = script.group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
+    of_tokens = {"scored": scored, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": logprobs - ref_logprobs}
+    of_tokens |= {"rewards": rollout.rewards[few], "values": rollout.values[few], "new_values": new_values}
+    of_tokens |= {"advantages": advantages[0, few], "returns": returns[0, few]}
+    of_tokens |= after_update(logprobs, new_logprobs, entropies, of_tokens["advantages"], ppo.cliprange)
+    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
+
+    queries = stream.first(TRACED, ids.pad).to(tokens.device)
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
+    uniforms = script.episode_noise(args.seed, 0, len(queries), task.response_length).to(tokens.device)
+    functions = {"raw_scores": score} | monitor
+    with precision.mixed_precision(tokens.device, enabled=policy.low_precision):
+        tokens, logprobs, values, _ = script.respond(policy, ids, task.temperature, contexts, uniforms)
+        ref_logprobs = script.reference_logprobs(reference, ids, task.temperature, tokens)
+        _, responses, scored, of_episodes = cut_and_punish(
+            tokens, lambda responses: {name: function(queries, responses) for name, function in functions.items()}
+        )
+        rewards, _, kl = script.compute_rewards(of_episodes["scores"], logprobs, ref_logprobs, kl_coef)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"scored": scored}
+    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes, again=True)
+
+
+@torch.no_grad()
+def of_posts(
+    this_run: Any,
+    update: int,
+    script: ModuleType,
+    args: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: posts.TaskIds,
+    held_out: dict[str, posts.Posts],
+    actor_critic: nn.Module,
+    reference: Any,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    rollout: Any,
+    ref_logprobs: Tensor,
+    references: Tensor,
+    monitored: dict[str, Tensor],
+    kl_coef: float,
+) -> None:
+    """Chapter 2. Advantages are whitened over the whole batch, not over one minibatch."""
+    task, ppo, shaping, few = args.task, args.ppo, args.rewards, slice(TRACED)
+
+    def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool = False) -> None:
+        rows = posts.evaluation_rows(tokenizer, ids.pad, queries[few], responses[few], references[few])
+        summaries = [row["reference"] for row in rows]
+        this_run.trace(update, tokenizer, ids.pad, queries, responses, *numbers, again=again, reference=summaries)
+
+    query_responses, logprobs = rollout.query_responses[few], rollout.logprobs[few]
+    length = query_responses.shape[1] - task.response_length
+    new_logprobs, entropies, new_values = actor_critic(query_responses, ids.pad, length, task.temperature)
+    advantages, returns = script.compute_advantages(
+        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo),
+        reduce=partial(this_run.accelerator.reduce, reduction="sum"),
+    )
+    names = ("mask", "value_mask", "logprobs", "kl", "rewards", "values")
+    of_tokens = {name: getattr(rollout, name)[few] for name in names} | {"ref_logprobs": ref_logprobs[few]}
+    of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
+    of_tokens |= after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
+    of_episodes = {"scores": rollout.scores, "raw_scores": rollout.raw_scores, "stopped": rollout.finished}
+    queries, responses = rollout.query_responses.tensor_split([length], dim=1)
+    keep(queries, responses, references, of_tokens, of_episodes | monitored)
+
+    watched, device = held_out["validation"].first(TRACED), logprobs.device
+    queries, references = watched.queries.to(device), watched.references.to(device)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
+    with actor_critic.sampling():
+        responses, logprobs, values, _ = script.respond(actor_critic, ids, task.temperature, queries, uniforms)
+        query_responses = torch.cat([queries, responses], dim=1)
+        ref_logprobs = reference.logprobs(ids, queries.shape[1], task.temperature, query_responses)
+        raw_scores, stopped = score(queries, responses, references), lm.has_stop(responses, ids.stop, 0)
+        scores = script.punish_missing_eos(raw_scores, stopped, shaping.missing_eos, shaping.missing_eos_penalty)
+        mask, value_mask = script.response_masks(responses, ids.pad)
+        rewards, _, kl = script.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"mask": mask, "value_mask": value_mask}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    of_episodes |= {name: function(queries, responses, references) for name, function in monitor.items()}
+    keep(queries, responses, references, of_tokens, of_episodes, again=True)
+
+
+@torch.no_grad()
+def of_problems(
+    this_run: Any,
+    update: int,
+    script: ModuleType,
+    setup: Any,
+    actor_critic: nn.Module,
+    reference: Any,
+    sample: Callable[..., tuple[Tensor, Tensor]],
+    batch: Any,
+    advantages: Tensor,
+    kl_coef: float,
+) -> None:
+    """Chapter 3: whole groups. Those that are answered again are whitened among themselves."""
+    sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
+    prompts = min(math.ceil(TRACED / n), sizes.local_batch // n)
+    everywhere = prompts * setup.accelerator.num_processes
+    few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
+    with actor_critic.sampling():
+        few_setup = dataclasses.replace(setup, sizes=few)
+        again = script.rollout(few_setup, actor_critic, reference, sample, version=update + 1, number=0)
+    again = script.with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
+    advantages_again, _ = script.compute_advantages(again, ppo, torch.clone)
+    trained, trained_advantages = batch.rows(slice(prompts * n)), advantages[: prompts * n]
+    for repeated, one, advantages in ((False, trained, trained_advantages), (True, again, advantages_again)):
+        names = ("logprobs", "sampler_logprobs", "ref_logprobs", "kl", "rewards", "values")
+        of_tokens = {name: getattr(one, name) for name in names if name != "values" or actor_critic.critic}
+        of_tokens |= {"mask": one.loss_mask, "scored": one.mask, "advantages": advantages}
+        if not repeated:
+            new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, setup.ids.pad)
+            _, clipped, _ = script.token_losses(
+                *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss),
+                **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
+            )
+            of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
+            of_tokens |= {"ratio": torch.exp(new_logprobs - one.logprobs)}
+        of_episodes = {name: getattr(one, name) for name in ("scores", "raw_scores", "stopped", "groups")}
+        of_episodes |= {name: one.parts[:, i] for i, name in enumerate(setup.sources)}
+        tokens = one.query_responses.tensor_split([-one.mask.shape[1]], dim=1)
+        answers = [setup.problems.answers[i] for i in one.problems.tolist()]
+        told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens, of_episodes)
+        this_run.trace(update, *told, again=repeated, answer=answers)
