@@ -181,39 +181,42 @@ def of_texts(
     """
     task, ppo = args.task, args.ppo
 
-    def cut_and_punish(tokens: Tensor, score: Callable[[Tensor], dict[str, Tensor]]) -> tuple:
-        contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
+    def finish(responses: Tensor) -> tuple[Tensor, Tensor]:
+        """Truncated responses, and which of them stop."""
         truncated_responses = script.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        stopped = script.has_stop(truncated_responses, ids.stop, task.truncate_after)
-        told = score(truncated_responses)
-        scores = torch.where(stopped, told["raw_scores"], task.penalty_reward_value)
-        return contexts, responses, truncated_responses != ids.pad, {"scores": scores, "stopped": stopped} | told
+        return truncated_responses, script.has_stop(truncated_responses, ids.stop, task.truncate_after)
 
     few, group = slice(min(TRACED, sizes.group_batch)), slice(sizes.group_batch)
     tokens, logprobs, ref_logprobs = (x[few] for x in (rollout.context_responses, rollout.logprobs, ref_logprobs))
-    told = {"raw_scores": raw_scores[few]} | {name: monitored[name][few] for name in monitor}
-    contexts, responses, scored, of_episodes = cut_and_punish(tokens, lambda _: told)
+    contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
+    truncated_responses, stopped = finish(responses)
+    scores = torch.where(stopped, raw_scores[few], task.penalty_reward_value)
     new_logprobs, entropies, new_values = policy(tokens, ids.pad, ids.context_length, task.temperature)
     advantages, returns = script.group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
-    of_tokens = {"scored": scored, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": logprobs - ref_logprobs}
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": logprobs - ref_logprobs}
+    of_tokens |= {"scored": truncated_responses != ids.pad}
     of_tokens |= {"rewards": rollout.rewards[few], "values": rollout.values[few], "new_values": new_values}
     of_tokens |= {"advantages": advantages[0, few], "returns": returns[0, few]}
     of_tokens |= after_update(logprobs, new_logprobs, entropies, of_tokens["advantages"], ppo.cliprange)
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    of_episodes |= {name: monitored[name] for name in monitor}
     this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
 
     queries = stream.first(TRACED, ids.pad).to(tokens.device)
     contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
     uniforms = script.episode_noise(args.seed, 0, len(queries), task.response_length).to(tokens.device)
-    functions = {"raw_scores": score} | monitor
     with precision.mixed_precision(tokens.device, enabled=policy.low_precision):
         tokens, logprobs, values, _ = script.respond(policy, ids, task.temperature, contexts, uniforms)
         ref_logprobs = script.reference_logprobs(reference, ids, task.temperature, tokens)
-        _, responses, scored, of_episodes = cut_and_punish(
-            tokens, lambda responses: {name: function(queries, responses) for name, function in functions.items()}
-        )
-        rewards, _, kl = script.compute_rewards(of_episodes["scores"], logprobs, ref_logprobs, kl_coef)
+        responses = tokens[:, ids.context_length :]
+        truncated_responses, stopped = finish(responses)
+        raw_scores = score(queries, truncated_responses)
+        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+        rewards, _, kl = script.compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
     of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
-    of_tokens |= {"scored": scored}
+    of_tokens |= {"scored": truncated_responses != ids.pad}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    of_episodes |= {name: function(queries, truncated_responses) for name, function in monitor.items()}
     this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes, again=True)
 
 
