@@ -14,14 +14,17 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 demo: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/tales.py
 	$(LAUNCH) ppo_rlhf/train_both.py --preset tales
+	$(BIN)/python ppo_rlhf/report.py
 
 demo-tldr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/posts.py
 	$(LAUNCH) ppo_rlhf/tldr_all.py --preset tales
+	$(BIN)/python ppo_rlhf/report.py
 
 demo-rlvr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/sums.py
 	$(LAUNCH) ppo_rlhf/rlvr_policy.py --preset sums
+	$(BIN)/python ppo_rlhf/report.py
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed
@@ -49,7 +52,7 @@ $(VENV)/installed: pyproject.toml poetry.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PYTHON) .ci/constraints.py > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[report]'
 	touch $@
 
 # What the tests and benchmark/ need besides.

@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -176,6 +177,8 @@ class Args(cli.RunArgs):
     """model to start from: a folder, or a name on the hub"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -264,6 +267,7 @@ PRESETS = {
     "sums": Args(
         preset="sums",
         base_model="sums",
+        trace_interval=5,
         eval_problems=512,
         eval_samples=16,
         task=problems.TASKS["sums"],
@@ -273,6 +277,7 @@ PRESETS = {
     "sums-grpo": Args(
         preset="sums-grpo",
         base_model="sums",
+        trace_interval=5,
         eval_problems=512,
         eval_samples=16,
         task=problems.TASKS["sums"],
@@ -350,6 +355,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
             this_run.log(number, metrics | evaluation)
             if args.log_interval and number % args.log_interval == 0:
                 this_run.log_samples(number, sample_rows(setup, batch, estimate[0]))
+            if this_run.is_time_to_trace(number):
+                by = (sys.modules[__name__], setup, actor_critic, reference, sample)
+                this_run.trace_problems(number, *by, batch, estimate[0], controller.value)
             speed = f"{len(generated) * sizes.round / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}")
             if this_run.is_time_to_save(number + 1, sizes.updates):
@@ -1371,7 +1379,8 @@ def check_arguments(args: Args) -> None:
     """Refuse what cannot be meant."""
     ppo, shaping = args.ppo, args.rewards
     cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval", "eval_interval", "eval_problems", "eval_samples")
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    cli.at_least(0, "", args, "eval_interval", "eval_problems", "eval_samples")
     cli.above_zero("", args, "eval_temperature")
     cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
     cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")

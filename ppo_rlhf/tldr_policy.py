@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ class Args(cli.RunArgs):
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -150,6 +153,7 @@ PRESETS = {
     "tales": Args(
         preset="tales",
         seed=1,
+        trace_interval=5,
         eval_interval=12,
         eval_posts=512,
         task=posts.TASKS["tales"],
@@ -163,9 +167,8 @@ PRESETS = {
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy and a critic; return the folder models/<run>/policy, on every process.
-
-    joint: of tldr_all.py, if it runs this. Raises InputError, a ValueError, before anything is written if it can.
+    """Train a policy and a critic; return the folder models/<run>/policy, everywhere. joint: of tldr_all.py, if it
+    runs this. Raises InputError, a ValueError, before anything is written if it can.
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
@@ -189,9 +192,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run.start_logging(first_update)
     rank, chunk = accelerator.process_index, sizes.local_rollout_batch
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
-    evaluate = partial(
-        evaluate_policy, actor_critic, {"scores": score} | monitor, tokenizer, ids, args, chunk, accelerator
-    )
+    judged_by = {"scores": score} | monitor
+    evaluate = partial(evaluate_policy, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
     prompts, reference_scores = held_out["validation"].first(args.eval_prompts), {}
 
     with this_run.progress("PPO", sizes.updates, first_update) as advance:
@@ -210,9 +212,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate summaries, cut after the end-of-text token; their log-probs and values.
-                responses, logprobs, values, sampler_gap = processes.in_passes(
-                    partial(respond, actor_critic, ids, task.temperature), query_passes, queries, uniforms
-                )  # four of (local_batch, response_length)
+                act = partial(respond, actor_critic, ids, task.temperature)  # gives 4 (local_batch, response_length)
+                responses, logprobs, values, sampler_gap = processes.in_passes(act, query_passes, queries, uniforms)
 
                 # 3. Log-probs of the reference.
                 query_responses = torch.cat([queries, responses], dim=1)
@@ -250,6 +251,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 tokens = (queries[:3], responses[:3], references[:3])
                 samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
                 this_run.log_samples(update, posts.sample_table(samples))
+            if this_run.is_time_to_trace(update):
+                by = (sys.modules[__name__], args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
+                this_run.trace_posts(update, *by, rollout, ref_logprobs, references, monitored, controller.value)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
@@ -868,7 +872,7 @@ PANELS = {
 def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval", "eval_interval", "eval_posts")
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
     cli.at_least(1, "", args, "eval_prompts")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef", "missing_eos_penalty")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam", "weight_decay")

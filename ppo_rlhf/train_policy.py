@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -122,6 +123,8 @@ class Args(cli.RunArgs):
     """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -133,7 +136,7 @@ class Args(cli.RunArgs):
 FIXED, QUICK = AdaptiveKLArgs(target=None), AdaptiveKLArgs(horizon=1_000)
 # [D87] [X09] Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
-TALES = {"base_model": "tales", "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
+TALES = {"base_model": "tales", "trace_interval": 10, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
 PRESETS = {
     "sentiment": Args(),
@@ -189,11 +192,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 queries, contexts = queries.to(device), contexts.to(device)
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
-                # 2. Generate responses; keep their log-probs and values.
+                # 2. Generate responses; log-probs, values and sampler gaps are (local_batch, response_length).
                 plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size, uses=task.response_length)
-                context_responses, logprobs, values, sampler_gap = processes.in_passes(
-                    partial(respond, policy, ids, task.temperature), plan, contexts, uniforms
-                )  # (local_batch, context_length + response_length) and three of (local_batch, response_length)
+                act = partial(respond, policy, ids, task.temperature)
+                context_responses, logprobs, values, sampler_gap = processes.in_passes(act, plan, contexts, uniforms)
 
                 # 3. Log-probs of the reference.
                 plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size)
@@ -223,9 +225,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
             # 8. Adapt the KL coefficient and log.
             means = processes.mean_over_processes(means | stats, accelerator)
-            means |= processes.sum_over_processes(
-                {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}, accelerator
-            )
+            eos_tokens = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
+            means |= processes.sum_over_processes(eos_tokens, accelerator)
             processes.check_update(means, update, args.dtype)
             processes.check_equal("objective/kl_coef", controller.value, accelerator)
             seconds = (run.seconds_since(started), this_run.seconds())
@@ -237,6 +238,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 total = scores + non_score_rewards.sum(1)  # [X06] With the coefficient that these rewards have.
                 shown = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
                 this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
+            if this_run.is_time_to_trace(update):
+                by = (sys.modules[__name__], args, sizes, tokenizer, ids, stream, policy, reference, score, monitor)
+                this_run.trace_texts(update, *by, rollout, ref_logprobs, raw_scores, monitored, controller.value)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508
@@ -819,7 +823,7 @@ class AdaptiveKLController:
 def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval")
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")

@@ -366,7 +366,10 @@ def test_flags_exist():
         (train_both, train_policy, train_reward, sample),
         (tldr_all, tldr_sft, tldr_reward, tldr_policy),
     )
-    flags = {module.__name__.split(".")[1]: flags_of(module) for module in (*chapter1, *chapter2, rlvr_policy, judge)}
+    scripts = (*chapter1, *chapter2, rlvr_policy, judge)
+    flags = {module.__name__.split(".")[1]: flags_of(module) for module in scripts} | {
+        "report": {"run", "with", "out"}
+    }
     everything = set().union(*flags.values())
     commands = re.findall(r"ppo_rlhf/(\w+)\.py((?: +--?[\w.]+(?:[ =][^\s`-]\S*)?)*)", DOCS)
     assert len(commands) > 6

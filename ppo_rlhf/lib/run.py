@@ -6,6 +6,7 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
     metrics.csv           one row per step, all metrics; TensorBoard event files hold the same
     samples.jsonl         the samples that were printed
     learning_curves.png   a picture of metrics.csv
+    traces/<step>         with --trace_interval: a few episodes with all their numbers, for report.py
     checkpoints/<step>/   everything needed to go on: tensors in safetensors, the rest in JSON
 
 A run survives what may happen to it: kill -9 at any moment, a full disk, a signal to stop. `--resume runs/<run>` goes
@@ -42,9 +43,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import errors, files, processes
+from ppo_rlhf.lib import errors, files, processes, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 KEEP_CHECKPOINTS = 2
@@ -281,6 +283,7 @@ class Run:
             raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
         files.replace_file(metrics_file, "".join(lines[: first_step + 1] if first_step else []))
         files.replace_file(samples_file, "".join(samples))
+        traces.cut(self.folder, first_step)
 
     def _open_csv(self) -> None:
         file = (self.folder / "metrics.csv").open("a", newline="")
@@ -374,6 +377,44 @@ class Run:
         if self.is_main:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
             (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def is_time_to_trace(self, step: int) -> bool:
+        """Whether episodes of a step are kept: at intervals, from the first on, and those of the last."""
+        every = self.args.trace_interval
+        return every > 0 and (step % every == 0 or step + 1 == self.meta["sizes"]["updates"])
+
+    def trace(
+        self,
+        step: int,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_id: int,
+        queries: Tensor,
+        responses: Tensor,
+        tokens: dict[str, Tensor],
+        episodes: dict[str, Tensor],
+        again: bool = False,
+        **texts: list[str],
+    ) -> None:
+        """Keep the first episodes of the main process, as many as `tokens` has rows, in traces/<step>.safetensors.
+
+        again: not of the batch, but queries that are the same each time, answered after the step.
+
+        queries: (rows, context_length), responses: (rows, response_length) token ids. tokens: named numbers of tokens
+        (episodes, response_length); episodes: of episodes (rows,); texts: more texts of episodes (rows). report.py
+        knows these names:
+
+            mask, value_mask, scored      bool: what the losses count, and what was scored; without them, everything
+            logprobs, ref_logprobs, new_logprobs, kl, non_score_rewards, rewards, values, new_values, advantages,
+            returns, entropies, ratio, clipped
+
+        Of episodes `scores` and `stopped`, and `groups`, equal for responses to one prompt.
+        """
+        if self.is_main:
+            ids = (tokenizer, pad_id, queries, responses)
+            traces.write(self.folder, traces.of_tokens(step, again, *ids, tokens, episodes, texts))
+
+    # What chapters 1, 2 and 3 keep: methods, whose `this_run` is this.
+    trace_texts, trace_posts, trace_problems = traces.of_texts, traces.of_posts, traces.of_problems
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -395,6 +395,13 @@ class QueryStream:
             row[: len(query)] = torch.tensor(query)
         return queries
 
+    def first(self, n: int, pad_id: int) -> torch.Tensor:
+        """The first n queries of all (n, query_length), wherever the stream stands."""
+        position, self.position = self.position, 0
+        queries = self.next_batch(n, pad_id)
+        self.position = position
+        return queries
+
 
 @dataclass(frozen=True)
 class TaskIds:

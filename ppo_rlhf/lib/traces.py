@@ -1,0 +1,324 @@
+"""Traces: a few episodes of an update with every number of every token, which report.py shows.
+
+traces/<update>.safetensors in a run's folder holds episodes of the batch, <update>_again.safetensors responses to
+queries that are the same each time: tensors `tokens.<name>` (episodes, response_length) and `episodes.<name>`
+(episodes,), and in the metadata the texts, so that a trace is read without the tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.lib import lm, posts, precision, rewards as scorers, texts
+from ppo_rlhf.lib.errors import InputError
+
+TRACED = 8  # episodes that a trace keeps
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is kept of an update (0-based)."""
+
+    update: int
+    again: bool  # whether the queries are the same each time, and not of the batch
+    queries: list[str]
+    responses: list[list[str]]  # the text of each token; empty where padding stands
+    tokens: dict[str, Tensor]  # (episodes, response_length)
+    episodes: dict[str, Tensor]  # (episodes,)
+    texts: dict[str, list[str]]  # more texts of each episode, such as reference answers
+
+
+def path_of(run_folder: Path, update: int, again: bool = False) -> Path:
+    return run_folder / "traces" / f"{update}{'_again' * again}.safetensors"
+
+
+def kept(run_folder: Path) -> list[tuple[int, bool]]:
+    """What was kept: updates in their order, each with whether it is `again`."""
+    names = (path.name for path in (run_folder / "traces").glob("*.safetensors"))
+    found = (re.fullmatch(r"([0-9]+)(_again)?\.safetensors", name) for name in names)
+    return sorted((int(match[1]), bool(match[2])) for match in found if match)
+
+
+def write(run_folder: Path, trace: Trace) -> None:
+    """Write to a temporary name, then rename: a reader never sees half a trace."""
+    tensors = {f"tokens.{name}": tensor for name, tensor in trace.tokens.items()}
+    tensors |= {f"episodes.{name}": tensor for name, tensor in trace.episodes.items()}
+    texts = {"queries": trace.queries, "responses": trace.responses, "texts": trace.texts}
+    path = path_of(run_folder, trace.update, trace.again)
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(copies, temporary, metadata={"texts": json.dumps(texts)})
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"the trace of update {trace.update} cannot be written ({error})") from error
+
+
+def read(run_folder: Path, update: int, again: bool = False) -> Trace:
+    """The trace of an update; an InputError if the file is none."""
+    path = path_of(run_folder, update, again)
+    parts: dict[str, dict[str, Tensor]] = {"tokens": {}, "episodes": {}}
+    try:
+        with safe_open(path, "pt") as file:
+            texts = json.loads(file.metadata()["texts"])
+            for name in file.keys():  # noqa: SIM118, it is no dictionary
+                kind, column = name.split(".", 1)
+                parts[kind][column] = file.get_tensor(name)
+        return Trace(update, again, **parts, **texts)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
+
+
+def cut(run_folder: Path, first_update: int) -> None:
+    """Remove the traces of an update and all after it, which will be made again."""
+    for update, again in kept(run_folder):
+        if update >= first_update:
+            path_of(run_folder, update, again).unlink()
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -> list[str]:
+    """The text that each token adds to those before it; empty for padding.
+
+    A character whose bytes are shared by several tokens stands at the last of them.
+    """
+    found, start, whole = [], 0, 0  # a token is decoded after those from `start`; those before `whole` are shown
+    for end, token in enumerate(tokens, 1):
+        if token == pad_id:
+            found.append("")
+            start = whole = end
+            continue
+        before = tokenizer.decode(tokens[start:whole])
+        text = tokenizer.decode(tokens[start:end])
+        if text.endswith("\ufffd") and end < len(tokens):
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, whole = whole, end
+    return found
+
+
+def of_tokens(
+    update: int,
+    again: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: int,
+    queries: Tensor,
+    responses: Tensor,
+    tokens: dict[str, Tensor],
+    episodes: dict[str, Tensor],
+    texts: dict[str, list[str]],
+) -> Trace:
+    """The trace of as many episodes as `tokens` has rows; the other arguments may have more.
+
+    queries: (rows, context_length) and responses: (rows, response_length) token ids.
+    """
+    n = len(next(iter(tokens.values())))
+    return Trace(
+        update,
+        again,
+        [tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
+        [pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
+        {"ids": responses[:n], **tokens},
+        {name: values[:n] for name, values in episodes.items()},
+        {name: values[:n] for name, values in texts.items()},
+    )
+
+
+# ---- What each chapter keeps -----------------------------------------------------------------------------------
+#
+# Episodes of the batch of an update, and responses to queries that are the same each time, with the same noise: both
+# with the policy after the update. `script` is the module that trains, whose functions are used; `args`, `rollout`
+# and the like are of its classes. Every process must call these, as methods of run.Run.
+
+
+def after_update(
+    logprobs: Tensor, new_logprobs: Tensor, entropies: Tensor, advantages: Tensor, cliprange: float
+) -> dict[str, Tensor]:
+    """What the update did to tokens; all are (episodes, response_length)."""
+    ratio = torch.exp(new_logprobs - logprobs)
+    clipped = advantages * (ratio.clamp(1 - cliprange, 1 + cliprange) - ratio) < 0
+    return {"new_logprobs": new_logprobs, "entropies": entropies, "ratio": ratio, "clipped": clipped}
+
+
+@torch.no_grad()
+def of_texts(
+    this_run: Any,
+    update: int,
+    script: ModuleType,
+    args: Any,
+    sizes: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: texts.TaskIds,
+    stream: texts.QueryStream,
+    policy: nn.Module,
+    reference: PreTrainedModel,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    rollout: Any,
+    ref_logprobs: Tensor,
+    raw_scores: Tensor,
+    monitored: dict[str, Tensor],
+    kl_coef: float,
+) -> None:
+    """Chapter 1. Advantages of the batch are those of its first group, whitened over all episodes of the group: what
+    the losses had, if there is one minibatch.
+    """
+    task, ppo = args.task, args.ppo
+
+    def finish(responses: Tensor) -> tuple[Tensor, Tensor]:
+        """Truncated responses, and which of them stop."""
+        truncated_responses = script.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+        return truncated_responses, script.has_stop(truncated_responses, ids.stop, task.truncate_after)
+
+    few, group = slice(min(TRACED, sizes.group_batch)), slice(sizes.group_batch)
+    tokens, logprobs, ref_logprobs = (x[few] for x in (rollout.context_responses, rollout.logprobs, ref_logprobs))
+    contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
+    truncated_responses, stopped = finish(responses)
+    scores = torch.where(stopped, raw_scores[few], task.penalty_reward_value)
+    new_logprobs, entropies, new_values = policy(tokens, ids.pad, ids.context_length, task.temperature)
+    advantages, returns = script.group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": logprobs - ref_logprobs}
+    of_tokens |= {"scored": truncated_responses != ids.pad}
+    of_tokens |= {"rewards": rollout.rewards[few], "values": rollout.values[few], "new_values": new_values}
+    of_tokens |= {"advantages": advantages[0, few], "returns": returns[0, few]}
+    of_tokens |= after_update(logprobs, new_logprobs, entropies, of_tokens["advantages"], ppo.cliprange)
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    of_episodes |= {name: monitored[name] for name in monitor}
+    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
+
+    queries = stream.first(TRACED, ids.pad).to(tokens.device)
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
+    uniforms = script.episode_noise(args.seed, 0, len(queries), task.response_length).to(tokens.device)
+    with precision.mixed_precision(tokens.device, enabled=policy.low_precision):
+        tokens, logprobs, values, _ = script.respond(policy, ids, task.temperature, contexts, uniforms)
+        ref_logprobs = script.reference_logprobs(reference, ids, task.temperature, tokens)
+        responses = tokens[:, ids.context_length :]
+        truncated_responses, stopped = finish(responses)
+        raw_scores = score(queries, truncated_responses)
+        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+        rewards, _, kl = script.compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"scored": truncated_responses != ids.pad}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    of_episodes |= {name: function(queries, truncated_responses) for name, function in monitor.items()}
+    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes, again=True)
+
+
+@torch.no_grad()
+def of_posts(
+    this_run: Any,
+    update: int,
+    script: ModuleType,
+    args: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: posts.TaskIds,
+    held_out: dict[str, posts.Posts],
+    actor_critic: nn.Module,
+    reference: Any,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    rollout: Any,
+    ref_logprobs: Tensor,
+    references: Tensor,
+    monitored: dict[str, Tensor],
+    kl_coef: float,
+) -> None:
+    """Chapter 2. Advantages are whitened over the whole batch, not over one minibatch."""
+    task, ppo, shaping, few = args.task, args.ppo, args.rewards, slice(TRACED)
+
+    def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool = False) -> None:
+        rows = posts.evaluation_rows(tokenizer, ids.pad, queries[few], responses[few], references[few])
+        summaries = [row["reference"] for row in rows]
+        this_run.trace(update, tokenizer, ids.pad, queries, responses, *numbers, again=again, reference=summaries)
+
+    query_responses, logprobs = rollout.query_responses[few], rollout.logprobs[few]
+    length = query_responses.shape[1] - task.response_length
+    new_logprobs, entropies, new_values = actor_critic(query_responses, ids.pad, length, task.temperature)
+    advantages, returns = script.compute_advantages(
+        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo),
+        reduce=partial(this_run.accelerator.reduce, reduction="sum"),
+    )
+    names = ("mask", "value_mask", "logprobs", "kl", "rewards", "values")
+    of_tokens = {name: getattr(rollout, name)[few] for name in names} | {"ref_logprobs": ref_logprobs[few]}
+    of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
+    of_tokens |= after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
+    of_episodes = {"scores": rollout.scores, "raw_scores": rollout.raw_scores, "stopped": rollout.finished}
+    queries, responses = rollout.query_responses.tensor_split([length], dim=1)
+    keep(queries, responses, references, of_tokens, of_episodes | monitored)
+
+    watched, device = held_out["validation"].first(TRACED), logprobs.device
+    queries, references = watched.queries.to(device), watched.references.to(device)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
+    with actor_critic.sampling():
+        responses, logprobs, values, _ = script.respond(actor_critic, ids, task.temperature, queries, uniforms)
+        query_responses = torch.cat([queries, responses], dim=1)
+        ref_logprobs = reference.logprobs(ids, queries.shape[1], task.temperature, query_responses)
+        raw_scores, stopped = score(queries, responses, references), lm.has_stop(responses, ids.stop, 0)
+        scores = script.punish_missing_eos(raw_scores, stopped, shaping.missing_eos, shaping.missing_eos_penalty)
+        mask, value_mask = script.response_masks(responses, ids.pad)
+        rewards, _, kl = script.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"mask": mask, "value_mask": value_mask}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    of_episodes |= {name: function(queries, responses, references) for name, function in monitor.items()}
+    keep(queries, responses, references, of_tokens, of_episodes, again=True)
+
+
+@torch.no_grad()
+def of_problems(
+    this_run: Any,
+    update: int,
+    script: ModuleType,
+    setup: Any,
+    actor_critic: nn.Module,
+    reference: Any,
+    sample: Callable[..., tuple[Tensor, Tensor]],
+    batch: Any,
+    advantages: Tensor,
+    kl_coef: float,
+) -> None:
+    """Chapter 3: whole groups. Those that are answered again are whitened among themselves."""
+    sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
+    prompts = min(math.ceil(TRACED / n), sizes.local_batch // n)
+    everywhere = prompts * setup.accelerator.num_processes
+    few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
+    with actor_critic.sampling():
+        few_setup = dataclasses.replace(setup, sizes=few)
+        again = script.rollout(few_setup, actor_critic, reference, sample, version=update + 1, number=0)
+    again = script.with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
+    advantages_again, _ = script.compute_advantages(again, ppo, torch.clone)
+    trained, trained_advantages = batch.rows(slice(prompts * n)), advantages[: prompts * n]
+    for repeated, one, advantages in ((False, trained, trained_advantages), (True, again, advantages_again)):
+        names = ("logprobs", "sampler_logprobs", "ref_logprobs", "kl", "rewards", "values")
+        of_tokens = {name: getattr(one, name) for name in names if name != "values" or actor_critic.critic}
+        of_tokens |= {"mask": one.loss_mask, "scored": one.mask, "advantages": advantages}
+        if not repeated:
+            new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, setup.ids.pad)
+            _, clipped, _ = script.token_losses(
+                *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss),
+                **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
+            )
+            of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
+            of_tokens |= {"ratio": torch.exp(new_logprobs - one.logprobs)}
+        of_episodes = {name: getattr(one, name) for name in ("scores", "raw_scores", "stopped", "groups")}
+        of_episodes |= {name: one.parts[:, i] for i, name in enumerate(setup.sources)}
+        tokens = one.query_responses.tensor_split([-one.mask.shape[1]], dim=1)
+        answers = [setup.problems.answers[i] for i in one.problems.tolist()]
+        told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens, of_episodes)
+        this_run.trace(update, *told, again=repeated, answer=answers)

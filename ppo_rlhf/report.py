@@ -1,0 +1,463 @@
+"""Look inside a run: writes report.html, one file that any browser opens, without a network.
+
+It shows what was run; the learning curves, and how to read each; and, if the run was started with --trace_interval, a
+few episodes of its updates token by token: log-probs, KL penalty, reward, value, advantage, ratio.
+
+    python ppo_rlhf/report.py                                     # the newest run below runs/
+    python ppo_rlhf/report.py --run runs/<run>                    # of any script and chapter, finished or not
+    python ppo_rlhf/report.py --run runs/<run> --with runs/<run>  # two runs: curves and episodes side by side
+
+Needs plotly: pip install "ppo-rlhf[report]".
+"""
+
+import csv
+import itertools
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ppo_rlhf.lib import cli, errors, files, run, traces
+from ppo_rlhf.lib.errors import InputError
+
+
+@dataclass(frozen=True)
+class Args:
+    run: str = ""
+    """folder of a run; empty: the newest below runs/"""
+    other: Annotated[str, tyro.conf.arg(name="with")] = ""
+    """folder of another run, to compare it with; empty: none"""
+    out: str = ""
+    """file to write; empty: report.html in the run's folder"""
+
+
+def report(args: Args) -> Path:
+    """Write the page and return its path. An InputError if a folder is not that of a run."""
+    try:
+        import plotly.offline
+    except ImportError as error:
+        raise InputError('plotly is not installed: pip install "ppo-rlhf[report]"') from error
+    from jinja2 import Environment, FileSystemLoader
+
+    folders = [Path(args.run) if args.run else newest_run(Path("runs")), *([Path(args.other)] if args.other else [])]
+    runs = [read_run(folder) for folder in folders]
+    traced = [one_run.traced(TRACE_BYTES // len(runs)) for one_run in runs]
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and in the order that they have here
+    text = environment.get_template("report.html").render(
+        runs=runs,
+        facts=side_by_side([one_run.facts for one_run in runs]),
+        arguments=side_by_side([files.flatten(one_run.meta["args"]) for one_run in runs]),
+        panels=(panels := draw_panels(runs)),
+        data={
+            "figures": [figure for _, figure in panels],
+            "runs": [{"name": r.name, "traces": t, "scales": scales(t)} for r, t in zip(runs, traced, strict=True)],
+            "quantities": QUANTITIES,
+        },
+        every=[one_run.every(one_trace) for one_run, one_trace in zip(runs, traced, strict=True)],
+        held_out=held_out_texts(runs[0]),
+        plotly=plotly.offline.get_plotlyjs(),
+    )
+    path = Path(args.out) if args.out else folders[0] / "report.html"
+    files.replace_file(path, text)
+    print(f"report  {run.shown(path.absolute())}")
+    return path
+
+
+def newest_run(runs: Path) -> Path:
+    """The run that was written to last."""
+    metas = sorted(runs.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
+    if not metas:
+        raise InputError(f"there is no run below {run.shown(runs.absolute())}; name one with --run")
+    return metas[-1].parent
+
+
+# ---- What a run left -------------------------------------------------------------------------------------------
+
+TRACE_BYTES = 2_500_000  # of traces on a page; beyond, updates are left out
+MOST_POINTS = 2_000  # of a curve; beyond, rows are left out
+KINDS = {
+    "rlvr": "PPO with verifiable rewards (chapter 3)",
+    "summaries": "PPO on summaries, against a reward model (chapter 2)",
+    "continuations": "PPO on continuations, against a reward model (chapter 1)",
+    "other": "a training run without PPO",
+}
+
+
+@dataclass(frozen=True)
+class OneRun:
+    folder: Path
+    meta: dict[str, Any]
+    steps: list[int] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # of the steps
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def kind(self) -> str:
+        ppo, rewards = self.meta["args"].get("ppo", {}), self.meta["args"].get("rewards", {})
+        if "samples_per_prompt" in ppo:
+            return "rlvr"
+        return "summaries" if "missing_eos" in rewards else "continuations" if ppo else "other"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was run, in words and numbers."""
+        meta, args = self.meta, files.flatten(self.meta["args"])
+        told = {f"rewards.{name}": "scored by" for name in ("trained_model", "function", "verifier")}
+        told |= {"rewards.monitor": "watched by", "base_model": "starts from", "preset": "preset", "seed": "seed"}
+        facts = {"run": self.name, "what": KINDS[self.kind]}
+        facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
+        facts |= {label: args[name] for name, label in told.items() if args.get(name) not in (None, "")}
+        facts["time"] = f"{meta.get('wall_time', 0) / 60:.1f} minutes"
+        for name in ("device", "num_processes", "threads", "commit"):
+            facts[name.replace("num_", "")] = meta.get(name) or "unknown"
+        facts["arithmetic"] = args.get("dtype", "unknown")
+        facts |= {f"size: {name}": size for name, size in meta.get("sizes", {}).items()}
+        facts |= {f"result: {name}": value for name, value in meta.get("results", {}).items()}
+        return facts | {f"version: {name}": version for name, version in meta.get("versions", {}).items()}
+
+    def kept(self) -> list[list[tuple[int, bool]]]:
+        """The names of its traces, update by update."""
+        return [list(names) for _, names in itertools.groupby(traces.kept(self.folder), lambda name: name[0])]
+
+    def traced(self, most_bytes: int) -> list[dict[str, Any]]:
+        """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
+        found = [traced_update([traces.read(self.folder, *one) for one in kept]) for kept in self.kept()]
+        while len(found) > 2 and len(json.dumps(found)) > most_bytes:
+            found = found[:-1:2] + found[-1:]
+        return found
+
+    def every(self, shown: list[dict[str, Any]]) -> str:
+        """What the token view holds, as a sentence."""
+        kept = len(self.kept())
+        if not kept:
+            return "The run left no traces: it was started without --trace_interval."
+        left_out = f" {kept - len(shown)} more were kept, but would make the page too large." * (kept > len(shown))
+        watched = sum(episode["again"] for episode in shown[0]["episodes"])
+        of_batch = f"{len(shown)} updates, and the first {len(shown[0]['episodes']) - watched} episodes of each."
+        again = (
+            f" Then {watched} responses to queries that are the same each time, sampled after the update, with the "
+        )
+        again += "same noise; they are not trained on, and what training makes of an episode is not known of them."
+        return of_batch + again * (watched > 0) + left_out
+
+
+def read_run(folder: Path) -> OneRun:
+    """What the folder of a run holds, finished or not."""
+    meta, path = run.read_meta(folder), folder / "metrics.csv"
+    try:
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))  # the last may be half written
+        rows = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
+        metrics = {name: [float(row[name]) for row in rows] for name in (rows[0] if rows else {})}
+        return OneRun(folder, meta, [int(step) for step in metrics.pop("step", [])], metrics)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+
+
+def side_by_side(columns: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Rows (name, a value of each run as text)."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [as_text(column.get(name, "")) for column in columns]) for name in names]
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.6g}"
+    return f"{value:,}" if type(value) is int else errors.visible(str(value))
+
+
+# ---- Traces ----------------------------------------------------------------------------------------------------
+
+# name: title, the number without colour, and how to read it
+QUANTITIES = {
+    "kl": ("KL", 0, "Nats by which the policy likes the token better than the reference does; what is penalised."),
+    "logprobs": ("log-prob, policy", 0, "Of the policy that sampled. Far below 0: a surprise."),
+    "ref_logprobs": ("log-prob, reference", 0, "Of the model that training started from."),
+    "rewards": ("reward", 0, "The KL penalty of each token; the score is on the last, or on the step after it."),
+    "values": ("value", 0, "What the critic expects from here on, before it learned from this episode."),
+    "returns": ("return", 0, "What the critic should have said."),
+    "advantages": ("advantage", 0, "Above 0, the token becomes more likely."),
+    "ratio": ("ratio after the update", 1, "How much more likely the update made the token."),
+    "clipped": ("clipped", 0, "1 where the ratio left its range in the direction that pays: no gradient any more."),
+    "new_logprobs": ("log-prob after the update", 0, "Of the policy after all epochs of this update."),
+    "new_values": ("value after the update", 0, "What the critic says after all epochs of this update."),
+    "entropies": ("entropy after the update", 0, "How undecided the policy is at this place, in nats."),
+    "sampler_logprobs": ("log-prob, sampler", 0, "What the sampler had, where its arithmetic differs."),
+}
+MARKS = ("mask", "value_mask", "scored")
+
+
+def traced_update(parts: list[traces.Trace]) -> dict[str, Any]:
+    """An update of the token view."""
+    return {"update": parts[0].update, "episodes": [episode for part in parts for episode in traced_episodes(part)]}
+
+
+def traced_episodes(trace: traces.Trace) -> list[dict[str, Any]]:
+    """Episodes with their texts, their numbers, and the text and numbers of each token that is shown.
+
+    Numbers are rounded to six digits.
+    """
+    rows = {name: tensor.tolist() for name, tensor in trace.tokens.items()}
+    numbers = {name: tensor.tolist() for name, tensor in trace.episodes.items()}
+    episodes = []
+    for i, pieces in enumerate(trace.responses):
+        marks = [rows[name][i] for name in MARKS if name in rows] or [[True] * len(pieces)]
+        everywhere = "mask" not in rows  # chapter 1 has no mask: what is cut away is trained on all the same
+        places = [k for k in range(len(pieces)) if everywhere or any(mark[k] for mark in marks)]
+        episode = {"query": errors.visible(trace.queries[i]), "places": places, "again": trace.again}
+        episode["pieces"] = [errors.visible(pieces[k]) for k in places]
+        episode["texts"] = {name: errors.visible(str(values[i])) for name, values in trace.texts.items()}
+        episode["numbers"] = {name: rounded(values[i]) for name, values in numbers.items()}
+        episode["tokens"] = {
+            name: [rounded(values[i][k]) for k in places]
+            for name, values in rows.items()
+            if name in QUANTITIES or name in MARKS or name == "ids"
+        }
+        episodes.append(episode)
+    return episodes
+
+
+def rounded(value: float) -> float | int | None:
+    """To six digits; None for what JSON cannot say."""
+    if isinstance(value, bool | int):
+        return int(value)
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def scales(traced: list[dict[str, Any]]) -> dict[str, float]:
+    """For each quantity the distance from its middle that has full colour: 98 of 100 tokens are nearer."""
+    distances: dict[str, list[float]] = {}
+    for update in traced:
+        for episode in update["episodes"]:
+            for name in QUANTITIES.keys() & episode["tokens"].keys():
+                values = (value for value in episode["tokens"][name] if value is not None)
+                distances.setdefault(name, []).extend(abs(value - QUANTITIES[name][1]) for value in values)
+    nearer = {name: sorted(found)[int(0.98 * (len(found) - 1))] for name, found in distances.items() if found}
+    return {name: distance or 1.0 for name, distance in nearer.items()}
+
+
+# ---- Texts of held-out queries ---------------------------------------------------------------------------------
+
+HELD_OUT = 20
+
+
+def held_out_texts(one_run: OneRun) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Texts and numbers of the first held-out queries, after the training; with the fine-tuned model's summaries."""
+    for name in ("evaluation.jsonl", "comparison.jsonl"):
+        if rows := read_lines(one_run.folder / name)[:HELD_OUT]:
+            break
+    base = Path(one_run.meta["args"].get("base_model") or "").parent.name  # models/<run>/sft
+    fine_tuned = read_lines(one_run.folder.parent / base / "evaluation.jsonl") if base else []
+    before = {row.get("query"): row.get("response") for row in fine_tuned}
+    for row in rows:
+        if one_run.kind == "summaries" and row.get("query") in before:
+            row["response after fine-tuning"] = before[row["query"]]
+    return [
+        (
+            {name: errors.visible(value) for name, value in row.items() if isinstance(value, str)},
+            {name: as_text(value) for name, value in row.items() if not isinstance(value, str)},
+        )
+        for row in rows
+    ]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; none if there is no such file."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+
+
+# ---- Learning curves -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    metrics: str  # their names, or beginnings that end in *
+    healthy: str
+    sick: str
+
+
+PANELS = [
+    Panel(
+        "Score",
+        "objective/score objective/scores objective/gold_scores objective/verifiable_correct_rate",
+        "Rises steadily and flattens; what only watches (gold) rises with it.",
+        "Score up while gold falls: the reward model is being exploited. Raise the KL coefficient or stop earlier. "
+        "Flat: look at the advantages, and whether responses end at all.",
+    ),
+    Panel(
+        "KL from the reference (nats per response)",
+        "objective/kl",
+        "Starts at 0, rises, and stays near the target (dashed), if there is one.",
+        "Shoots up: the text leaves the language; lower the learning rate or raise the KL coefficient. Not 0 at the "
+        "start, or below 0 for long: sampler and training pass disagree.",
+    ),
+    Panel(
+        "KL coefficient",
+        "objective/kl_coef",
+        "Drifts until the divergence holds its target; constant without one.",
+        "Falls or rises without end: the target cannot be reached at this learning rate, or the horizon is too long.",
+    ),
+    Panel(
+        "Score less penalty",
+        "objective/score_total objective/rlhf_reward",
+        "What PPO maximises: rises.",
+        "Falls while the score rises: the penalty wins; lower the KL coefficient or wait for the controller.",
+    ),
+    Panel(
+        "Responses that end",
+        "objective/stopped objective/eos_rate val/stop_token_rate eval/eos_rate eval/stopped",
+        "Near 1 soon, since a response without its stop token is punished.",
+        "Falls: the policy has found that long responses pay. Check the penalty and response_length.",
+    ),
+    Panel(
+        "Length (tokens)",
+        "objective/response_length eval/response_length val/sequence_lengths val/sequence_lengths_correct "
+        "val/sequence_lengths_incorrect",
+        "Settles.",
+        "Grows along with the score and without end: length itself is being rewarded. Compare texts of equal length.",
+    ),
+    Panel(
+        "Held-out queries",
+        "eval/scores eval/gold_scores eval/reference_gold_scores eval/gsm8k_strict eval/gsm8k_flexible eval/mean@* "
+        "eval/pass@*",
+        "Follows the training score.",
+        "Stays behind: the policy has learned the training queries by heart, or the reward model is wrong elsewhere.",
+    ),
+    Panel(
+        "Groups without a signal",
+        "val/groups_zero_std val/groups_all_right val/groups_all_wrong",
+        "Falls from all wrong, and rises slowly towards all right.",
+        "Near 1: all responses to a prompt get the same score, and nothing is learned. Take easier or harder "
+        "prompts, more samples per prompt, or filter_groups.",
+    ),
+    Panel(
+        "Entropy of the policy (nats per token)",
+        "ppo/policy/entropy policy/entropy_avg",
+        "Falls slowly.",
+        "Falls to near 0: the policy says one thing only. Lower the learning rate, raise the KL coefficient. Rises "
+        "without end: it comes apart.",
+    ),
+    Panel(
+        "Clipped share of tokens",
+        "ppo/policy/clipfrac policy/clipfrac_avg policy/clipfrac_low_avg ppo/val/clipfrac val/clipfrac_avg",
+        "Of the policy a few in a hundred, up to about 0.2.",
+        "Of the policy above 0.3: steps are too large; lower the learning rate or the epochs. Always 0: too small. "
+        "Of the values near 1: the critic may not move as far as it has to.",
+    ),
+    Panel(
+        "Size of an update",
+        "ppo/policy/approxkl policy/approxkl_avg ppo/val/ratio_var val/ratio_var",
+        "Small and even.",
+        "Spikes come before collapses: lower the learning rate. Not finite soon after: the run has stopped itself.",
+    ),
+    Panel(
+        "Ratio before the first step, less 1",
+        "ppo/val/first_ratio_gap val/first_ratio_gap",
+        "0 but for rounding: the first pass of training sees what the sampler saw.",
+        "Above 0.01: padding, positions, temperature or precision differ between sampling and training.",
+    ),
+    Panel(
+        "Policy loss",
+        "ppo/loss/policy loss/policy_avg",
+        "Below 0 and small; its size says little.",
+        "Trends far from 0: the policy has moved far from the one that sampled.",
+    ),
+    Panel("Value loss", "ppo/loss/value loss/value_avg", "Falls, or follows the scores.", "Grows: lower the rate."),
+    Panel(
+        "Explained variance of returns",
+        "ppo/val/var_explained val/var_explained val/explained_var",
+        "Rises from 0 towards 1.",
+        "Stays at 0 or below: the critic knows nothing, and advantages are noise. More critic steps, a higher rate "
+        "for it, or a better start.",
+    ),
+    Panel(
+        "Gradient norm",
+        "ppo/gradient_norm gradient_norm policy/grad_norm value/grad_norm train/gradient_norm "
+        "train/sft/gradient_norm train/rm/gradient_norm",
+        "Even.",
+        "Spikes: bad batches or too high a rate.",
+    ),
+    Panel(
+        "Loss",
+        "train/loss train/rm/loss train/sft/loss",
+        "Falls and flattens.",
+        "Flat from the start: check the labels and the rate.",
+    ),
+    Panel(
+        "Accuracy",
+        "train/accuracy train/rm/accuracy",
+        "Rises well above chance (1/2 for pairs, 1/4 for four).",
+        "At chance: labels and texts do not belong together, or the tokenizer differs.",
+    ),
+    Panel(
+        "Scores of preferred and other texts",
+        "train/rm/chosen_rewards train/rm/rejected_rewards",
+        "Move apart.",
+        "On top of each other: nothing is learned.",
+    ),
+    Panel(
+        "Learning rate",
+        "ppo/lr lr train/lr train/rm/lr train/sft/lr",
+        "As it was asked for.",
+        "Else: check total_episodes, which stretches the schedule.",
+    ),
+]
+
+
+def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
+    """The panels that the runs have metrics for, each with a plotly figure: {"data", "layout"}."""
+    import plotly.graph_objects as go
+
+    known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
+    monitors = {one_run.meta["args"].get("rewards", {}).get("monitor", "") for one_run in runs}
+    watched = [f"objective/{monitor.rsplit('.', 1)[-1].rsplit(':', 1)[-1]}" for monitor in monitors if monitor]
+    drawn = []
+    for panel in PANELS:
+        wanted = panel.metrics.split() + (watched if panel.title == "Score" else [])
+        names = [name for name in known if any(matches(name, pattern) for pattern in wanted)]
+        names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
+        if not names:
+            continue
+        figure = go.Figure()
+        for number, one_run in enumerate(runs):
+            for color, name in enumerate(names):
+                if name not in one_run.metrics:
+                    continue
+                label = name if len(runs) == 1 else f"{name}, run {number + 1}"
+                line = {"dash": ("solid", "dot")[number], "color": COLORS[color % len(COLORS)], "width": 1.8}
+                values = [value if math.isfinite(value) else None for value in one_run.metrics[name]]
+                figure.add_scatter(x=one_run.steps, y=values, name=label, mode="lines", line=line)
+        if panel.metrics == "objective/kl":
+            targets = (
+                one_run.meta["args"].get("rewards", {}).get("adaptive_kl", {}).get("target") for one_run in runs
+            )
+            for target in {target for target in targets if target}:
+                figure.add_hline(target, line={"dash": "dash", "width": 1}, annotation_text=f"target {target:g}")
+        figure.update_layout(hovermode="x unified", showlegend=len(names) * len(runs) > 1)
+        layout = figure.layout.to_plotly_json()
+        layout.pop("template", None)
+        drawn.append((panel, {"data": [trace.to_plotly_json() for trace in figure.data], "layout": layout}))
+    return drawn
+
+
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # told apart by colour-blind people too
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a metric is meant: by its name, or by its beginning where the pattern ends in *."""
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+if __name__ == "__main__":
+    cli.run_script(report, lambda argv: tyro.cli(Args, args=argv, description=__doc__))

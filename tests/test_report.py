@@ -1,0 +1,274 @@
+"""report.html: its numbers are those of the run, its texts are text, and a browser shows what it should."""
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ppo_rlhf import report
+from ppo_rlhf.lib import traces
+from ppo_rlhf.lib.errors import InputError
+
+pytest.importorskip("plotly", reason="plotly is not installed")
+
+EVIL = "</script><script>window.hacked = 1</script><b>&amp; \x1b[31mred"
+UPDATES = (0, 3, 5)
+NUMBERS = ("kl", "logprobs", "advantages", "ratio", "values")
+REWARDS = {"trained_model": "models/r/reward", "monitor": "a.b:gold_scores", "adaptive_kl": {"target": 6.0}}
+ARGS = {
+    1: {"preset": "tales", "ppo": {"cliprange": 0.2}, "rewards": REWARDS},
+    2: {"preset": EVIL, "ppo": {}, "rewards": REWARDS | {"missing_eos": "replace"}, "base_model": "models/fine/sft"},
+    3: {"preset": "sums", "ppo": {"samples_per_prompt": 2}, "rewards": {"verifier": "sums"}},
+}
+
+
+def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed: int = 0) -> Path:
+    """The folder of a run that never was: six updates, and of three of them two episodes of five tokens."""
+    folder = runs / name
+    folder.mkdir(parents=True)
+    meta = {"args": ARGS[chapter], "sizes": {"updates": 6}, "results": {"last_kl": 1.5}, "finished": chapter != 3}
+    (folder / "meta.json").write_text(json.dumps(meta | {"wall_time": 90.0, "commit": "abc", "device": "cpu"}))
+    generator = torch.Generator().manual_seed(seed)
+    names = ["objective/scores", "objective/gold_scores", "objective/kl", "some/other"]
+    lines = [",".join(["step", *names])]
+    lines += [",".join(map(str, [step, *torch.rand(4, generator=generator).tolist()])) for step in range(6)]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    for update in UPDATES if traced else ():
+        tokens = {name: torch.randn(2, 5, generator=generator) for name in NUMBERS}
+        tokens["ids"] = torch.arange(10).view(2, 5)
+        ends = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+        tokens |= {"scored": ends} if chapter == 1 else {"mask": ends}
+        episodes = {"scores": torch.tensor([0.25, -1.0]), "stopped": torch.tensor([True, False])}
+        episodes |= {"groups": torch.tensor([7, 7])} if chapter == 3 else {}
+        pieces = [[f" {word}{update}" for word in ("one", "two", "three", "four", "five")]]
+        pieces.append([EVIL, "\n", " b", "", " c"])
+        queries = ["the same query", f"query {update} {EVIL}"]
+        texts = {"reference": [EVIL, "fine"]} if chapter == 2 else {}
+        (folder / "traces").mkdir(exist_ok=True)
+        traces.write(folder, traces.Trace(update, False, queries, pieces, tokens, episodes, texts))
+    return folder
+
+
+def data_of(page: str) -> dict:
+    """What the page hands to its script."""
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(found)
+
+
+def write_report(folder: Path, **more: str) -> str:
+    return report.report(report.Args(str(folder), **more)).read_text()
+
+
+@pytest.mark.parametrize("chapter", [1, 2, 3])
+def test_the_numbers_of_the_page_are_those_of_the_run(chapter, tmp_path):
+    folder = make_run(tmp_path, "a", chapter)
+    data = data_of(write_report(folder))
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    lines = {line["name"]: line for figure in data["figures"] for line in figure["data"]}
+    assert set(lines) == {"objective/scores", "objective/gold_scores", "objective/kl"}
+    for name, line in lines.items():
+        assert line["x"] == [float(row["step"]) for row in rows]
+        assert line["y"] == [float(row[name]) for row in rows]
+    (run,) = data["runs"]
+    assert [update["update"] for update in run["traces"]] == list(UPDATES)
+    for update in run["traces"]:
+        trace = traces.read(folder, update["update"])
+        for i, episode in enumerate(update["episodes"]):
+            counts = 3 if i == 0 and chapter != 1 else 5  # chapter 1 trains on what it cuts, too
+            assert episode["places"] == list(range(counts))
+            for name in NUMBERS:
+                expected = trace.tokens[name][i, :counts].tolist()
+                assert episode["tokens"][name] == pytest.approx(expected, rel=1e-5)
+            assert episode["tokens"]["ids"] == trace.tokens["ids"][i, :counts].tolist()
+            assert episode["numbers"]["scores"] == trace.episodes["scores"][i]
+            assert episode["query"] == trace.queries[i].replace("\x1b", "␛")
+
+
+def test_the_target_is_a_line_and_only_where_there_is_one(tmp_path):
+    for chapter, targets in ((1, [6.0]), (3, [])):
+        data = data_of(write_report(make_run(tmp_path, f"run{chapter}", chapter)))
+        (figure,) = (figure for figure in data["figures"] if figure["data"][0]["name"] == "objective/kl")
+        assert [shape["y0"] for shape in figure["layout"].get("shapes", [])] == targets
+
+
+def test_texts_of_a_run_are_text(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=2)
+    row = {"query": "q", "response": EVIL, "reference": "r", "scores": 0.5}
+    (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
+    make_run(tmp_path, "fine", chapter=2, traced=False)
+    (tmp_path / "fine" / "evaluation.jsonl").write_text(json.dumps(row | {"response": "before PPO"}) + "\n")
+    page = write_report(folder)
+    assert EVIL not in page and "\x1b" not in page and "<script>window.hacked" not in page
+    assert page.count("&lt;/script&gt;&lt;script&gt;window.hacked = 1") == 3  # preset twice, response
+    assert "before PPO" in page and "response after fine-tuning" in page
+
+
+def test_a_page_needs_no_network_and_fits(tmp_path):
+    page = write_report(make_run(tmp_path, "a"))
+    ours = page.split("<script>")[0] + page.rsplit('<script type="application/json"', 1)[1]
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)|https?://|@import|url\(", ours)
+    assert len(page.encode()) < 8_000_000
+
+
+def test_large_traces_are_thinned(tmp_path, monkeypatch):
+    folder = make_run(tmp_path, "a")
+    monkeypatch.setattr(report, "TRACE_BYTES", 3_000)
+    page = write_report(folder)
+    assert [update["update"] for update in data_of(page)["runs"][0]["traces"]] == [0, 5]
+    assert "2 updates, and the first 2 episodes of each. 1 more were kept" in page
+
+
+def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
+    page = write_report(make_run(tmp_path, "a", traced=False))
+    assert "left no traces: it was started without --trace_interval" in page and data_of(page)["figures"]
+    assert data_of(page)["runs"][0]["traces"] == []
+
+
+def test_a_run_that_has_just_begun_or_writes_on_has_a_page(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=3)
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("6,0.5,0.")
+    page = write_report(folder)
+    assert "not finished: 6 steps are logged" in page and len(data_of(page)["figures"][0]["data"][0]["x"]) == 6
+    (folder / "metrics.csv").unlink()
+    assert "has logged nothing yet" in write_report(folder)
+
+
+def test_the_newest_run_is_taken_and_a_folder_that_is_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="there is no run below runs"):
+        report.report(report.Args())
+    make_run(tmp_path / "runs", "old")
+    make_run(tmp_path / "runs", "new")
+    assert report.report(report.Args()) == Path("runs/new/report.html")
+    with pytest.raises(InputError, match="is not the folder of a run"):
+        report.report(report.Args(str(tmp_path)))
+    (tmp_path / "runs/new/metrics.csv").write_text("step,objective/kl\n0,much\n")
+    with pytest.raises(InputError, match=r"metrics\.csv is damaged"):
+        report.report(report.Args())
+
+
+# ---- In a browser ----------------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+QUIET += "--disable-component-update --disable-sync"
+LOCAL = ("file:", "blob:", "data:")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM:
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """A function (file, options of the context) -> the page in a browser; at the end nothing was wrong with it."""
+    wrong, contexts = [], []
+
+    def open_page(path: Path, **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: None if request.url.startswith(LOCAL) else wrong.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def background(page, token: int) -> str:
+    return page.locator("#left-response .token").nth(token).evaluate("e => e.style.backgroundColor")
+
+
+def test_the_token_view_follows_the_reader(opened, tmp_path):
+    folder = make_run(tmp_path, "a")
+    write_report(folder)
+    page = opened(folder / "report.html")
+    trace = {update: traces.read(folder, update) for update in UPDATES}
+
+    # The slider changes the episode, by mouse and by key.
+    assert page.locator("#left-response").inner_text().split() == ["one0", "two0", "three0", "four0", "five0"]
+    page.locator("#left-update").press("ArrowRight")
+    assert page.locator("#left-number").inner_text() == "3"
+    assert page.locator("#left-response").inner_text().split()[0] == "one3"
+    page.locator("#left-update").press("End")
+    assert page.locator("#left-number").inner_text() == "5"
+
+    # Colours follow the picked quantity: their sign is that of its distance from the middle.
+    for name, middle in (("kl", 0), ("ratio", 1), ("advantages", 0)):
+        page.select_option("#quantity", name)
+        for token in range(5):
+            below = trace[5].tokens[name][0, token] < middle
+            assert background(page, token).startswith("rgba(213, 94, 0" if below else "rgba(0, 114, 178")
+
+    # Pointing at a token, or walking to it, shows its numbers.
+    page.locator("#left-response .token").nth(2).hover()
+    shown = page.locator("#tooltip tr.picked .number").inner_text()
+    assert float(shown) == pytest.approx(trace[5].tokens["advantages"][0, 2].item(), rel=1e-3)
+    assert "three5" in page.locator("#tooltip").inner_text()
+    page.locator("#left-response .token").nth(0).focus()
+    page.keyboard.press("ArrowRight")
+    shown = page.locator('#tooltip tr[data-name="kl"] .number').inner_text()
+    assert float(shown) == pytest.approx(trace[5].tokens["kl"][0, 1].item(), rel=1e-3)
+    page.keyboard.press("Escape")
+    assert page.locator("#tooltip").is_hidden()
+
+    # What was cut is struck, and the stop token marked.
+    classes = [token.get_attribute("class") for token in page.locator("#left-response .token").all()]
+    assert classes == ["token", "token", "token stop", "token cut", "token cut"]
+
+    # The same query at two updates; and two episodes that have nothing in common.
+    page.check("#beside")
+    page.locator("#right-update").press("Home")
+    assert page.locator("#right-query").inner_text() == "the same query"
+    assert page.locator("#right-response").inner_text().split()[0] == "one0"
+    page.uncheck("#follow")
+    page.select_option("#right-episode", "1")
+    assert EVIL.replace("\x1b", "␛") in page.locator("#right-response").inner_text()
+    assert page.evaluate("window.hacked") is None
+
+    # The curves are there, and say their numbers.
+    assert page.locator(".plot .main-svg").count() > 0
+    assert page.evaluate("document.getElementById('plot-0').data[0].y.length") == 6
+
+
+def test_two_runs_stand_side_by_side(opened, tmp_path):
+    one, two = make_run(tmp_path, "a"), make_run(tmp_path, "b", seed=1)
+    data = data_of(write_report(one, other=str(two)))
+    assert [line["name"] for line in data["figures"][1]["data"]] == ["objective/kl, run 1", "objective/kl, run 2"]
+    page = opened(one / "report.html")
+    assert page.locator("#left-query").inner_text() == page.locator("#right-query").inner_text() == "the same query"
+    page.select_option("#quantity", "values")
+    for pane, folder in (("left", one), ("right", two)):
+        page.locator(f"#{pane}-response .token").nth(1).hover()
+        shown = page.locator("#tooltip tr.picked .number").inner_text()
+        assert float(shown) == pytest.approx(traces.read(folder, 0).tokens["values"][0, 1].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("chapter", "width", "scheme"), [(2, 360, "dark"), (3, 1280, "dark"), (3, 360, "light")])
+def test_the_page_fits_every_window(opened, tmp_path, chapter, width, scheme):
+    folder = make_run(tmp_path, "a", chapter)
+    write_report(folder)
+    page = opened(folder / "report.html", viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.check("#beside")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    colors = page.evaluate("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
+    brightness = [sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors]
+    assert (brightness[0] > brightness[1]) == (scheme == "light")
+    assert page.locator("#others tr").count() == 3

@@ -1,0 +1,282 @@
+"""Traces: they hold the numbers of the run, change nothing in it, leave nothing when off, and survive a resume."""
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import launch, launch_together
+from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of, world_arguments
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf.lib import models, traces
+from ppo_rlhf.lib.errors import InputError
+
+CONTINUATIONS = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 --ppo.lr 0.01"
+SUMMARIES = (
+    "--rewards.function ppo_rlhf.worlds.posts:gold_scores --dtype float64 --ppo.lr 0.01 --ppo.total_episodes 64 "
+    "--ppo.batch_size 16 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 --eval_interval 0 --eval_posts 8"
+)
+GROUPS = (
+    "--rewards.verifier letters:letters --rewards.kl_coef 0.1 --dtype float64 --ppo.lr 0.01 --ppo.batch_size 16 "
+    "--ppo.samples_per_prompt 4 --ppo.total_episodes 64 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 "
+    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --task.response_length 20 --ppo.local_micro_batch_size 0"
+)
+LETTERS = """
+def letters(prompts, responses, answers):
+    return [float(sum(map(str.isalnum, response)) % 2) for response in responses]
+"""
+KEPT = [(update, again) for update in (0, 2, 3) for again in (False, True)]  # every second update, and the last
+
+
+@dataclass(frozen=True)
+class Traced:
+    script: str
+    arguments: list[str]
+    folder: Path  # where it was started
+
+    @property
+    def run(self) -> Path:
+        return only(self.folder, "runs/*")
+
+
+def start(script: str, arguments: list[str], folder: Path) -> Traced:
+    folder.mkdir(exist_ok=True)
+    (folder / "letters.py").write_text(LETTERS)
+    result = launch(script, *arguments, folder=folder)
+    assert result.status == 0, result.stdout + result.stderr
+    return Traced(script, arguments, folder)
+
+
+@pytest.fixture(scope="session")
+def continuations(tiny_world, tmp_path_factory) -> Traced:
+    arguments = [*world_arguments(tiny_world), *policy_arguments(), *CONTINUATIONS.split(), "--trace_interval", "2"]
+    return start("train_policy.py", arguments, tmp_path_factory.mktemp("continuations"))
+
+
+@pytest.fixture(scope="session")
+def summaries(tiny_posts, tmp_path_factory) -> Traced:
+    arguments = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model", *SUMMARIES.split()]
+    return start("tldr_policy.py", [*arguments, "--trace_interval", "2"], tmp_path_factory.mktemp("summaries"))
+
+
+@pytest.fixture(scope="session")
+def groups(tiny_sums, tmp_path_factory) -> Traced:
+    arguments = ["--preset", "sums-grpo", "--base_model", f"{tiny_sums}/model", "--task.problems", str(tiny_sums)]
+    arguments += [*GROUPS.split(), "--trace_interval", "2"]
+    return start("rlvr_policy.py", arguments, tmp_path_factory.mktemp("groups"))
+
+
+@pytest.fixture(params=["continuations", "summaries", "groups"])
+def traced(request) -> Traced:
+    return request.getfixturevalue(request.param)
+
+
+def test_a_trace_changes_nothing_in_the_run_and_none_leaves_nothing(traced, tmp_path):
+    off = start(traced.script, [*traced.arguments, "--trace_interval", "0"], tmp_path / "off")
+    assert traces.kept(traced.run) == KEPT
+    assert not (off.run / "traces").exists()
+    assert metrics_of(off.run) == metrics_of(traced.run)
+
+
+def test_a_resumed_run_has_the_traces_of_one_that_nothing_happened_to(traced, tmp_path):
+    run = tmp_path / "runs" / traced.run.name
+    shutil.copytree(traced.run, run)
+    shutil.rmtree(run / "checkpoints" / "4")
+    for update, again in KEPT[2:]:  # after the checkpoint
+        traces.path_of(run, update, again).write_bytes(b"of another course")
+    traces.path_of(run, 7, again=True).write_bytes(b"of a longer one")
+    result = launch(traced.script, "--resume", str(run), folder=traced.folder)
+    assert result.status == 0, result.stderr
+    assert traces.kept(run) == KEPT
+    for kept in KEPT:
+        assert traces.path_of(run, *kept).read_bytes() == traces.path_of(traced.run, *kept).read_bytes()
+
+
+def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
+    (tmp_path / "letters.py").write_text(LETTERS)
+    arguments = [*traced.arguments, "--ppo.local_micro_batch_size", "4"]
+    for result in launch_together(2, traced.script, *arguments, folder=tmp_path):
+        assert result.status == 0, result.stderr
+    run = only(tmp_path, "runs/*")
+    for kept in KEPT:
+        one, two = traces.read(traced.run, *kept), traces.read(run, *kept)
+        assert (one.queries, one.responses, one.texts) == (two.queries, two.responses, two.texts)
+        for name, expected in (one.tokens | one.episodes).items():
+            torch.testing.assert_close((two.tokens | two.episodes)[name], expected, rtol=1e-7, atol=1e-9)
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """The definition: sums of discounted temporal differences, one by one."""
+    n, length = rewards.shape
+    after = np.concatenate([values[:, 1:], np.zeros((n, 1))], axis=1)
+    deltas = rewards + gamma * after - values
+    return np.array(
+        [[sum((gamma * lam) ** (k - t) * row[k] for k in range(t, length)) for t in range(length)] for row in deltas]
+    )
+
+
+def standardised(x: np.ndarray, mean: float | None = None) -> np.ndarray:
+    return (x - x.mean()) / np.sqrt(x.var() + 1e-8) + (0 if mean is None else mean)
+
+
+def test_numbers_of_continuations(continuations):
+    """The first group, all of which the trace holds here: 16 episodes in 2 groups."""
+    samples = samples_of(continuations.run)
+    for update in (0, 2, 3):
+        trace = traces.read(continuations.run, update)
+        x = {name: tensor.double().numpy() for name, tensor in (trace.tokens | trace.episodes).items()}
+        assert {len(tensor) for tensor in x.values()} == {8}
+        row = metrics_of(continuations.run)[update]
+        penalty = -row["objective/kl_coef"] * x["kl"]
+        np.testing.assert_allclose(x["kl"], x["logprobs"] - x["ref_logprobs"], atol=1e-12)
+        np.testing.assert_allclose(x["rewards"][:, :-1], penalty[:, :-1], atol=1e-12)
+        np.testing.assert_allclose(x["rewards"][:, -1], penalty[:, -1] + x["scores"], atol=1e-12)
+        rewards = standardised(x["rewards"], x["rewards"].mean())
+        advantages = gae(rewards, x["values"], 1.0, 0.95)
+        np.testing.assert_allclose(x["returns"], advantages + x["values"], atol=1e-9)
+        np.testing.assert_allclose(x["advantages"], standardised(advantages), atol=1e-9)
+        np.testing.assert_allclose(x["ratio"], np.exp(x["new_logprobs"] - x["logprobs"]), rtol=1e-12)
+        above, below = x["ratio"] > 1.2, x["ratio"] < 0.8
+        np.testing.assert_array_equal(
+            x["clipped"].astype(bool), (x["advantages"] > 0) & above | (x["advantages"] < 0) & below
+        )
+        three = [sample for sample in samples if sample["step"] == update]
+        np.testing.assert_allclose(x["kl"].sum(1)[:3], [sample["kl"] for sample in three], rtol=1e-9)
+        np.testing.assert_allclose(x["scores"][:3], [sample["score"] for sample in three])
+        for episode, sample in enumerate(three):
+            pieces = trace.responses[episode]
+            shown = "".join(piece for piece, scored in zip(pieces, x["scored"][episode], strict=True) if scored)
+            assert (trace.queries[episode], shown) == (sample["query"], sample["response"])
+
+
+def test_the_ratio_is_that_of_the_policy_after_the_update(continuations, tiny_world):
+    """After the last update it is the policy that was saved."""
+    trace = traces.read(continuations.run, 3)
+    folder = only(continuations.folder, "models/*/policy")
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = models.load_tokenizer(str(folder))
+    temperature = json.loads((continuations.run / "meta.json").read_text())["args"]["task"]["temperature"]
+    for query, ids, new_logprobs in zip(
+        trace.queries, trace.tokens["ids"], trace.tokens["new_logprobs"], strict=True
+    ):
+        context = tokenizer.encode(query)
+        logits = policy(torch.tensor([[*context, *ids.tolist()]])).logits[0, len(context) - 1 : -1] / temperature
+        expected = logits.log_softmax(1).gather(1, ids.unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(new_logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_of_summaries(summaries):
+    """What stands after the end of a summary counts nowhere, but for the value of the state after it."""
+    ended = 0
+    for update in (0, 2, 3):
+        trace = traces.read(summaries.run, update)
+        x = {name: tensor.numpy() for name, tensor in (trace.tokens | trace.episodes).items()}
+        lengths = x["mask"].sum(1)
+        for i, length in enumerate(lengths):
+            assert x["mask"][i, :length].all() and not x["mask"][i, length:].any()
+            assert x["value_mask"][i].sum() == min(length + 1, x["mask"].shape[1])
+            assert any(trace.responses[i][:length]) and not any(trace.responses[i][length:])
+            kl = x["logprobs"][i, :length] - x["ref_logprobs"][i, :length]
+            np.testing.assert_allclose(x["kl"][i, :length], kl, atol=1e-12)
+            values = x["value_mask"][i].sum()
+            rewards = np.zeros(values)
+            rewards[:length] = -0.6 * kl
+            rewards[values - 1] += x["scores"][i]
+            np.testing.assert_allclose(x["rewards"][i, :values], rewards, atol=1e-12)
+            advantages = gae(rewards[None], x["values"][i : i + 1, :values], 1.0, 0.95)[0]
+            np.testing.assert_allclose(
+                x["returns"][i, :values], advantages + x["values"][i, :values], rtol=1e-9, atol=1e-9
+            )
+            ended += x["stopped"][i]
+        assert len(trace.texts["reference"]) == 8 and all(trace.texts["reference"])
+    assert ended
+
+
+def test_numbers_of_groups(groups):
+    """Whole groups: a response is better or worse than the others to its prompt, in all its tokens alike."""
+    differ = 0
+    for kept in KEPT:
+        trace = traces.read(groups.run, *kept)
+        x = {name: tensor.double().numpy() for name, tensor in (trace.tokens | trace.episodes).items()}
+        mask = x["mask"].astype(bool)
+        assert [list(x["groups"]).count(group) for group in dict.fromkeys(x["groups"])] == [4, 4]
+        assert len(set(trace.queries)) == 2 and all(trace.texts["answer"])
+        np.testing.assert_allclose(x["kl"][mask], (x["logprobs"] - x["ref_logprobs"])[mask], atol=1e-12)
+        returns = (x["rewards"] * mask).sum(1).reshape(2, 4)
+        expected = (returns - returns.mean(1, keepdims=True)) / (returns.std(1, ddof=1, keepdims=True) + 1e-6)
+        for i, advantage in enumerate(expected.flatten()):
+            np.testing.assert_allclose(x["advantages"][i][mask[i]], advantage, rtol=1e-6, atol=1e-6)
+        differ += np.ptp(expected) > 0
+        if not trace.again:
+            np.testing.assert_allclose(x["ratio"][mask], np.exp(x["new_logprobs"] - x["logprobs"])[mask], rtol=1e-12)
+    assert differ
+
+
+def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
+    first = traces.read(traced.run, 0)
+    repeated = [traces.read(traced.run, *kept) for kept in KEPT if kept[1]]
+    for trace in repeated:
+        x = trace.tokens
+        mask = x.get("mask", torch.ones_like(x["kl"])).bool()
+        assert trace.queries == repeated[0].queries and len(set(trace.queries)) in (2, 8)
+        torch.testing.assert_close(x["kl"][mask], (x["logprobs"] - x["ref_logprobs"])[mask], rtol=0, atol=1e-12)
+        penalty = metrics_of(traced.run)[trace.update + 1]["objective/kl_coef"] if trace.update < 3 else None
+        if penalty is not None:
+            expected = trace.episodes["scores"] - penalty * (x["kl"] * mask).sum(1)
+            torch.testing.assert_close(x["rewards"].sum(1), expected, rtol=1e-9, atol=1e-9)
+    if traced.script == "train_policy.py":  # chapter 1 takes the first queries, chapter 2 held-out posts
+        assert first.queries == repeated[0].queries
+
+
+def test_a_report_of_a_real_run(traced):
+    text = report.report(report.Args(str(traced.run))).read_text()
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    (one_run,) = data["runs"]
+    for (update, again), shown in ((kept, one_run["traces"][kept[0] // 2 + kept[0] % 2]) for kept in KEPT):
+        trace = traces.read(traced.run, update, again)
+        episodes = [episode for episode in shown["episodes"] if episode["again"] == again]
+        assert shown["update"] == update and len(episodes) == 8
+        for i, episode in enumerate(episodes):
+            for name in ("kl", "rewards", "logprobs"):
+                expected = trace.tokens[name][i, episode["places"]].tolist()
+                assert episode["tokens"][name] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_trace_that_is_damaged_is_named(continuations, tmp_path):
+    (tmp_path / "traces").mkdir()
+    whole = traces.path_of(continuations.run, 0).read_bytes()
+    for content in (b"", whole[:100], whole[:-1]):
+        traces.path_of(tmp_path, 0).write_bytes(content)
+        with pytest.raises(InputError, match=r"0\.safetensors is damaged"):
+            traces.read(tmp_path, 0)
+
+
+def test_tensors_can_be_read_without_us(continuations):
+    tensors = load_file(traces.path_of(continuations.run, 0))
+    assert tensors["tokens.logprobs"].shape == (8, 24) and tensors["episodes.scores"].shape == (8,)
+
+
+def test_the_pieces_of_a_text_make_the_text(tiny_world):
+    tokenizer = models.load_tokenizer(f"{tiny_world}/model")
+    text = "Mara gave Ömer a 🦜. "
+    tokens, pad = tokenizer.encode(text), models.vocabulary_size(tokenizer)
+    assert len(tokens) > len(text.split())
+    pieces = traces.pieces(tokenizer, [*tokens[:3], pad, *tokens[3:], pad], pad)
+    assert "".join(pieces) == text and pieces[3] == pieces[-1] == "" and "🦜" in "".join(pieces[-8:])
+    assert "\ufffd" in "".join(traces.pieces(tokenizer, tokenizer.encode("🦜")[:1], pad))  # not whole to the end
+
+
+@pytest.mark.parametrize("script", [train_policy, tldr_policy, rlvr_policy])
+def test_only_the_small_worlds_leave_traces_unasked(script):
+    tracing = {name for name, args in script.PRESETS.items() if args.trace_interval}
+    assert tracing == {name for name in script.PRESETS if name.startswith(("tales", "sums"))}
+    args = dataclasses.replace(script.PRESETS[max(tracing)], base_model="any", trace_interval=-1)
+    with pytest.raises(InputError, match="trace_interval is -1"):
+        script.check_arguments(args)
