@@ -639,7 +639,8 @@ def test_a_function_gets_the_references_of_the_same_posts(function_runs, tiny_po
     run = function_runs["subtract"]
     (trial, *lines) = [json.loads(line) for line in (run.folder / "seen.jsonl").read_text().splitlines()]
     assert trial[2] == ["A reference."] * 2
-    assert len(lines) == 8 + (1 + 3) + 2 * 2  # updates; evaluations at 0, 3 and 6; two splits after training
+    # Updates; evaluations at 0, 3 and 6; traces at 0, 5 and 7; two splits after training.
+    assert len(lines) == 8 + (1 + 3) + 3 + 2 * 2
     for queries, _, references in lines:
         assert references == [summaries[query] for query in queries]
 
