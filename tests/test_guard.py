@@ -32,6 +32,7 @@ def policy_args(tiny_world: Path, tiny_reward: Path) -> train_policy.Args:
         base_model=str(tiny_world / "model"),
         save_interval=1,
         log_interval=0,
+        trace_interval=0,
         task=dataclasses.replace(preset.task, query_dataset=str(tiny_world / "stories.txt")),
         rewards=dataclasses.replace(preset.rewards, trained_model=str(tiny_reward)),
         ppo=dataclasses.replace(preset.ppo, total_episodes=64, batch_size=16, whiten_groups=2, noptepochs=2),
