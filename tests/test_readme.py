@@ -12,6 +12,7 @@ import ablations
 import compare
 import interop
 import overoptimisation
+import padding
 import pandas as pd
 import pytest
 import replay
@@ -383,7 +384,7 @@ def test_flags_exist():
 
 
 def test_flags_of_the_benchmark_exist():
-    scripts = (ablations, benchmark, compare, interop, overoptimisation, replay, speed)
+    scripts = (ablations, benchmark, compare, interop, overoptimisation, padding, replay, speed)
     scripts = {script.__name__: script for script in scripts}
     commands = re.findall(r"benchmark/(\w+)\.py((?:[^`\n]|\\\n)*)", DOCS + BENCHMARK)
     assert {script for script, _ in commands} == set(scripts)
