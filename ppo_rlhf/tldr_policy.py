@@ -108,7 +108,7 @@ class PpoArgs:
     local_micro_batch_size: int = 0
     """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
-    """the same in tokens, padding included, instead of episodes; 0: any number"""
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
@@ -893,7 +893,7 @@ class PpoSizes:
     """What follows from the arguments and the number of processes, in episodes unless the name says otherwise.
 
     A batch is shared among processes: the local batch. A minibatch, one optimiser step, is 1 / nminibatches of the
-    batch, and the local minibatch one process's part of it. A micro-batch is one forward pass.
+    batch, and the local minibatch one process's part of it. A micro-batch is one forward pass, at most.
     """
 
     updates: int

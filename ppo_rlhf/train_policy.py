@@ -103,7 +103,7 @@ class PpoArgs:
     local_micro_batch_size: int = 0
     """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
-    """the same in tokens, padding included, instead of episodes; 0: any number"""
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
@@ -155,8 +155,9 @@ PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) 
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy; return models/<run>/policy, everywhere. joint: what train_both.py gives. Raises InputError, a
-    ValueError: on bad arguments before anything is written; later if a disk or a function fails.
+    """Train a policy and return the folder models/<run>/policy, on every process. joint: what train_both.py gives.
+
+    Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
     accelerator = processes.make_accelerator(sharding=False)
     check_arguments(args)
@@ -248,12 +249,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 state = {"kl_coef": controller.value, "query_position": stream.position}
                 this_run.save_checkpoint(update + 1, run.training_state(policy, optimizer), state)
 
-    folder = this_run.model_folder / "policy"
-    models.save_policy(folder, policy, tokenizer, given)
+    models.save_policy(this_run.model_folder / "policy", policy, tokenizer, given)
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
     this_run.finish(PANELS, **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     this_run.upload("policy")
-    return folder
+    return this_run.model_folder / "policy"
 
 
 # ---- Steps 1 to 3: how a model writes and reads tokens ---------------------------------------------------------
@@ -471,7 +471,7 @@ class PolicyWithValueHead(nn.Module):
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
 
 
-RewardModel = models.lm.RewardModel  # train_reward.py, which trains it, writes it out
+RewardModel = models.lm.RewardModel  # a head on such a model; train_reward.py, which trains it, writes it out
 
 
 # ---- Steps 4 to 7: scores, rewards, advantages, losses ---------------------------------------------------------
@@ -835,7 +835,7 @@ class PpoSizes:
     """What follows from the arguments and the number of processes, in episodes unless the name says otherwise.
 
     A batch is shared among processes: the local batch. It consists of groups, slices that whiten together. A
-    minibatch, one optimiser step, takes 1 / nminibatches of every group. A micro-batch is one forward pass.
+    minibatch, one optimiser step, takes 1 / nminibatches of every group. A micro-batch is one forward pass, at most.
     """
 
     updates: int

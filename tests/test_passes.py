@@ -48,6 +48,8 @@ def test_passes_of_so_many_tokens():
     assert rows_of(passes) == [[6], [2, 3], [0, 8], [9, 5, 1, 7], [4]]
     assert [one.longest for one in passes] == [12, 9, 7, 5, 1]
     assert len(processes.plan_passes(LENGTHS, CPU, tokens=1)) == 10
+    both = processes.plan_passes(LENGTHS, CPU, rows=3, tokens=20)
+    assert rows_of(both) == [[6], [2, 3], [0, 8], [9, 5, 1], [7, 4]]
 
 
 @pytest.mark.parametrize(("device", "cost"), [(CPU, 32), (GPU, 2048)])

@@ -357,7 +357,7 @@ def plan_passes(
         return []
     if tokens:
         starts = [0]
-        while (end := starts[-1] + max(1, tokens // max(1, ordered[starts[-1]]))) < count:
+        while (end := starts[-1] + min(rows or count, max(1, tokens // max(1, ordered[starts[-1]])))) < count:
             starts.append(end)
     elif rows:
         starts = list(range(0, count, rows))
