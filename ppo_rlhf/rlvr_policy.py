@@ -201,23 +201,30 @@ class Args(cli.RunArgs):
     """low-rank adapters"""
 
 
-NO_KL_IN_REWARD = RewardsArgs(kl_coef=0.0)
-SUMS_PPO = PpoArgs(
-    total_episodes=70 * 256,
-    nminibatches=2,
-    lr=3e-4,
-    critic_lr=1e-3,
-    critic_warmup=5,
-    beta2=0.95,
-    weight_decay=0.0,
-    lam=0.95,
-    cliprange_value=None,
+SUMS = Args(
+    base_model="sums",
+    trace_interval=5,
+    eval_problems=512,
+    eval_samples=16,
+    task=problems.TASKS["sums"],
+    rewards=RewardsArgs(kl_coef=0.0),
+    ppo=PpoArgs(
+        total_episodes=70 * 256,
+        nminibatches=2,
+        lr=3e-4,
+        critic_lr=1e-3,
+        critic_warmup=5,
+        beta2=0.95,
+        weight_decay=0.0,
+        lam=0.95,
+        cliprange_value=None,
+    ),
 )
+SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
 # [V99] Arguments of verl's logged run, of its recipes and of TRL; docs/details says what differs.
 PRESETS = {
     "gsm8k": Args(dtype="bfloat16", ppo=PpoArgs(entropy_coef=0.001)),
     "gsm8k-grpo": Args(
-        preset="gsm8k-grpo",
         dtype="bfloat16",
         eval_interval=5,
         task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
@@ -225,7 +232,6 @@ PRESETS = {
         ppo=PpoArgs(batch_size=1_280, samples_per_prompt=5, nminibatches=2, advantage="grpo", dual_clip=3.0),
     ),
     "dapo": Args(
-        preset="dapo",
         dtype="bfloat16",
         eval_interval=5,
         eval_samples=1,
@@ -251,7 +257,6 @@ PRESETS = {
         ),
     ),
     "rloo": Args(
-        preset="rloo",
         dtype="bfloat16",
         rewards=RewardsArgs(kl_coef=0.05),
         ppo=PpoArgs(
@@ -264,27 +269,10 @@ PRESETS = {
             loss_aggregation="seq-mean-token-sum",
         ),
     ),
-    "sums": Args(
-        preset="sums",
-        base_model="sums",
-        trace_interval=5,
-        eval_problems=512,
-        eval_samples=16,
-        task=problems.TASKS["sums"],
-        rewards=NO_KL_IN_REWARD,
-        ppo=SUMS_PPO,
-    ),
-    "sums-grpo": Args(
-        preset="sums-grpo",
-        base_model="sums",
-        trace_interval=5,
-        eval_problems=512,
-        eval_samples=16,
-        task=problems.TASKS["sums"],
-        rewards=NO_KL_IN_REWARD,
-        ppo=dataclasses.replace(SUMS_PPO, samples_per_prompt=8, critic_warmup=0, advantage="grpo"),
-    ),
+    "sums": SUMS,
+    "sums-grpo": dataclasses.replace(SUMS, ppo=SUMS_GRPO),
 }
+PRESETS = {name: dataclasses.replace(args, preset=name) for name, args in PRESETS.items()}
 
 
 # ---- Train -----------------------------------------------------------------------------------------------------
