@@ -689,7 +689,7 @@ def rollout(
 
     lengths = (query_responses != ids.pad).sum(1).cpu()
     knobs = (args.ppo.local_micro_batch_size, args.ppo.local_micro_batch_tokens)
-    passes = processes.plan_passes(lengths, device, *knobs)
+    passes = processes.plan_passes(lengths, actor_critic.lm_backbone, *knobs)
     logprobs, values, ref_logprobs, exact_kl = processes.in_passes(read, passes, query_responses, mask)
 
     # 4. Score.
@@ -866,7 +866,7 @@ def update(
                 optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
             # [V77] Rows of about one length at a time: little padding, and a sum that is the same.
-            for micro_batch in processes.plan_passes(lengths[mb_inds], device, *knobs):
+            for micro_batch in processes.plan_passes(lengths[mb_inds], actor_critic.lm_backbone, *knobs):
                 inds = mb_inds[micro_batch.rows].to(device)
                 mb, mb_advantages, mb_returns = batch.rows(inds), advantages[inds], returns[inds]
                 total = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)

@@ -190,7 +190,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     first_update, evaluation = state["step"], state.get("evaluation", {})
     controller = AdaptiveKLController(state.get("kl_coef", shaping.kl_coef), **vars(shaping.adaptive_kl))
     this_run.start_logging(first_update)
-    rank, chunk = accelerator.process_index, sizes.local_rollout_batch
+    rank, chunk, at_once = accelerator.process_index, sizes.local_rollout_batch, ppo.local_rollout_batch_size
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
     judged_by = {"scores": score} | monitor
     evaluate = partial(evaluate_policy, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
@@ -207,7 +207,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
                 queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
                 lengths, uses = (queries != ids.pad).sum(1), task.response_length
-                query_passes = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size, uses=uses)
+                query_passes = processes.plan_passes(lengths, actor_critic.lm_backbone, at_once, uses=uses)
                 queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
                 uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
@@ -217,7 +217,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
                 # 3. Log-probs of the reference.
                 query_responses = torch.cat([queries, responses], dim=1)
-                passes = passes_over(query_responses, ids.pad, ppo.local_rollout_batch_size)
+                passes = passes_over(query_responses, ids.pad, actor_critic.lm_backbone, at_once)
                 read = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
                 ref_logprobs = processes.in_passes(read, passes, query_responses)  # (local_batch, response_length)
 
@@ -455,14 +455,15 @@ def respond(
         logprobs, _, values = actor_critic(tokens, ids.pad, contexts.shape[1], temperature, longest)
         return logprobs, values
 
-    logprobs, values = processes.in_passes(read, passes_over(query_responses, ids.pad), query_responses)
+    passes = passes_over(query_responses, ids.pad, actor_critic.lm_backbone)
+    logprobs, values = processes.in_passes(read, passes, query_responses)
     gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == ids.pad, 0)
     return responses, logprobs, values, gap
 
 
-def passes_over(tokens: Tensor, pad_id: int, rows: int = 0) -> list[processes.Pass]:
+def passes_over(tokens: Tensor, pad_id: int, model: nn.Module, rows: int = 0) -> list[processes.Pass]:
     """Passes over the rows of tokens (batch, length); rows: how many at most at a time, 0: as many as are fast."""
-    return processes.plan_passes((tokens != pad_id).sum(1).cpu(), tokens.device, rows)
+    return processes.plan_passes((tokens != pad_id).sum(1).cpu(), model, rows)
 
 
 def punish_missing_eos(
@@ -604,7 +605,7 @@ def ppo_update(
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
             for micro_batch in processes.plan_passes(
-                mb_lengths, device, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
+                mb_lengths, actor_critic.lm_backbone, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
             ):
                 query_responses, logprobs, values, advantages, returns, mask, value_mask = (
                     tensor[micro_batch.rows] for tensor in mb_tensors
@@ -987,7 +988,7 @@ def load_scorers(
         tokens = torch.cat([queries, responses], dim=1)
         return processes.in_passes(
             lambda tokens, longest: reward_model(lm.pack(tokens, ids.pad, longest), ids.pad),
-            passes_over(tokens, ids.pad),
+            passes_over(tokens, ids.pad, reward_model),
             tokens,
         )
 

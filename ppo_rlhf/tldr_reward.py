@@ -191,7 +191,7 @@ def pairs_update(
     # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[inds]  # (local_batch,), of the longer text of each
-    for one in processes.plan_passes(2 * lengths, device, micro_batch, micro_batch_tokens):
+    for one in processes.plan_passes(2 * lengths, reward_model, micro_batch, micro_batch_tokens):
         queries, chosen, rejected, weights = (
             t.to(device) for t in (*comparisons.tokens(inds[one.rows]), counts[one.rows])
         )

@@ -230,7 +230,7 @@ def sft_update(
     # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
     lengths = (tokens != pad_id).sum(1).cpu()
-    for one in processes.plan_passes(lengths, tokens.device, micro_batch, micro_batch_tokens):
+    for one in processes.plan_passes(lengths, model, micro_batch, micro_batch_tokens):
         logprobs = model(lm.pack(tokens[one.rows], pad_id, one.longest), pad_id)
         loss = -logprobs.sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients are averaged over processes

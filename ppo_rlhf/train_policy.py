@@ -194,12 +194,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate responses; log-probs, values and sampler gaps are (local_batch, response_length).
-                plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size, uses=task.response_length)
+                plan = processes.plan_passes(lengths, policy, ppo.local_rollout_batch_size, uses=task.response_length)
                 act = partial(respond, policy, ids, task.temperature)
                 context_responses, logprobs, values, sampler_gap = processes.in_passes(act, plan, contexts, uniforms)
 
                 # 3. Log-probs of the reference.
-                plan = processes.plan_passes(lengths, device, ppo.local_rollout_batch_size)
+                plan = processes.plan_passes(lengths, reference, ppo.local_rollout_batch_size)
                 read_reference = partial(reference_logprobs, reference, ids, task.temperature)
                 ref_logprobs = processes.in_passes(read_reference, plan, context_responses)
 
@@ -574,7 +574,7 @@ def ppo_update(
             mb_tensors = [t.flatten(0, 1) for t in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
             mb_lengths, shares = lengths[inds.flatten()], []
             optimizer.zero_grad()
-            for micro_batch in processes.plan_passes(mb_lengths, device, *limits):
+            for micro_batch in processes.plan_passes(mb_lengths, policy, *limits):
                 # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
                 tokens, logprobs, values, advantages, returns = (t[micro_batch.rows] for t in mb_tensors)
                 tokens = pack(tokens, pad_id, micro_batch.longest)  # (micro_batch, longest)
@@ -913,7 +913,7 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     def score(queries: Tensor, responses: Tensor) -> Tensor:
         # [D28] [D49] The query alone and the truncated response.   train_policy.py#L396-L402
         query_responses = torch.cat([queries, responses], dim=1)
-        passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), device)
+        passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), reward_model)
         return processes.in_passes(
             lambda tokens, longest: reward_model(pack(tokens, pad_id, longest), pad_id), passes, query_responses
         )

@@ -232,9 +232,9 @@ def sample_to_normalize(
         contexts = pack(contexts, ids.pad, longest)
         return generate(language_model, contexts, uniforms, ids.pad, ids.vocab_size, task.temperature)[0]
 
-    contexts, device = texts.add_affixes(queries, ids.prefix, ids.suffix), language_model.device
-    passes = processes.plan_passes((contexts != ids.pad).sum(1), device, rows=sizes.local_rollout_batch)
-    responses = processes.in_passes(respond, passes, contexts.to(device), uniforms)
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
+    passes = processes.plan_passes((contexts != ids.pad).sum(1), language_model, rows=sizes.local_rollout_batch)
+    responses = processes.in_passes(respond, passes, contexts.to(language_model.device), uniforms)
     # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
     return torch.cat([queries.to(responses.device), responses], dim=1)
 
@@ -256,7 +256,7 @@ def normalize(
     # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), query_responses.device, rows=chunk)
+    passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), reward_model, rows=chunk)
     scores = processes.in_passes(
         lambda tokens, longest: reward_model(pack(tokens, pad_id, longest), pad_id), passes, query_responses
     )
@@ -306,7 +306,7 @@ def reward_update(
     # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
     optimizer.zero_grad()
     lengths, n = label_lengths(labels, inds, pad_id), labels.samples.shape[1]
-    for one in processes.plan_passes(n * lengths, device, micro_batch, micro_batch_tokens):
+    for one in processes.plan_passes(n * lengths, reward_model, micro_batch, micro_batch_tokens):
         queries, samples, targets = (
             t[inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
         )
@@ -396,7 +396,7 @@ def evaluate(
     names = ["loss"] if labels.kind == "score" else ["loss", "accuracy"]
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     local_inds = inds[accelerator.process_index :: accelerator.num_processes]
-    for one in processes.plan_passes(label_lengths(labels, local_inds, pad_id), device, rows=chunk):
+    for one in processes.plan_passes(label_lengths(labels, local_inds, pad_id), reward_model, rows=chunk):
         queries, samples, targets = (
             t[local_inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
         )

@@ -50,4 +50,4 @@ def test_sampling_ends_with_the_last_response_and_rows_that_ended_leave(tiny_mod
     uniforms[12:15, :10] = uniforms[15, :20] = 0.99
     responses, _ = lm.generate_until(model, contexts, uniforms, PAD, VOCAB, 1.0, {9})
     assert (responses != PAD).sum(1).tolist() == [3] * 12 + [11] * 3 + [21]
-    assert rows_of_steps == [16] * 8 + [4] * 8 + [1] * 8
+    assert rows_of_steps == [16] * 4 + [4] * 8 + [1] * 12

@@ -18,7 +18,6 @@ from torch.testing import assert_close
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
 from ppo_rlhf.lib import lm, posts, processes, texts
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
 
@@ -30,6 +29,7 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 # ---- The plan --------------------------------------------------------------------------------------------------
 
 LENGTHS = torch.tensor([7, 3, 9, 9, 1, 4, 12, 2, 7, 5])
+MODEL = torch.nn.Linear(1_000, 999)  # 999,000 parameters and a bias of 999
 
 
 def rows_of(passes: list[processes.Pass]) -> list[list[int]]:
@@ -37,25 +37,33 @@ def rows_of(passes: list[processes.Pass]) -> list[list[int]]:
 
 
 def test_passes_of_so_many_rows():
-    passes = processes.plan_passes(LENGTHS, CPU, rows=4)
+    passes = processes.plan_passes(LENGTHS, MODEL, rows=4)
     assert rows_of(passes) == [[6, 2, 3, 0], [8, 9, 5, 1], [7, 4]]
     assert [one.longest for one in passes] == [12, 7, 2]
 
 
 def test_passes_of_so_many_tokens():
     """12 + 9 = 21 tokens would fit, 12 * 2 do not; a row that is too long is alone."""
-    passes = processes.plan_passes(LENGTHS, CPU, tokens=20)
+    passes = processes.plan_passes(LENGTHS, MODEL, tokens=20)
     assert rows_of(passes) == [[6], [2, 3], [0, 8], [9, 5, 1, 7], [4]]
     assert [one.longest for one in passes] == [12, 9, 7, 5, 1]
-    assert len(processes.plan_passes(LENGTHS, CPU, tokens=1)) == 10
-    both = processes.plan_passes(LENGTHS, CPU, rows=3, tokens=20)
+    assert len(processes.plan_passes(LENGTHS, MODEL, tokens=1)) == 10
+    both = processes.plan_passes(LENGTHS, MODEL, rows=3, tokens=20)
     assert rows_of(both) == [[6], [2, 3], [0, 8], [9, 5, 1], [7, 4]]
 
 
-@pytest.mark.parametrize(("device", "cost"), [(CPU, 32), (GPU, 2048)])
+def test_the_cost_of_a_pass_by_hand():
+    assert processes.cost_of_pass(MODEL) == 16 + 100  # 10**8 / 999,999 parameters
+    assert processes.cost_of_pass(torch.nn.Linear(10_000, 10_000, bias=False)) == 16 + 1
+    with torch.device("meta"):  # as on a GPU: no CPU
+        assert processes.cost_of_pass(torch.nn.Linear(100_000, 10_000, bias=False)) == 256 + 200
+
+
+@pytest.mark.parametrize("cost", [16, 116, 2048])
 @pytest.mark.parametrize("longest", [1, 30, 300, 3000])
-def test_as_many_passes_as_pay(device, cost, longest):
+def test_as_many_passes_as_pay(cost, longest, monkeypatch):
     """Against all ways to divide ten rows in their order."""
+    monkeypatch.setattr(processes, "cost_of_pass", lambda model: cost)
     lengths = torch.randint(1, longest + 1, (10,), generator=torch.Generator().manual_seed(longest))
     ordered = sorted(lengths.tolist(), reverse=True)
 
@@ -64,14 +72,14 @@ def test_as_many_passes_as_pay(device, cost, longest):
         return sum(part[0] * len(part) + cost for part in parts)
 
     ways = itertools.chain(*(itertools.combinations(range(1, 10), count) for count in range(10)))
-    passes = processes.plan_passes(lengths, device)
+    passes = processes.plan_passes(lengths, MODEL)
     assert sorted(itertools.chain(*rows_of(passes))) == list(range(10))
     assert sum(one.longest * len(one.rows) + cost for one in passes) == min(map(price, ways))
-    assert len(processes.plan_passes(torch.full((50,), longest), device)) == 1
+    assert len(processes.plan_passes(torch.full((50,), longest), MODEL)) == 1
 
 
 def test_rows_come_back_in_their_order():
-    table, passes = numbers(1, 10, 3), processes.plan_passes(LENGTHS, CPU, rows=3)
+    table, passes = numbers(1, 10, 3), processes.plan_passes(LENGTHS, MODEL, rows=3)
 
     def twice(rows: torch.Tensor, lengths: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert longest == lengths.max()
@@ -223,6 +231,7 @@ def networks_in(model: torch.nn.Module) -> list[torch.nn.Module]:
 @pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.__name__)
 def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, case):
     update, model, real = case(tiny_models)
+    monkeypatch.setattr(processes, "cost_of_pass", lambda model: 32)  # of models so small, one pass would pay
     read = Read(*networks_in(model))
     stats, gradients = update(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
     in_passes = read.tokens

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import precision, processes
 
-LOOK_EVERY = 8  # tokens; how often generation looks whether rows have ended
+LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
 # ---- Models ----------------------------------------------------------------------------------------------------
 
@@ -222,30 +222,18 @@ def generate_until(
 
     Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length).
     """
-    tokens = left_pad(contexts, pad_id)
-    mask = tokens != pad_id  # (batch, context_length)
-    position_ids = mask.cumsum(1) - mask.long()
-    tokens = tokens.masked_fill(~mask, 0)
-    width, length = contexts.shape[1], contexts.shape[1] + uniforms.shape[1]
-    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
-    attention_mask = causal_mask(mask, lm_backbone.dtype)  # of the context; no response token is there yet
-    hidden_token = torch.finfo(lm_backbone.dtype).min
-    attention_mask = F.pad(attention_mask, (0, uniforms.shape[1]), value=hidden_token)
-    token_mask = attention_mask.new_zeros(mask.shape).masked_fill(~mask, hidden_token)  # what a response token sees
-    token_mask = F.pad(token_mask, (0, uniforms.shape[1]), value=hidden_token)[:, None, None]
+    width = contexts.shape[1]
+    hidden, mask, cache = read_contexts(lm_backbone, left_pad(contexts, pad_id), pad_id, uniforms.shape[1])
+    position_ids = mask.sum(1, keepdim=True)  # of the next token: (rows, 1)
+    seen = F.pad(mask, (0, uniforms.shape[1]), value=False)  # by a response token; no response token is there yet
+    token_mask = torch.zeros(seen.shape, dtype=lm_backbone.dtype, device=seen.device)
+    token_mask = token_mask.masked_fill(~seen, torch.finfo(lm_backbone.dtype).min)[:, None, None]
     stops = torch.tensor(sorted(stop_ids), device=contexts.device, dtype=torch.long)
     rows = torch.arange(len(contexts), device=contexts.device)  # those that are still sampled
     ended = torch.zeros_like(rows, dtype=torch.bool)
     responses = contexts.new_full(uniforms.shape, pad_id)
     logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
     for column in range(uniforms.shape[1]):
-        hidden = lm_backbone.base_model(
-            input_ids=tokens,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]  # (rows, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         cdf = all_logprobs.double().exp().cumsum(1)  # (rows, vocab_size)
         thresholds = uniforms[rows, column : column + 1].double() * cdf[:, -1:]
@@ -253,8 +241,8 @@ def generate_until(
         responses[rows, column] = torch.where(ended, pad_id, tokens[:, 0]).to(responses.dtype)
         logprobs[rows, column] = all_logprobs.gather(1, tokens)[:, 0].masked_fill(ended, 0).to(logprobs.dtype)
         ended = ended | torch.isin(tokens[:, 0], stops)
-        position_ids = position_ids[:, -1:] + 1
-        token_mask[..., width + column] = 0
+        if column + 1 == uniforms.shape[1]:
+            break
         # Every look waits for the device, so it is taken now and then. Rows that have ended leave when they are half.
         if column % LOOK_EVERY == LOOK_EVERY - 1 and 2 * (left := int((~ended).sum())) <= len(rows):
             if not left:
@@ -265,8 +253,46 @@ def generate_until(
             )
             for layer in cache.layers:
                 layer.keys, layer.values = layer.keys[kept], layer.values[kept]
-        attention_mask = token_mask
+        token_mask[..., width + column] = 0
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=token_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (rows, width)
+        position_ids = position_ids + 1
     return responses, logprobs
+
+
+def read_contexts(
+    lm_backbone: PreTrainedModel, contexts: Tensor, pad_id: int, response_length: int
+) -> tuple[Tensor, Tensor, precision.KeyValueCache]:
+    """Read contexts (batch, context_length), padded on the left, in passes of similar length.
+
+    Returns the last hidden state of each (batch, width), which of its columns are real, and the cache of keys and
+    values, with room for the response.
+    """
+    mask, length = contexts != pad_id, contexts.shape[1]  # (batch, context_length)
+    position_ids, tokens = mask.cumsum(1) - mask.long(), contexts.masked_fill(~mask, 0)
+    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
+    passes = processes.plan_passes(mask.sum(1).cpu(), lm_backbone)
+
+    def read(rows: Tensor, tokens: Tensor, mask: Tensor, position_ids: Tensor, longest: int) -> Tensor:
+        real = slice(length - longest, length)
+        own = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=longest)
+        hidden_states = lm_backbone.base_model(
+            input_ids=tokens[:, real],
+            attention_mask=causal_mask(mask[:, real], lm_backbone.dtype),
+            position_ids=position_ids[:, real],
+            past_key_values=own,
+            use_cache=True,
+        ).last_hidden_state
+        cache.take(own, len(contexts), rows, real)
+        return hidden_states[:, -1]
+
+    rows = torch.arange(len(contexts), device=contexts.device)
+    return processes.in_passes(read, passes, rows, tokens, mask, position_ids), mask, cache
 
 
 def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:

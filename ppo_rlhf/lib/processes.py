@@ -341,15 +341,13 @@ class Pass:
     longest: int  # tokens of the longest of these rows
 
 
-def plan_passes(
-    lengths: torch.Tensor, device: torch.device, rows: int = 0, tokens: int = 0, uses: int = 1
-) -> list[Pass]:
+def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: int = 0, uses: int = 1) -> list[Pass]:
     """Divide rows into passes of similar length, the longest first, so that little of what a model reads is padding.
 
     lengths: tokens of each row (rows,), on the CPU, so that nothing waits for a device. rows, tokens: how many a pass
-    has at most, padding included; with neither, there are as many passes as pay. uses: how often a model is called
-    in a pass, for each token if it generates. Where weights are sharded, every process makes equally many passes, and
-    all must call this.
+    has at most, padding included; with neither, there are as many passes as pay. model: what reads them. uses: how
+    often it is called in a pass, for each token if it generates. Where weights are sharded, every process makes
+    equally many passes, and all must call this.
     """
     order = lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
@@ -362,7 +360,7 @@ def plan_passes(
     elif rows:
         starts = list(range(0, count, rows))
     else:
-        starts = starts_that_pay(ordered, uses * PASS_COST.get(device.type, 2_048))
+        starts = starts_that_pay(ordered, uses * cost_of_pass(model))
     passes = list(order.tensor_split(starts[1:]))
     if sharding():
         counts = [0] * torch.distributed.get_world_size()
@@ -373,8 +371,17 @@ def plan_passes(
     return [Pass(rows, longest=max(lengths[rows].tolist())) for rows in passes]
 
 
-# What a pass costs beside its tokens, in tokens. A GPU is idle while Python prepares a small one.
-PASS_COST = {"cpu": 32, "cuda": 2_048}
+# What a pass costs beside its tokens: weights are read, kernels launched, however few tokens there are. The smaller
+# the model, the more tokens it could read while kernels are launched. The GPU's numbers are estimates.
+COST_OF_WEIGHTS = {"cpu": 16, "cuda": 256}  # tokens
+COST_OF_LAUNCHES = {"cpu": 10**8, "cuda": 2 * 10**11}  # tokens times parameters
+
+
+def cost_of_pass(model: nn.Module) -> int:
+    """What a pass of a model costs beside its tokens, in tokens."""
+    parameters = list(model.parameters())
+    kind = "cpu" if parameters[0].device.type == "cpu" else "cuda"
+    return COST_OF_WEIGHTS[kind] + COST_OF_LAUNCHES[kind] // sum(parameter.numel() for parameter in parameters)
 
 
 def starts_that_pay(ordered: list[int], cost: int) -> list[int]:
