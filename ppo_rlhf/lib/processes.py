@@ -373,7 +373,7 @@ def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: 
 
 # What a pass costs beside its tokens: weights are read, kernels launched, however few tokens there are. The smaller
 # the model, the more tokens it could read while kernels are launched. The GPU's numbers are estimates.
-COST_OF_WEIGHTS = {"cpu": 16, "cuda": 256}  # tokens
+COST_OF_WEIGHTS = {"cpu": 96, "cuda": 512}  # tokens
 COST_OF_LAUNCHES = {"cpu": 10**8, "cuda": 2 * 10**11}  # tokens times parameters
 
 
