@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -195,6 +194,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     judged_by = {"scores": score} | monitor
     evaluate = partial(evaluate_policy, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
     prompts, reference_scores = held_out["validation"].first(args.eval_prompts), {}
+    trace = partial(this_run.trace_posts, args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
 
     with this_run.progress("PPO", sizes.updates, first_update) as advance:
         for update in range(first_update, sizes.updates):
@@ -251,9 +251,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 tokens = (queries[:3], responses[:3], references[:3])
                 samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
                 this_run.log_samples(update, posts.sample_table(samples))
-            if this_run.is_time_to_trace(update):
-                by = (sys.modules[__name__], args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
-                this_run.trace_posts(update, *by, rollout, ref_logprobs, references, monitored, controller.value)
+            if this_run.is_time_to_trace(update):  # a few episodes with all their numbers, for report.py
+                trace(update, rollout, ref_logprobs, references, monitored, controller.value)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
