@@ -143,7 +143,7 @@ def of_tokens(
 # ---- What each chapter keeps -----------------------------------------------------------------------------------
 #
 # Episodes of the batch of an update, and responses to queries that are the same each time, with the same noise: both
-# with the policy after the update. Every process must call these, as methods of run.Run. The arguments are named as in
+# with the policy after the update. Every process must call these, as methods of run.Run. Arguments are named as in
 # the train() that calls, and `script` is its module: what it computes with is used here.
 
 
