@@ -77,9 +77,7 @@ def main(args: Args) -> None:
     repeated = dataclasses.replace(given, exp_name="trace_cost", trace_interval=1)
     measured = measure(script.train, repeated, method, args.updates)
     update, trace = (statistics.median(column) for column in zip(*measured, strict=True))
-    print(
-        f"an update takes {update:.3f} s, and its trace {trace:.3f} s more (medians of {args.updates}): {trace / update:.1%}"
-    )
+    print(f"an update takes {update:.3f} s, and its trace {trace:.3f} s more (medians): {trace / update:.1%}")
     print(f"one in {given.trace_interval} is traced: {trace / update / given.trace_interval:.2%}")
 
 
