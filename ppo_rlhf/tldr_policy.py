@@ -192,7 +192,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     rank, chunk, at_once = accelerator.process_index, sizes.local_rollout_batch, ppo.local_rollout_batch_size
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
     judged_by = {"scores": score} | monitor
-    evaluate = partial(evaluate_policy, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
+    evaluate = partial(evaluate_policy, this_run, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
     prompts, reference_scores = held_out["validation"].first(args.eval_prompts), {}
     trace = partial(this_run.trace_posts, args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
 
@@ -356,6 +356,7 @@ class AdaptiveKLController:
 
 
 def evaluate_policy(
+    this_run: run.Run,
     actor_critic: ActorCritic,
     scorers: dict[str, scorers.Scorer],
     tokenizer: PreTrainedTokenizerBase,
@@ -370,8 +371,8 @@ def evaluate_policy(
     """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
 
     The scores are those of the scorers, without a penalty for summaries that do not end. reference_scores: of the
-    posts' references, which do not change; an empty dictionary is filled. Raises a NumericalError that names the
-    update if a mean is not finite.
+    posts' references, which do not change; an empty dictionary is filled. Writes evaluation_before.jsonl before the
+    first update. Raises a NumericalError that names the update if a mean is not finite.
     """
     # [T49] [T50] Now and then for the metrics, and after the training; without the penalty.
     #       ppo.py#L371-L416, ppo.py#L826-L840
@@ -397,6 +398,8 @@ def evaluate_policy(
     means["eval/eos_rate"] = lm.has_stop(responses, ids.stop, 0).double().mean().item()
     means["eval/response_length"] = (responses != ids.pad).sum(1).double().mean().item()
     processes.check_finite(means, update, "the reward model or function must give every summary a number")
+    if update == 0:
+        this_run.write_evaluation("before", rows)
     return means, rows
 
 

@@ -43,6 +43,7 @@ def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed:
         tokens["ids"] = torch.arange(10).view(2, 5)
         ends = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
         tokens |= {"scored": ends} if chapter == 1 else {"mask": ends}
+        tokens |= {"value_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()} if chapter == 2 else {}
         episodes = {"scores": torch.tensor([0.25, -1.0]), "stopped": torch.tensor([True, False])}
         episodes |= {"groups": torch.tensor([7, 7])} if chapter == 3 else {}
         pieces = [[f" {word}{update}" for word in ("one", "two", "three", "four", "five")]]
@@ -79,7 +80,7 @@ def test_the_numbers_of_the_page_are_those_of_the_run(chapter, tmp_path):
     for update in run["traces"]:
         trace = traces.read(folder, update["update"])
         for i, episode in enumerate(update["episodes"]):
-            counts = 3 if i == 0 and chapter != 1 else 5  # chapter 1 trains on what it cuts, too
+            counts = (5, 4, 3)[chapter - 1] if i == 0 else 5  # chapter 1 trains on what it cuts, too
             assert episode["places"] == list(range(counts))
             for name in NUMBERS:
                 expected = trace.tokens[name][i, :counts].tolist()
@@ -100,12 +101,61 @@ def test_texts_of_a_run_are_text(tmp_path):
     folder = make_run(tmp_path, "a", chapter=2)
     row = {"query": "q", "response": EVIL, "reference": "r", "scores": 0.5}
     (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
-    make_run(tmp_path, "fine", chapter=2, traced=False)
-    (tmp_path / "fine" / "evaluation.jsonl").write_text(json.dumps(row | {"response": "before PPO"}) + "\n")
     page = write_report(folder)
     assert EVIL not in page and "\x1b" not in page and "<script>window.hacked" not in page
     assert page.count("&lt;/script&gt;&lt;script&gt;window.hacked = 1") == 3  # preset twice, response
-    assert "before PPO" in page and "response after fine-tuning" in page
+
+
+def held_out(page: str) -> list[dict[str, str]]:
+    """What the page says of each held-out query."""
+    cards = page.split('id="texts"')[1].split("</section>")[0].split("<article")[1:]
+    pairs = r"<dt>(.*?)</dt><dd>(.*?)</dd>|<th[^>]*>(.*?)</th><td[^>]*>(.*?)</td>"
+    return [{a or c: b or d for a, b, c, d in re.findall(pairs, card)} for card in cards]
+
+
+def write_rows(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_held_out_post_has_the_summaries_before_and_after_and_those_of_another_run(tmp_path):
+    one, two = make_run(tmp_path, "a", chapter=2), make_run(tmp_path, "b", chapter=2, seed=1)
+    post = {"query": "a post", "reference": "in short", "reference_scores": 1.0}
+    sft, other = post | {"response": "of SFT", "scores": -0.5}, post | {"query": "another post", "response": "x"}
+    write_rows(one / "evaluation_before.jsonl", sft)
+    assert held_out(write_report(one)) == [  # a run that is not finished
+        {
+            "query": "a post",
+            "reference": "in short",
+            "response before PPO": "of SFT",
+            "reference scores": "1.0",
+            "scores before PPO": "-0.5",
+        }
+    ]
+    write_rows(one / "evaluation.jsonl", other, post | {"response": "of a", "scores": 2.5, "gold_scores": 3.0})
+    write_rows(two / "evaluation.jsonl", post | {"response": "of b", "scores": 0.25})
+    write_rows(two / "evaluation_before.jsonl", sft)
+    both, of_one = held_out(write_report(one, other=str(two)))
+    assert both == {
+        "query": "a post",
+        "reference": "in short",
+        "response before PPO": "of SFT",
+        "response, run 1": "of a",
+        "response, run 2": "of b",
+        "reference scores": "1.0",
+        "scores before PPO": "-0.5",
+        "scores, run 1": "2.5",
+        "scores, run 2": "0.25",
+        "gold scores, run 1": "3.0",
+    }
+    assert of_one["response, run 1"] == "x" and "response, run 2" not in of_one
+
+
+def test_damaged_answers_are_named(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=2)
+    for text in ("[]\n", "{}\n", "{"):
+        (folder / "evaluation.jsonl").write_text(text)
+        with pytest.raises(InputError, match=r"evaluation\.jsonl is damaged"):
+            write_report(folder)
 
 
 def test_a_page_needs_no_network_and_fits(tmp_path):
