@@ -293,9 +293,64 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
     assert EVIL.replace("\x1b", "␛") in page.locator("#right-response").inner_text()
     assert page.evaluate("window.hacked") is None
 
-    # The curves are there, and say their numbers.
-    assert page.locator(".plot .main-svg").count() > 0
-    assert page.evaluate("document.getElementById('plot-0').data[0].y.length") == 6
+
+def test_a_slider_can_be_dragged(opened, tmp_path):
+    folder = make_run(tmp_path, "a")
+    write_report(folder)
+    page = opened(folder / "report.html")
+    page.locator("#left-update").scroll_into_view_if_needed()
+    box = page.locator("#left-update").bounding_box()
+    ends = box["x"] + 4, box["x"] + box["width"] / 2, box["x"] + box["width"] - 4
+    page.mouse.move(ends[0], box["y"] + box["height"] / 2)
+    page.mouse.down()
+    for x, update in zip(ends, UPDATES, strict=True):
+        page.mouse.move(x, box["y"] + box["height"] / 2, steps=3)
+        assert page.locator("#left-number").inner_text() == str(update)
+        assert page.locator("#left-response").inner_text().split()[0] == f"one{update}"
+    page.mouse.up()
+
+
+def test_curves_say_their_numbers(opened, tmp_path):
+    folder = make_run(tmp_path, "a")
+    write_report(folder)
+    page = opened(folder / "report.html")
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    page.locator("#plot-1 .nsewdrag").hover()
+    shown = page.locator("#plot-1 .hoverlayer").text_content()
+    step, value = re.fullmatch(r"(\d)objective/kl : ([0-9.]+)", shown).groups()
+    assert float(value) == pytest.approx(float(rows[int(step)]["objective/kl"]), rel=1e-5)
+    assert "target 6" in page.locator("#plot-1").text_content()
+
+
+def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
+    """Of a query that is answered again there is no ratio: it is not trained on."""
+    folder = make_run(tmp_path, "a")
+    tokens, episodes = {"kl": torch.ones(1, 2), "scored": torch.ones(1, 2).bool()}, {"scores": torch.tensor([0.5])}
+    for update in UPDATES:
+        trace = traces.Trace(update, True, ["asked again"], [[" y", f" z{update}"]], tokens, episodes, {})
+        traces.write(folder, trace)
+    write_report(folder)
+    page = opened(folder / "report.html")
+    assert page.locator("#left-query").inner_text() == page.locator("#right-query").inner_text() == "asked again"
+    assert [page.locator(f"#{pane}-response").inner_text() for pane in ("left", "right")] == [" y z0", " y z5"]
+    assert page.locator(".unknown").count() == 0
+    page.select_option("#quantity", "ratio")
+    assert "not trained on" in page.locator(".unknown").first.inner_text()
+    assert background(page, 0) == ""
+    page.select_option("#left-episode", "0")
+    assert background(page, 0) != "" and page.locator(".unknown").count() == 0
+
+
+def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
+    """Chapter 2: three tokens, and the state after the end, which the critic learns."""
+    folder = make_run(tmp_path, "a", chapter=2)
+    write_report(folder)
+    page = opened(folder / "report.html")
+    classes = [token.get_attribute("class") for token in page.locator("#left-response .token").all()]
+    assert classes == ["token", "token", "token stop", "token masked"]
+    shade = "e => getComputedStyle(e).color"
+    counts, masked = (page.locator("#left-response .token").nth(i).evaluate(shade) for i in (0, 3))
+    assert counts != masked == page.locator("#left-query").evaluate(shade)
 
 
 def test_two_runs_stand_side_by_side(opened, tmp_path):
@@ -308,7 +363,7 @@ def test_two_runs_stand_side_by_side(opened, tmp_path):
     for pane, folder in (("left", one), ("right", two)):
         page.locator(f"#{pane}-response .token").nth(1).hover()
         shown = page.locator("#tooltip tr.picked .number").inner_text()
-        assert float(shown) == pytest.approx(traces.read(folder, 0).tokens["values"][0, 1].item(), rel=1e-3)
+        assert float(shown) == pytest.approx(traces.read(folder, 5).tokens["values"][0, 1].item(), rel=1e-3)
 
 
 @pytest.mark.parametrize(("chapter", "width", "scheme"), [(2, 360, "dark"), (3, 1280, "dark"), (3, 360, "light")])
