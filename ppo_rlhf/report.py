@@ -56,6 +56,7 @@ def report(args: Args) -> Path:
             "figures": [figure for _, figure in panels],
             "runs": [{"name": r.name, "traces": t, "scales": scales(t)} for r, t in zip(runs, traced, strict=True)],
             "quantities": QUANTITIES,
+            "numbers": NUMBERS,
         },
         every=[one_run.every(one_trace) for one_run, one_trace in zip(runs, traced, strict=True)],
         held_out=held_out_texts(runs),
@@ -196,6 +197,13 @@ QUANTITIES = {
     "new_values": ("value after the update", 0, "What the critic says after all epochs of this update."),
     "entropies": ("entropy after the update", 0, "How undecided the policy is at this place, in nats."),
     "sampler_logprobs": ("log-prob, sampler", 0, "What the sampler had, where its arithmetic differs."),
+}
+NUMBERS = {  # of an episode: title
+    "scores": "score",
+    "raw_scores": "score without penalties",
+    "stopped": "ends (1: yes)",
+    "groups": "group",
+    "verifier": "by the verifier (above 0: right)",
 }
 MARKS = ("mask", "value_mask", "scored")
 
