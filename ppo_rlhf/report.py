@@ -84,7 +84,8 @@ KINDS = {
     "rlvr": "PPO with verifiable rewards (chapter 3)",
     "summaries": "PPO on summaries, against a reward model (chapter 2)",
     "continuations": "PPO on continuations, against a reward model (chapter 1)",
-    "other": "a training run without PPO",
+    "reward model": "training of a reward model",
+    "fine-tuning": "fine-tuning on reference summaries (chapter 2)",
 }
 
 
@@ -104,7 +105,9 @@ class OneRun:
         ppo, rewards = self.meta["args"].get("ppo", {}), self.meta["args"].get("rewards", {})
         if "samples_per_prompt" in ppo:
             return "rlvr"
-        return "summaries" if "missing_eos" in rewards else "continuations" if ppo else "other"
+        if ppo:
+            return "summaries" if "missing_eos" in rewards else "continuations"
+        return "reward model" if {"label_dataset", "normalize_posts"} & set(self.meta["args"]) else "fine-tuning"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -141,7 +144,7 @@ class OneRun:
     def every(self, shown: list[dict[str, Any]]) -> str:
         """What the token view holds, as a sentence."""
         kept = len(self.kept())
-        if self.kind == "other":
+        if "ppo" not in self.meta["args"]:
             return "Only PPO leaves traces."
         if not kept:
             return "The run left no traces: it was started without --trace_interval."

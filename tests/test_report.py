@@ -179,6 +179,16 @@ def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
     assert data_of(page)["runs"][0]["traces"] == []
 
 
+@pytest.mark.parametrize(("args", "what"), [({"label_dataset": ""}, "reward model"), ({"epochs": 1}, "fine-tuning")])
+def test_a_run_without_ppo_has_curves_and_needs_no_traces(args, what, tmp_path):
+    folder = make_run(tmp_path, "a", traced=False)
+    (folder / "meta.json").write_text(json.dumps({"args": args, "finished": True}))
+    (folder / "metrics.csv").write_text("step,train/loss\n0,1.5\n1,1.25\n")
+    page = write_report(folder)
+    assert what in page and "Only PPO leaves traces" in page
+    assert data_of(page)["figures"][0]["data"][0]["y"] == [1.5, 1.25]
+
+
 def test_a_run_that_has_just_begun_or_writes_on_has_a_page(tmp_path):
     folder = make_run(tmp_path, "a", chapter=3)
     with (folder / "metrics.csv").open("a") as file:
@@ -318,7 +328,7 @@ def test_curves_say_their_numbers(opened, tmp_path):
     page.locator("#plot-1 .nsewdrag").hover()
     page.locator("#plot-1 .hoverlayer text").last.wait_for()
     shown = page.locator("#plot-1 .hoverlayer").text_content()
-    assert shown == "x"
+    step, value = re.fullmatch(r"x", shown).groups()
     assert float(value) == pytest.approx(float(rows[int(step)]["objective/kl"]), rel=1e-5)
     assert "target 6" in page.locator("#plot-1").text_content()
 
