@@ -7,6 +7,7 @@ Every update is timed, and what its trace takes after it; the first does not cou
 is measured, and leaves a folder runs/*__trace_cost__*.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -33,7 +34,7 @@ SCRIPTS = {
 class Args:
     run: str
     """folder of a run of PPO, whose arguments are taken"""
-    updates: int = 20
+    updates: int = 15
     """updates to measure"""
 
 
@@ -57,16 +58,14 @@ def measure(train: Callable, args: Any, method: str, updates: int) -> list[tuple
         if len(seconds) > updates:
             raise Enough
 
-    try:
-        with patch.object(run.Run, method, trace):
-            train(args)
-    except Enough:
-        return seconds[1:]
-    raise InputError(f"the run has only {len(seconds)} updates; --updates {len(seconds) - 1} or fewer would work")
+    with patch.object(run.Run, method, trace), contextlib.suppress(Enough):
+        train(args)
+    return seconds[1:]
 
 
 def main(args: Args) -> None:
-    saved = run.read_meta(Path(args.run))["args"]
+    meta = run.read_meta(Path(args.run))
+    saved, updates = meta["args"], meta["sizes"].get("updates", 0)
     kind = report.OneRun(Path(args.run), {"args": saved}).kind
     if kind not in SCRIPTS:
         raise InputError(f"{args.run} is no run of PPO")
@@ -74,6 +73,8 @@ def main(args: Args) -> None:
     given = cli.from_dict(script.Args, saved)
     if not given.trace_interval:
         raise InputError(f"{args.run} was started without --trace_interval")
+    if args.updates >= updates:
+        raise InputError(f"{args.run} has only {updates} updates; --updates {updates - 1} or fewer would work")
     repeated = dataclasses.replace(given, exp_name="trace_cost", trace_interval=1)
     measured = measure(script.train, repeated, method, args.updates)
     update, trace = (statistics.median(column) for column in zip(*measured, strict=True))

@@ -202,7 +202,7 @@ class Args(cli.RunArgs):
 
 SUMS = Args(
     base_model="sums",
-    trace_interval=5,
+    trace_interval=15,
     eval_problems=512,
     eval_samples=16,
     task=problems.TASKS["sums"],

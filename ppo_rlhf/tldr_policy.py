@@ -152,7 +152,7 @@ PRESETS = {
     "tales": Args(
         preset="tales",
         seed=1,
-        trace_interval=5,
+        trace_interval=10,
         eval_interval=12,
         eval_posts=512,
         task=posts.TASKS["tales"],

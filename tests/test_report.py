@@ -388,3 +388,5 @@ def test_the_page_fits_every_window(opened, tmp_path, chapter, width, scheme):
     brightness = [sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors]
     assert (brightness[0] > brightness[1]) == (scheme == "light")
     assert page.locator("#others tr").count() == 3
+    heights = page.evaluate("[...document.querySelectorAll('#others tr')].map(row => row.offsetHeight)")
+    assert max(heights) < 150  # a few lines, and not one letter below the other
