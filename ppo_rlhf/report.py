@@ -56,9 +56,10 @@ def report(args: Args) -> Path:
             "figures": [figure for _, figure in panels],
             "runs": [{"name": r.name, "traces": t, "scales": scales(t)} for r, t in zip(runs, traced, strict=True)],
             "quantities": QUANTITIES,
+            "numbers": NUMBERS,
         },
         every=[one_run.every(one_trace) for one_run, one_trace in zip(runs, traced, strict=True)],
-        held_out=held_out_texts(runs[0]),
+        held_out=held_out_texts(runs),
         plotly=plotly.offline.get_plotlyjs(),
     )
     path = Path(args.out) if args.out else folders[0] / "report.html"
@@ -83,7 +84,8 @@ KINDS = {
     "rlvr": "PPO with verifiable rewards (chapter 3)",
     "summaries": "PPO on summaries, against a reward model (chapter 2)",
     "continuations": "PPO on continuations, against a reward model (chapter 1)",
-    "other": "a training run without PPO",
+    "reward model": "training of a reward model",
+    "fine-tuning": "fine-tuning on reference summaries (chapter 2)",
 }
 
 
@@ -103,22 +105,28 @@ class OneRun:
         ppo, rewards = self.meta["args"].get("ppo", {}), self.meta["args"].get("rewards", {})
         if "samples_per_prompt" in ppo:
             return "rlvr"
-        return "summaries" if "missing_eos" in rewards else "continuations" if ppo else "other"
+        if ppo:
+            return "summaries" if "missing_eos" in rewards else "continuations"
+        return "reward model" if {"label_dataset", "normalize_posts"} & set(self.meta["args"]) else "fine-tuning"
 
     @property
     def facts(self) -> dict[str, Any]:
         """What was run, in words and numbers."""
         meta, args = self.meta, files.flatten(self.meta["args"])
         told = {f"rewards.{name}": "scored by" for name in ("trained_model", "function", "verifier")}
-        told |= {"rewards.monitor": "watched by", "base_model": "starts from", "preset": "preset", "seed": "seed"}
-        facts = {"run": self.name, "what": KINDS[self.kind]}
+        told |= {"rewards.monitor": "watched by", "base_model": "starts from"}
+        told |= {f"task.{name}": "texts" for name in ("query_dataset", "posts", "problems")}
+        told |= {"task.response_length": "tokens of a response, at most", "preset": "preset", "seed": "seed"}
+        facts, sizes = {"run": self.name, "what": KINDS[self.kind]}, meta.get("sizes", {})
+        if {"updates", "batch"} <= set(sizes):
+            facts["updates"] = f"{sizes['updates']:,} of {sizes['batch']:,} episodes each"
         facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
         facts |= {label: args[name] for name, label in told.items() if args.get(name) not in (None, "")}
         facts["time"] = f"{meta.get('wall_time', 0) / 60:.1f} minutes"
         for name in ("device", "num_processes", "threads", "commit"):
             facts[name.replace("num_", "")] = meta.get(name) or "unknown"
         facts["arithmetic"] = args.get("dtype", "unknown")
-        facts |= {f"size: {name}": size for name, size in meta.get("sizes", {}).items()}
+        facts |= {f"size: {name}": size for name, size in sizes.items()}
         facts |= {f"result: {name}": value for name, value in meta.get("results", {}).items()}
         return facts | {f"version: {name}": version for name, version in meta.get("versions", {}).items()}
 
@@ -136,6 +144,8 @@ class OneRun:
     def every(self, shown: list[dict[str, Any]]) -> str:
         """What the token view holds, as a sentence."""
         kept = len(self.kept())
+        if "ppo" not in self.meta["args"]:
+            return "Only PPO leaves traces."
         if not kept:
             return "The run left no traces: it was started without --trace_interval."
         left_out = f" {kept - len(shown)} more were kept, but would make the page too large." * (kept > len(shown))
@@ -190,6 +200,13 @@ QUANTITIES = {
     "new_values": ("value after the update", 0, "What the critic says after all epochs of this update."),
     "entropies": ("entropy after the update", 0, "How undecided the policy is at this place, in nats."),
     "sampler_logprobs": ("log-prob, sampler", 0, "What the sampler had, where its arithmetic differs."),
+}
+NUMBERS = {  # of an episode: title
+    "scores": "score",
+    "raw_scores": "score without penalties",
+    "stopped": "ends (1: yes)",
+    "groups": "group",
+    "verifier": "by the verifier (above 0: right)",
 }
 MARKS = ("mask", "value_mask", "scored")
 
@@ -248,31 +265,43 @@ def scales(traced: list[dict[str, Any]]) -> dict[str, float]:
 HELD_OUT = 20
 
 
-def held_out_texts(one_run: OneRun) -> list[tuple[dict[str, str], dict[str, str]]]:
-    """Texts and numbers of the first held-out queries, after the training; with the fine-tuned model's summaries."""
-    for name in ("evaluation.jsonl", "comparison.jsonl"):
-        if rows := read_lines(one_run.folder / name)[:HELD_OUT]:
-            break
-    base = Path(one_run.meta["args"].get("base_model") or "").parent.name  # models/<run>/sft
-    fine_tuned = read_lines(one_run.folder.parent / base / "evaluation.jsonl") if base else []
-    before = {row.get("query"): row.get("response") for row in fine_tuned}
-    for row in rows:
-        if one_run.kind == "summaries" and row.get("query") in before:
-            row["response after fine-tuning"] = before[row["query"]]
-    return [
-        (
-            {name: errors.visible(value) for name, value in row.items() if isinstance(value, str)},
-            {name: as_text(value) for name, value in row.items() if not isinstance(value, str)},
-        )
-        for row in rows
-    ]
+def held_out_texts(runs: list[OneRun]) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Texts and numbers of the first held-out queries after the training; those first that all runs have.
+
+    What two runs have alike stands once, all else with the number of its run.
+    """
+    answers = [answers_of(one_run) for one_run in runs]
+    queries = dict.fromkeys(query for of_run in answers for query in of_run)
+    found: list[tuple[dict[str, str], dict[str, str]]] = []
+    for query in sorted(queries, key=lambda query: sum(query not in of_run for of_run in answers))[:HELD_OUT]:
+        found.append(({}, {}))
+        rows = [of_run.get(query, {}) for of_run in answers]
+        for name in dict.fromkeys(name for row in rows for name in row):
+            values = {i: row[name] for i, row in enumerate(rows, 1) if row.get(name) is not None}
+            alike = len(values) == len(runs) and all(value == row[name] for row in rows for value in values.values())
+            for i, value in list(values.items())[: 1 if alike else None]:
+                label = name.replace("_", " ") + f", run {i}" * (not alike)
+                found[-1][not isinstance(value, str)][errors.visible(label)] = as_text(value)
+    return found
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; none if there is no such file."""
+def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
+    """Held-out queries with what the policy answers; in chapter 2 also what the fine-tuned model did before PPO."""
+    files_of_a_chapter = (one_run.folder / name for name in ("evaluation.jsonl", "comparison.jsonl"))
+    answers = next((rows for path in files_of_a_chapter if (rows := read_lines(path))), {})
+    for query, row in read_lines(one_run.folder / "evaluation_before.jsonl").items():
+        given = {name: value for name, value in row.items() if name == "query" or name.startswith("reference")}
+        before = {f"{name} before PPO": value for name, value in row.items() if name not in given}
+        answers[query] = given | before | answers.get(query, {})
+    return answers
+
+
+def read_lines(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a file of JSON lines by their query, in chapter 3 their prompt; none if there is no such file."""
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    except ValueError as error:
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return {str(row.get("query") or row["prompt"]): row for row in rows}
+    except (ValueError, AttributeError, KeyError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
 
 
@@ -306,7 +335,8 @@ PANELS = [
         "KL coefficient",
         "objective/kl_coef",
         "Drifts until the divergence holds its target; constant without one.",
-        "Falls or rises without end: the target cannot be reached at this learning rate, or the horizon is too long.",
+        "Falls or rises without end: the target cannot be reached. Take another target, another learning rate or a "
+        "shorter horizon.",
     ),
     Panel(
         "Score less penalty",
@@ -332,7 +362,8 @@ PANELS = [
         "eval/scores eval/gold_scores eval/reference_gold_scores eval/gsm8k_strict eval/gsm8k_flexible eval/mean@* "
         "eval/pass@*",
         "Follows the training score.",
-        "Stays behind: the policy has learned the training queries by heart, or the reward model is wrong elsewhere.",
+        "Stays behind: the policy has learned the training queries by heart, or the reward model is wrong elsewhere. "
+        "Stop earlier, take more queries, or label what the policy writes now.",
     ),
     Panel(
         "Groups without a signal",
@@ -371,9 +402,14 @@ PANELS = [
         "Policy loss",
         "ppo/loss/policy loss/policy_avg",
         "Below 0 and small; its size says little.",
-        "Trends far from 0: the policy has moved far from the one that sampled.",
+        "Trends far from 0: the policy is far from the one that sampled. Lower the learning rate or the epochs.",
     ),
-    Panel("Value loss", "ppo/loss/value loss/value_avg", "Falls, or follows the scores.", "Grows: lower the rate."),
+    Panel(
+        "Value loss",
+        "ppo/loss/value loss/value_avg",
+        "Falls, or follows the scores.",
+        "Grows: lower the learning rate.",
+    ),
     Panel(
         "Explained variance of returns",
         "ppo/val/var_explained val/var_explained val/explained_var",
@@ -386,13 +422,13 @@ PANELS = [
         "ppo/gradient_norm gradient_norm policy/grad_norm value/grad_norm train/gradient_norm "
         "train/sft/gradient_norm train/rm/gradient_norm",
         "Even.",
-        "Spikes: bad batches or too high a rate.",
+        "Spikes: look at the texts of these updates; lower the learning rate if they are ordinary.",
     ),
     Panel(
         "Loss",
         "train/loss train/rm/loss train/sft/loss",
         "Falls and flattens.",
-        "Flat from the start: check the labels and the rate.",
+        "Flat from the start: check the labels and the learning rate.",
     ),
     Panel(
         "Accuracy",
@@ -404,7 +440,7 @@ PANELS = [
         "Scores of preferred and other texts",
         "train/rm/chosen_rewards train/rm/rejected_rewards",
         "Move apart.",
-        "On top of each other: nothing is learned.",
+        "On top of each other: nothing is learned. Check the labels and the learning rate.",
     ),
     Panel(
         "Learning rate",

@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -203,7 +202,7 @@ class Args(cli.RunArgs):
 
 SUMS = Args(
     base_model="sums",
-    trace_interval=5,
+    trace_interval=15,
     eval_problems=512,
     eval_samples=16,
     task=problems.TASKS["sums"],
@@ -312,6 +311,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sample = partial(actor_critic.sample, ids)
     roll_out = partial(rollout, setup, actor_critic, reference, sample)
     evaluate = partial(evaluate_policy, setup, actor_critic, sample, held_out)
+    trace = partial(this_run.trace_problems, setup, actor_critic, reference, sample)
 
     with this_run.progress("RLVR", sizes.updates, first_update) as advance:
         for number in range(first_update, sizes.updates):
@@ -343,9 +343,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
             this_run.log(number, metrics | evaluation)
             if args.log_interval and number % args.log_interval == 0:
                 this_run.log_samples(number, sample_rows(setup, batch, estimate[0]))
-            if this_run.is_time_to_trace(number):
-                by = (sys.modules[__name__], setup, actor_critic, reference, sample)
-                this_run.trace_problems(number, *by, batch, estimate[0], controller.value)
+            if this_run.is_time_to_trace(number):  # a few episodes with all their numbers, for report.py
+                trace(number, batch, estimate[0], controller.value)
             speed = f"{len(generated) * sizes.round / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}")
             if this_run.is_time_to_save(number + 1, sizes.updates):

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -153,7 +152,7 @@ PRESETS = {
     "tales": Args(
         preset="tales",
         seed=1,
-        trace_interval=5,
+        trace_interval=10,
         eval_interval=12,
         eval_posts=512,
         task=posts.TASKS["tales"],
@@ -193,8 +192,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     rank, chunk, at_once = accelerator.process_index, sizes.local_rollout_batch, ppo.local_rollout_batch_size
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
     judged_by = {"scores": score} | monitor
-    evaluate = partial(evaluate_policy, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
+    evaluate = partial(evaluate_policy, this_run, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
     prompts, reference_scores = held_out["validation"].first(args.eval_prompts), {}
+    trace = partial(this_run.trace_posts, args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
 
     with this_run.progress("PPO", sizes.updates, first_update) as advance:
         for update in range(first_update, sizes.updates):
@@ -251,9 +251,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 tokens = (queries[:3], responses[:3], references[:3])
                 samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
                 this_run.log_samples(update, posts.sample_table(samples))
-            if this_run.is_time_to_trace(update):
-                by = (sys.modules[__name__], args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
-                this_run.trace_posts(update, *by, rollout, ref_logprobs, references, monitored, controller.value)
+            if this_run.is_time_to_trace(update):  # a few episodes with all their numbers, for report.py
+                trace(update, rollout, ref_logprobs, references, monitored, controller.value)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
@@ -357,6 +356,7 @@ class AdaptiveKLController:
 
 
 def evaluate_policy(
+    this_run: run.Run,
     actor_critic: ActorCritic,
     scorers: dict[str, scorers.Scorer],
     tokenizer: PreTrainedTokenizerBase,
@@ -371,8 +371,8 @@ def evaluate_policy(
     """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
 
     The scores are those of the scorers, without a penalty for summaries that do not end. reference_scores: of the
-    posts' references, which do not change; an empty dictionary is filled. Raises a NumericalError that names the
-    update if a mean is not finite.
+    posts' references, which do not change; an empty dictionary is filled. Writes evaluation_before.jsonl before the
+    first update. Raises a NumericalError that names the update if a mean is not finite.
     """
     # [T49] [T50] Now and then for the metrics, and after the training; without the penalty.
     #       ppo.py#L371-L416, ppo.py#L826-L840
@@ -398,6 +398,8 @@ def evaluate_policy(
     means["eval/eos_rate"] = lm.has_stop(responses, ids.stop, 0).double().mean().item()
     means["eval/response_length"] = (responses != ids.pad).sum(1).double().mean().item()
     processes.check_finite(means, update, "the reward model or function must give every summary a number")
+    if update == 0:
+        this_run.write_evaluation("before", rows)
     return means, rows
 
 

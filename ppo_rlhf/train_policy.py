@@ -30,7 +30,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -136,7 +135,7 @@ class Args(cli.RunArgs):
 FIXED, QUICK = AdaptiveKLArgs(target=None), AdaptiveKLArgs(horizon=1_000)
 # [D87] [X09] Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
-TALES = {"base_model": "tales", "trace_interval": 10, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
+TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
 PRESETS = {
     "sentiment": Args(),
@@ -181,6 +180,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [X04] A process takes a contiguous slice of the batch, and the groups in it.
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
+    trace = partial(this_run.trace_texts, args, sizes, tokenizer, ids, stream, policy, reference, score, monitor)
 
     with this_run.progress("PPO", sizes.updates, first_update) as advance:
         for update in range(first_update, sizes.updates):
@@ -239,9 +239,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 total = scores + non_score_rewards.sum(1)  # [X06] With the coefficient that these rewards have.
                 shown = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
                 this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
-            if this_run.is_time_to_trace(update):
-                by = (sys.modules[__name__], args, sizes, tokenizer, ids, stream, policy, reference, score, monitor)
-                this_run.trace_texts(update, *by, rollout, ref_logprobs, raw_scores, monitored, controller.value)
+            if this_run.is_time_to_trace(update):  # a few episodes with all their numbers, for report.py
+                trace(update, rollout, ref_logprobs, raw_scores, monitored, controller.value)
             speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
             advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
             # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508

@@ -18,6 +18,7 @@ import pytest
 import replay
 import scipy.stats
 import speed
+import trace_cost
 import tyro
 from runs import explained_metrics
 
@@ -384,7 +385,7 @@ def test_flags_exist():
 
 
 def test_flags_of_the_benchmark_exist():
-    scripts = (ablations, benchmark, compare, interop, overoptimisation, padding, replay, speed)
+    scripts = (ablations, benchmark, compare, interop, overoptimisation, padding, replay, speed, trace_cost)
     scripts = {script.__name__: script for script in scripts}
     commands = re.findall(r"benchmark/(\w+)\.py((?:[^`\n]|\\\n)*)", DOCS + BENCHMARK)
     assert {script for script, _ in commands} == set(scripts)

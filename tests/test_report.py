@@ -43,6 +43,7 @@ def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed:
         tokens["ids"] = torch.arange(10).view(2, 5)
         ends = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
         tokens |= {"scored": ends} if chapter == 1 else {"mask": ends}
+        tokens |= {"value_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool()} if chapter == 2 else {}
         episodes = {"scores": torch.tensor([0.25, -1.0]), "stopped": torch.tensor([True, False])}
         episodes |= {"groups": torch.tensor([7, 7])} if chapter == 3 else {}
         pieces = [[f" {word}{update}" for word in ("one", "two", "three", "four", "five")]]
@@ -79,7 +80,7 @@ def test_the_numbers_of_the_page_are_those_of_the_run(chapter, tmp_path):
     for update in run["traces"]:
         trace = traces.read(folder, update["update"])
         for i, episode in enumerate(update["episodes"]):
-            counts = 3 if i == 0 and chapter != 1 else 5  # chapter 1 trains on what it cuts, too
+            counts = (5, 4, 3)[chapter - 1] if i == 0 else 5  # chapter 1 trains on what it cuts, too
             assert episode["places"] == list(range(counts))
             for name in NUMBERS:
                 expected = trace.tokens[name][i, :counts].tolist()
@@ -100,12 +101,61 @@ def test_texts_of_a_run_are_text(tmp_path):
     folder = make_run(tmp_path, "a", chapter=2)
     row = {"query": "q", "response": EVIL, "reference": "r", "scores": 0.5}
     (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
-    make_run(tmp_path, "fine", chapter=2, traced=False)
-    (tmp_path / "fine" / "evaluation.jsonl").write_text(json.dumps(row | {"response": "before PPO"}) + "\n")
     page = write_report(folder)
     assert EVIL not in page and "\x1b" not in page and "<script>window.hacked" not in page
     assert page.count("&lt;/script&gt;&lt;script&gt;window.hacked = 1") == 3  # preset twice, response
-    assert "before PPO" in page and "response after fine-tuning" in page
+
+
+def held_out(page: str) -> list[dict[str, str]]:
+    """What the page says of each held-out query."""
+    cards = page.split('id="texts"')[1].split("</section>")[0].split("<article")[1:]
+    pairs = r"<dt>(.*?)</dt><dd>(.*?)</dd>|<th[^>]*>(.*?)</th><td[^>]*>(.*?)</td>"
+    return [{a or c: b or d for a, b, c, d in re.findall(pairs, card)} for card in cards]
+
+
+def write_rows(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_held_out_post_has_the_summaries_before_and_after_and_those_of_another_run(tmp_path):
+    one, two = make_run(tmp_path, "a", chapter=2), make_run(tmp_path, "b", chapter=2, seed=1)
+    post = {"query": "a post", "reference": "in short", "reference_scores": 1.0}
+    sft, other = post | {"response": "of SFT", "scores": -0.5}, post | {"query": "another post", "response": "x"}
+    write_rows(one / "evaluation_before.jsonl", sft)
+    assert held_out(write_report(one)) == [  # a run that is not finished
+        {
+            "query": "a post",
+            "reference": "in short",
+            "response before PPO": "of SFT",
+            "reference scores": "1.0",
+            "scores before PPO": "-0.5",
+        }
+    ]
+    write_rows(one / "evaluation.jsonl", other, post | {"response": "of a", "scores": 2.5, "gold_scores": 3.0})
+    write_rows(two / "evaluation.jsonl", post | {"response": "of b", "scores": 0.25})
+    write_rows(two / "evaluation_before.jsonl", sft)
+    both, of_one = held_out(write_report(one, other=str(two)))
+    assert both == {
+        "query": "a post",
+        "reference": "in short",
+        "response before PPO": "of SFT",
+        "response, run 1": "of a",
+        "response, run 2": "of b",
+        "reference scores": "1.0",
+        "scores before PPO": "-0.5",
+        "scores, run 1": "2.5",
+        "scores, run 2": "0.25",
+        "gold scores, run 1": "3.0",
+    }
+    assert of_one["response, run 1"] == "x" and "response, run 2" not in of_one
+
+
+def test_damaged_answers_are_named(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=2)
+    for text in ("[]\n", "{}\n", "{"):
+        (folder / "evaluation.jsonl").write_text(text)
+        with pytest.raises(InputError, match=r"evaluation\.jsonl is damaged"):
+            write_report(folder)
 
 
 def test_a_page_needs_no_network_and_fits(tmp_path):
@@ -127,6 +177,16 @@ def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
     page = write_report(make_run(tmp_path, "a", traced=False))
     assert "left no traces: it was started without --trace_interval" in page and data_of(page)["figures"]
     assert data_of(page)["runs"][0]["traces"] == []
+
+
+@pytest.mark.parametrize(("args", "what"), [({"label_dataset": ""}, "reward model"), ({"epochs": 1}, "fine-tuning")])
+def test_a_run_without_ppo_has_curves_and_needs_no_traces(args, what, tmp_path):
+    folder = make_run(tmp_path, "a", traced=False)
+    (folder / "meta.json").write_text(json.dumps({"args": args, "finished": True}))
+    (folder / "metrics.csv").write_text("step,train/loss\n0,1.5\n1,1.25\n")
+    page = write_report(folder)
+    assert what in page and "Only PPO leaves traces" in page
+    assert data_of(page)["figures"][0]["data"][0]["y"] == [1.5, 1.25]
 
 
 def test_a_run_that_has_just_begun_or_writes_on_has_a_page(tmp_path):
@@ -243,9 +303,65 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
     assert EVIL.replace("\x1b", "␛") in page.locator("#right-response").inner_text()
     assert page.evaluate("window.hacked") is None
 
-    # The curves are there, and say their numbers.
-    assert page.locator(".plot .main-svg").count() > 0
-    assert page.evaluate("document.getElementById('plot-0').data[0].y.length") == 6
+
+def test_a_slider_can_be_dragged(opened, tmp_path):
+    folder = make_run(tmp_path, "a")
+    write_report(folder)
+    page = opened(folder / "report.html")
+    page.locator("#left-update").scroll_into_view_if_needed()
+    box = page.locator("#left-update").bounding_box()
+    ends = box["x"] + 4, box["x"] + box["width"] / 2, box["x"] + box["width"] - 4
+    page.mouse.move(ends[0], box["y"] + box["height"] / 2)
+    page.mouse.down()
+    for x, update in zip(ends, UPDATES, strict=True):
+        page.mouse.move(x, box["y"] + box["height"] / 2, steps=3)
+        assert page.locator("#left-number").inner_text() == str(update)
+        assert page.locator("#left-response").inner_text().split()[0] == f"one{update}"
+    page.mouse.up()
+
+
+def test_curves_say_their_numbers(opened, tmp_path):
+    folder = make_run(tmp_path, "a")
+    write_report(folder)
+    page = opened(folder / "report.html")
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    page.locator("#plot-1 .nsewdrag").hover()
+    page.locator("#plot-1 .hoverlayer text").last.wait_for()
+    shown = page.locator("#plot-1 .hoverlayer").text_content()
+    step, value = re.fullmatch(r"x", shown).groups()
+    assert float(value) == pytest.approx(float(rows[int(step)]["objective/kl"]), rel=1e-5)
+    assert "target 6" in page.locator("#plot-1").text_content()
+
+
+def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
+    """Of a query that is answered again there is no ratio: it is not trained on."""
+    folder = make_run(tmp_path, "a")
+    tokens, episodes = {"kl": torch.ones(1, 2), "scored": torch.ones(1, 2).bool()}, {"scores": torch.tensor([0.5])}
+    for update in UPDATES:
+        trace = traces.Trace(update, True, ["asked again"], [[" y", f" z{update}"]], tokens, episodes, {})
+        traces.write(folder, trace)
+    write_report(folder)
+    page = opened(folder / "report.html")
+    assert page.locator("#left-query").inner_text() == page.locator("#right-query").inner_text() == "asked again"
+    assert [page.locator(f"#{pane}-response").inner_text() for pane in ("left", "right")] == [" y z0", " y z5"]
+    assert page.locator(".unknown").count() == 0
+    page.select_option("#quantity", "ratio")
+    assert "not trained on" in page.locator(".unknown").first.inner_text()
+    assert background(page, 0) == ""
+    page.select_option("#left-episode", "0")
+    assert background(page, 0) != "" and page.locator(".unknown").count() == 0
+
+
+def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
+    """Chapter 2: three tokens, and the state after the end, which the critic learns."""
+    folder = make_run(tmp_path, "a", chapter=2)
+    write_report(folder)
+    page = opened(folder / "report.html")
+    classes = [token.get_attribute("class") for token in page.locator("#left-response .token").all()]
+    assert classes == ["token", "token", "token stop", "token masked"]
+    shade = "e => getComputedStyle(e).color"
+    counts, masked = (page.locator("#left-response .token").nth(i).evaluate(shade) for i in (0, 3))
+    assert counts != masked == page.locator("#left-query").evaluate(shade)
 
 
 def test_two_runs_stand_side_by_side(opened, tmp_path):
@@ -258,7 +374,7 @@ def test_two_runs_stand_side_by_side(opened, tmp_path):
     for pane, folder in (("left", one), ("right", two)):
         page.locator(f"#{pane}-response .token").nth(1).hover()
         shown = page.locator("#tooltip tr.picked .number").inner_text()
-        assert float(shown) == pytest.approx(traces.read(folder, 0).tokens["values"][0, 1].item(), rel=1e-3)
+        assert float(shown) == pytest.approx(traces.read(folder, 5).tokens["values"][0, 1].item(), rel=1e-3)
 
 
 @pytest.mark.parametrize(("chapter", "width", "scheme"), [(2, 360, "dark"), (3, 1280, "dark"), (3, 360, "light")])
@@ -272,3 +388,5 @@ def test_the_page_fits_every_window(opened, tmp_path, chapter, width, scheme):
     brightness = [sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors]
     assert (brightness[0] > brightness[1]) == (scheme == "light")
     assert page.locator("#others tr").count() == 3
+    heights = page.evaluate("[...document.querySelectorAll('#others tr')].map(row => row.offsetHeight)")
+    assert max(heights) < 150  # a few lines, and not one letter below the other

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -198,6 +199,14 @@ def test_the_tables_hold_every_held_out_post(sft, policy, tiny_posts):
     assert all(set(row) == texts | scores for row in policy.rows())
     for row in policy.rows():
         assert 1 <= row["tokens"] <= 24 and "<|endoftext|>" not in row["response"] + row["reference"]
+
+
+def test_the_policy_leaves_what_was_summarised_before_its_first_update(policy):
+    """The first validation posts, with the scores whose means are the metrics of the first update."""
+    rows, first = policy.rows("evaluation_before.jsonl"), metrics_of(policy.run)[0]
+    assert [row["query"] for row in rows] == [row["query"] for row in policy.rows()][: len(rows)]
+    for name in ("scores", "gold_scores", "reference_scores"):
+        assert statistics.mean(row[name] for row in rows) == pytest.approx(first[f"eval/{name}"])
     samples = samples_of(policy.run)
     assert Counter(row["step"] for row in samples) == {0: 3, 1: 3, 2: 3, 3: 3}
     assert all({"query", "response", "reference", "scores", "kl"} < set(row) for row in samples)

@@ -2,20 +2,23 @@
 
 import dataclasses
 import json
+import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import trace_cost
 from processes import launch, launch_together
 from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of, world_arguments
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import models, traces
+from ppo_rlhf.lib import models, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 CONTINUATIONS = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 --ppo.lr 0.01"
@@ -280,3 +283,25 @@ def test_only_the_small_worlds_leave_traces_unasked(script):
     args = dataclasses.replace(script.PRESETS[max(tracing)], base_model="any", trace_interval=-1)
     with pytest.raises(InputError, match="trace_interval is -1"):
         script.check_arguments(args)
+
+
+def test_the_cost_of_traces_is_that_of_a_run(continuations, monkeypatch, capsys):
+    """Updates are timed without their traces: a trace that takes longer does not make them longer."""
+    monkeypatch.chdir(continuations.folder)
+    monkeypatch.syspath_prepend(continuations.folder)
+    slow = traces.of_texts
+
+    def wait(*arguments):
+        time.sleep(0.5)
+        slow(*arguments)
+
+    monkeypatch.setattr(run.Run, "trace_texts", wait)
+    trace_cost.main(trace_cost.Args(str(continuations.run), updates=2))
+    line, per_run = capsys.readouterr().out.splitlines()[-2:]
+    update, trace = map(float, re.findall(r"([0-9.]+) s", line))
+    assert trace > 0.5 and 0 < update < 0.5
+    assert float(line.split(": ")[1].rstrip("%")) == pytest.approx(100 * trace / update, rel=0.02)
+    assert float(per_run.split(": ")[1].rstrip("%")) == pytest.approx(50 * trace / update, rel=0.02)
+    assert per_run.startswith("one in 2 is traced")
+    with pytest.raises(InputError, match="--updates 3 or fewer"):
+        trace_cost.main(trace_cost.Args(str(continuations.run), updates=4))

@@ -373,7 +373,7 @@ class Run:
             print_table(f"step {step}", rows, console=self._progress and self._progress.console)
 
     def write_evaluation(self, split: str, rows: list[dict[str, Any]]) -> None:
-        """What held-out posts were answered: evaluation.jsonl for the validation split, evaluation_<split>.jsonl."""
+        """Answers to held-out queries: evaluation.jsonl of the validation split, else evaluation_<split>.jsonl."""
         if self.is_main:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
             (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

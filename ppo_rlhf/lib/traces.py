@@ -8,6 +8,7 @@ queries that are the same each time: tensors `tokens.<name>` (episodes, response
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -143,8 +143,8 @@ def of_tokens(
 # ---- What each chapter keeps -----------------------------------------------------------------------------------
 #
 # Episodes of the batch of an update, and responses to queries that are the same each time, with the same noise: both
-# with the policy after the update. `script` is the module that trains, whose functions are used; `args`, `rollout`
-# and the like are of its classes. Every process must call these, as methods of run.Run.
+# with the policy after the update. Every process must call these, as methods of run.Run. Arguments are named as in
+# the train() that calls, and `script` is its module: what it computes with is used here.
 
 
 def after_update(
@@ -159,8 +159,6 @@ def after_update(
 @torch.no_grad()
 def of_texts(
     this_run: Any,
-    update: int,
-    script: ModuleType,
     args: Any,
     sizes: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -170,6 +168,7 @@ def of_texts(
     reference: PreTrainedModel,
     score: scorers.Scorer,
     monitor: dict[str, scorers.Scorer],
+    update: int,
     rollout: Any,
     ref_logprobs: Tensor,
     raw_scores: Tensor,
@@ -179,7 +178,7 @@ def of_texts(
     """Chapter 1. Advantages of the batch are those of its first group, whitened over all episodes of the group: what
     the losses had, if there is one minibatch.
     """
-    task, ppo = args.task, args.ppo
+    script, task, ppo = inspect.getmodule(type(args)), args.task, args.ppo
 
     def finish(responses: Tensor) -> tuple[Tensor, Tensor]:
         """Truncated responses, and which of them stop."""
@@ -223,8 +222,6 @@ def of_texts(
 @torch.no_grad()
 def of_posts(
     this_run: Any,
-    update: int,
-    script: ModuleType,
     args: Any,
     tokenizer: PreTrainedTokenizerBase,
     ids: posts.TaskIds,
@@ -233,6 +230,7 @@ def of_posts(
     reference: Any,
     score: scorers.Scorer,
     monitor: dict[str, scorers.Scorer],
+    update: int,
     rollout: Any,
     ref_logprobs: Tensor,
     references: Tensor,
@@ -240,7 +238,8 @@ def of_posts(
     kl_coef: float,
 ) -> None:
     """Chapter 2. Advantages are whitened over the whole batch, not over one minibatch."""
-    task, ppo, shaping, few = args.task, args.ppo, args.rewards, slice(TRACED)
+    script, task, ppo, shaping = inspect.getmodule(type(args)), args.task, args.ppo, args.rewards
+    few = slice(TRACED)
 
     def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool = False) -> None:
         rows = posts.evaluation_rows(tokenizer, ids.pad, queries[few], responses[few], references[few])
@@ -283,18 +282,18 @@ def of_posts(
 @torch.no_grad()
 def of_problems(
     this_run: Any,
-    update: int,
-    script: ModuleType,
     setup: Any,
     actor_critic: nn.Module,
     reference: Any,
     sample: Callable[..., tuple[Tensor, Tensor]],
+    update: int,
     batch: Any,
     advantages: Tensor,
     kl_coef: float,
 ) -> None:
     """Chapter 3: whole groups. Those that are answered again are whitened among themselves."""
-    sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
+    script, sizes, ppo = inspect.getmodule(type(setup)), setup.sizes, setup.args.ppo
+    n = ppo.samples_per_prompt
     prompts = min(math.ceil(TRACED / n), sizes.local_batch // n)
     everywhere = prompts * setup.accelerator.num_processes
     few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
