@@ -15,8 +15,8 @@ does eight things, and `train()` below reads so:
     7. epochs over minibatches, in micro-batches: one of four losses, one of four ways to aggregate it
     8. log, and adapt the KL coefficient
 
-Steps 1 to 4 are `rollout`, 6 and 7 `update`; rlvr_async.py calls the two from other places. Before the first update,
-now and then, and after the last, held-out problems are solved.
+Steps 1 to 4 are `rollout`, 6 and 7 `update`; rlvr_async.py uses both, with samplers elsewhere. Before the first
+update, now and then, and after the last, held-out problems are solved.
 
 Marks like [V33] name an implementation detail. The original is volcengine/verl at commit b178a3c; its file and line
 stand beside the mark. See docs/details.
@@ -283,88 +283,137 @@ def train(args: Args, joint: dict | None = None) -> Path:
     joint: of a script that runs this as one of several stages. Raises InputError, a ValueError, before anything is
     written if it can.
     """
-    accelerator = processes.make_accelerator()
-    check_arguments(args)
-    if accelerator.is_main_process:
-        warn(args.rewards)
-    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given = args  # with names such as `sums`, not yet paths: what meta.json and the saved models keep
-    args = worlds.find_paths(given, joint)
-    ppo, shaping, rank, n = args.ppo, args.rewards, accelerator.process_index, args.ppo.samples_per_prompt
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    train_problems = problems.read_problems(args.task, tokenizer, "train")
-    held_out = problems.read_problems(args.task, tokenizer, "test", args.eval_problems)
-    check_problems(train_problems, sizes)
-    with cli.typed_as({"task.query_length": "task.prompt_length"}):
-        actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
-    ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
-    sources = load_sources(args, ids, accelerator)
-    setup = Setup(args, sizes, tokenizer, ids, train_problems, sources, accelerator)
-    optimizers = make_optimizers(actor_critic, ppo)
-    controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
-    state, surplus = resume(this_run, actor_critic, optimizers, accelerator.device)
-    first_update, rounds, evaluation = state["step"], state.get("rounds", 0), state.get("evaluation", {})
-    controller.value = state.get("kl_coef", controller.value)
-    this_run.start_logging(first_update)
-    this_run.save_meta(first_prompt=train_problems.texts[0])
-    sample = partial(actor_critic.sample, ids)
-    roll_out = partial(rollout, setup, actor_critic, reference, sample)
-    evaluate = partial(evaluate_policy, setup, actor_critic, sample, held_out)
-    trace = partial(this_run.trace_problems, setup, actor_critic, reference, sample)
-
-    with this_run.progress("RLVR", sizes.updates, first_update) as advance:
-        for number in range(first_update, sizes.updates):
-            started = time.monotonic()
-            lr = set_learning_rates(optimizers, ppo, number, sizes.updates)
-            if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
-                evaluation |= evaluate(args.eval_samples if number == 0 else 0)[0]
+    learner = Learner(args, joint)
+    setup, actor_critic, controller = learner.setup, learner.actor_critic, learner.controller
+    roll_out = partial(rollout, setup, actor_critic, learner.reference, learner.sample)
+    with learner.run.progress("RLVR", setup.sizes.updates, learner.first_update) as advance:
+        for number in range(learner.first_update, setup.sizes.updates):
+            learner.begin(number)
             # 1. to 4. Draw problems, generate, read, score; again, if groups are left out, until the batch is full.
             with actor_critic.sampling():
-                batch, generated, surplus, rounds = fill_batch(setup, partial(roll_out, number), rounds, surplus)
+                found = fill_batch(setup, partial(roll_out, number), learner.rounds, learner.surplus)
+            batch, generated, learner.surplus, learner.rounds = found
 
             # 5. Per-token rewards.
-            batch = with_rewards(batch, controller.value, shaping.kl_estimator)
+            batch = with_rewards(batch, controller.value, setup.args.rewards.kl_estimator)
 
             # 6. Advantages and returns, and 7. epochs over minibatches.
-            orders = [draw_minibatches(args.seed, number, epoch, sizes, rank) for epoch in range(ppo.noptepochs)]
-            steps, estimate = update(
-                *(actor_critic, optimizers, reference, batch, orders, args, ids.pad, accelerator),
-                **{"version": number, "policy_learns": number >= ppo.critic_warmup},
-            )
+            steps, estimate = learner.update(number, batch)
 
             # 8. Log, and adapt the KL coefficient.
-            metrics = update_metrics(setup, batch, generated or [batch], estimate, steps, number)
-            seconds, episode = this_run.seconds(), rounds * sizes.round
-            metrics |= {"objective/kl_coef": controller.value, "lr": lr, "epoch": episode / n / len(train_problems)}
-            metrics |= {"train/used_episodes": (number + 1) * sizes.batch, "train/rounds": len(generated)}
-            metrics |= {"episode": episode, "eps": episode / seconds, "time": seconds}
-            controller.update(metrics["objective/kl"], sizes.batch)
-            this_run.log(number, metrics | evaluation)
-            if args.log_interval and number % args.log_interval == 0:
-                this_run.log_samples(number, sample_rows(setup, batch, estimate[0]))
-            if this_run.is_time_to_trace(number):  # a few episodes with all their numbers, for report.py
-                trace(number, batch, estimate[0], controller.value)
-            speed = f"{len(generated) * sizes.round / run.seconds_since(started):.0f} episodes/s"
-            advance(f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}")
-            if this_run.is_time_to_save(number + 1, sizes.updates):
-                state = {"kl_coef": controller.value, "rounds": rounds, "evaluation": evaluation}
-                tensors = checkpoint_tensors(actor_critic, optimizers, surplus)
-                this_run.save_checkpoint(number + 1, tensors, state)
+            advance(learner.log(number, batch, generated, steps, estimate))
+            learner.save(number)
+    return learner.finish()
 
-    evaluation, rows = evaluate(args.eval_samples)
-    this_run.write_evaluation("validation", rows)
-    info = {"task": dataclasses.asdict(given.task), "monitor": "", "function": shaping.verifier}
-    info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
-    parts = (actor_critic.lm_backbone, actor_critic.critic, adapters)
-    models.save_policy_and_critic(this_run.model_folder, *parts, tokenizer, info, args.trust_remote_code)
-    last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
-    left_out = {"too_long": train_problems.too_long, "unscorable": train_problems.unscorable}
-    panels = {title: names for title, names in PANELS.items() if n > 1 or "groups" not in title}
-    this_run.finish(panels, **evaluation, **last, **left_out)
-    report(this_run, args, evaluation, rows)
-    this_run.upload("policy", *(["value"] if actor_critic.critic else []))
-    return this_run.model_folder / "policy"
+
+class Learner:
+    """What a run has, from before its first update to after its last."""
+
+    def __init__(self, args: Args, joint: dict | None = None):
+        self.accelerator = accelerator = processes.make_accelerator()
+        check_arguments(args)
+        if accelerator.is_main_process:
+            warn(args.rewards)
+        sizes = ppo_sizes(args.ppo, accelerator.num_processes)
+        self.given = args  # with names such as `sums`, not yet paths: what meta.json and the saved models keep
+        args = worlds.find_paths(args, joint)
+        tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+        train_problems = problems.read_problems(args.task, tokenizer, "train")
+        held_out = problems.read_problems(args.task, tokenizer, "test", args.eval_problems)
+        check_problems(train_problems, sizes)
+        with cli.typed_as({"task.query_length": "task.prompt_length"}):
+            self.actor_critic, self.reference, self.adapters = load_networks(args, tokenizer, accelerator)
+        ids = problems.task_ids(args.task, tokenizer, self.actor_critic.lm_backbone.generation_config)
+        sources = load_sources(args, ids, accelerator)
+        self.setup = Setup(args, sizes, tokenizer, ids, train_problems, sources, accelerator)
+        self.sample = partial(self.actor_critic.sample, ids)
+        self.evaluate = partial(evaluate_policy, self.setup, self.actor_critic, self.sample, held_out)
+        self.optimizers = make_optimizers(self.actor_critic, args.ppo)
+        adaptive = args.rewards.adaptive_kl
+        self.controller = AdaptiveKLController(args.rewards.kl_coef, adaptive.target, adaptive.horizon)
+        self.run = run.Run(self.given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+        self.parts: dict[str, dict[str, Tensor]] = {}  # what else the checkpoint holds that the run goes on from
+        self.surplus: Rollout | None = None
+        state = self.run.resume_with(self.restore)
+        self.first_update, self.rounds = state["step"], state.get("rounds", 0)
+        self.evaluation = state.get("evaluation", {})
+        self.controller.value = state.get("kl_coef", self.controller.value)
+        self.run.start_logging(self.first_update)
+        self.run.save_meta(first_prompt=train_problems.texts[0])
+
+    def begin(self, number: int) -> None:
+        """Set the learning rates of an update, and evaluate if it is time."""
+        args = self.setup.args
+        self.started = time.monotonic()
+        self.lr = set_learning_rates(self.optimizers, args.ppo, number, self.setup.sizes.updates)
+        if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
+            self.evaluation |= self.evaluate(args.eval_samples if number == 0 else 0)[0]
+
+    def update(self, number: int, batch: Rollout, weights: Tensor | None = None) -> tuple[dict, Estimate]:
+        """Steps 6 and 7: see the function update."""
+        args, sizes, rank = self.setup.args, self.setup.sizes, self.accelerator.process_index
+        orders = [draw_minibatches(args.seed, number, epoch, sizes, rank) for epoch in range(args.ppo.noptepochs)]
+        networks = (self.actor_critic, self.optimizers, self.reference)
+        options = {"version": number, "policy_learns": number >= args.ppo.critic_warmup, "weights": weights}
+        return update(*networks, batch, orders, args, self.setup.ids.pad, self.accelerator, **options)
+
+    def log(self, number: int, batch: Rollout, generated: list, steps: dict, estimate: tuple, **more: float) -> str:
+        """Step 8. steps and estimate: what update returns; more: other metrics. Returns what the bar says."""
+        setup, sizes, controller, this_run = self.setup, self.setup.sizes, self.controller, self.run
+        metrics = update_metrics(setup, batch, generated or [batch], estimate, steps, number)
+        seconds, episode = this_run.seconds(), self.rounds * sizes.round
+        epoch = episode / setup.args.ppo.samples_per_prompt / len(setup.problems)
+        metrics |= {"objective/kl_coef": controller.value, "lr": self.lr, "epoch": epoch}
+        metrics |= {"train/used_episodes": (number + 1) * sizes.batch, "train/rounds": len(generated)}
+        metrics |= {"episode": episode, "eps": episode / seconds, "time": seconds}
+        controller.update(metrics["objective/kl"], sizes.batch)
+        this_run.log(number, metrics | more | self.evaluation)
+        if setup.args.log_interval and number % setup.args.log_interval == 0:
+            this_run.log_samples(number, sample_rows(setup, batch, estimate[0]))
+        if this_run.is_time_to_trace(number):  # a few episodes with all their numbers, for report.py
+            by = (setup, self.actor_critic, self.reference, self.sample)
+            this_run.trace_problems(*by, number, batch, estimate[0], controller.value)
+        speed = f"{len(generated) * sizes.round / run.seconds_since(self.started):.0f} episodes/s"
+        return f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}"
+
+    def save(self, number: int, more: Callable[[], dict[str, dict[str, Tensor]]] = dict) -> None:
+        """Write a checkpoint after an update, if it is time. more: gives other parts than networks and surplus."""
+        if self.run.is_time_to_save(number + 1, self.setup.sizes.updates):
+            networks = networks_of(self.actor_critic)
+            parts = {name: run.training_state(network, self.optimizers[name]) for name, network in networks.items()}
+            parts |= ({"surplus": self.surplus.tensors()} if self.surplus else {}) | more()
+            tensors = {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
+            state = {"kl_coef": self.controller.value, "rounds": self.rounds, "evaluation": self.evaluation}
+            self.run.save_checkpoint(number + 1, tensors, state)
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of save."""
+        for key, tensor in tensors.items():
+            name, key = key.split("/", 1)
+            self.parts.setdefault(name, {})[key] = tensor
+        for name, network in networks_of(self.actor_critic).items():
+            run.restore_training_state(network, self.optimizers[name], self.parts.pop(name, {}))
+        surplus = {name: tensor.to(self.accelerator.device) for name, tensor in self.parts.pop("surplus", {}).items()}
+        self.surplus = Rollout(**surplus) if surplus else None
+
+    def finish(self) -> Path:
+        """Evaluate, save the models, report."""
+        given, args, this_run, actor_critic = self.given, self.setup.args, self.run, self.actor_critic
+        evaluation, rows = self.evaluate(args.eval_samples)
+        this_run.write_evaluation("validation", rows)
+        info = {"task": dataclasses.asdict(given.task), "monitor": "", "function": given.rewards.verifier}
+        info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
+        parts = (actor_critic.lm_backbone, actor_critic.critic, self.adapters)
+        told = (self.setup.tokenizer, info, args.trust_remote_code)
+        models.save_policy_and_critic(this_run.model_folder, *parts, *told)
+        last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
+        left_out = {name: getattr(self.setup.problems, name) for name in ("too_long", "unscorable")}
+        in_groups = args.ppo.samples_per_prompt > 1
+        panels = {title: names for title, names in PANELS.items() if in_groups or "groups" not in title}
+        this_run.finish(panels, **evaluation, **last, **left_out)
+        problems.report(this_run, args.rewards.verifier, args.task.kind_column, evaluation, rows)
+        this_run.upload("policy", *(["value"] if actor_critic.critic else []))
+        return this_run.model_folder / "policy"
 
 
 # ---- Networks, KL controller, evaluation -----------------------------------------------------------------------
@@ -517,41 +566,6 @@ def evaluate_policy(
     return problems.evaluation(held_out, task.kind_column, names, greedy, sampled)
 
 
-def report(this_run: run.Run, args: Args, after: dict[str, float], rows: list[dict[str, Any]]) -> None:
-    """Print in plain words what has become of the held-out problems, and where to read more.
-
-    after: the last evaluation, rows: of it; what was before the first update stands in the first row of the metrics.
-    """
-    if not this_run.is_main:
-        return
-    both = [row for row in rows if row.get("a_right_sample") and row.get("a_wrong_sample")]
-    columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
-    shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
-    if shown:
-        run.print_table("Held-out problems after training: a right sample and a wrong one", shown)
-    greedy = f"eval/{args.rewards.verifier}"
-    of_kind, pass_at = f"{greedy}_{args.task.kind_column}_", "eval/pass@"
-    names = {"right, likeliest response": greedy}
-    names |= {
-        f"    {args.task.kind_column} {name[len(of_kind) :]}": name for name in after if name.startswith(of_kind)
-    }
-    names |= {f"right, samples: {name[5:]}": name for name in after if name.startswith(pass_at)}
-    names |= {"tokens, likeliest response": "eval/length", "tokens, samples": "eval/sampled_length"}
-    print(f"\n{f'{len(rows):,} held-out problems':<30}{'before':>9}{'after':>9}")
-    for said, name in names.items():
-        form = "{:.1f}" if name.endswith("length") else "{:.1%}"
-        cells = [form.format(numbers[name]) if name in numbers else "-" for numbers in (this_run.rows[0], after)]
-        print(f"{said:<30}{cells[0]:>9}{cells[1]:>9}")
-    places = {"learning curves": "learning_curves.png", "solutions": "evaluation.jsonl", "samples": "samples.jsonl"}
-    print(
-        "pass@k: one of k samples, or more, is right.",
-        f"It took {this_run.meta['wall_time'] / 60:.1f} minutes.\n",
-        *(f"{said:<17}{run.shown(this_run.folder / name)}" for said, name in places.items()),
-        f"model            {run.shown(this_run.model_folder / 'policy')}",
-        sep="\n",
-    )
-
-
 # ---- Rollout ---------------------------------------------------------------------------------------------------
 
 
@@ -658,22 +672,18 @@ def rollout(
 
     sample: as ActorCritic.sample. version: updates that the policy has seen; number: of the round.
     """
-    args, sizes, ids, task, shaping = setup.args, setup.sizes, setup.ids, setup.args.task, setup.args.rewards
-    n, device, chunk = args.ppo.samples_per_prompt, setup.accelerator.device, sizes.local_rollout_batch
-    # 1. Draw problems. Every process draws all of them, n times, and takes its rows.
-    drawn = problems.problems_of_batch(len(setup.problems), sizes.round_prompts, number, args.seed)
-    first = setup.accelerator.process_index * sizes.local_round
-    rows = slice(first, first + sizes.local_round)
-    everything = drawn.repeat_interleave(n)
-    queries = setup.problems.batch(everything.tolist(), ids.pad)[rows].to(device)  # (local_round, context_length)
-    groups = number * sizes.round_prompts + torch.arange(len(everything))[rows] // n
-    inds = everything[rows]
+    args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
+    n, device, chunk = args.ppo.samples_per_prompt, setup.accelerator.device, setup.sizes.local_rollout_batch
+    # 1. Draw problems.
+    inds, groups, requests = draw_round(setup, number, setup.accelerator.process_index)
     prompts, answers = ([texts[i] for i in inds] for texts in (setup.problems.texts, setup.problems.answers))
-    uniforms = lm.episode_noise(args.seed, number, sizes.round, task.response_length)[rows].to(device)
 
     # 2. Generate responses, up to the first stop id; log-probs and values as the training pass has them.
-    by_policy = partial(sample, temperature=task.temperature)
-    responses, sampler_logprobs = processes.in_chunks(by_policy, chunk, queries, uniforms)
+    (responses, sampler_logprobs), *greedy = (
+        processes.in_chunks(partial(sample, temperature=temperature), chunk, queries, uniforms)
+        for queries, uniforms, temperature in requests
+    )
+    queries = requests[0][0]
     mask, stopped = response_mask(responses, ids.stops)
     query_responses = torch.cat([queries, responses], dim=1)
     # [V76] [V82] What the first pass of training will find, so that the ratio starts at 1; the sampler's are kept.
@@ -698,12 +708,9 @@ def rollout(
     raw_scores = raw_scores.nan_to_num(0)
     scores = punish(raw_scores, mask.sum(1), stopped, shaping, task.response_length)
     baselines = torch.zeros_like(scores)
-    if args.ppo.advantage == "remax":
-        # [V41] One greedy response for each prompt more; it is no episode.   ray_trainer.py#L1404-L1443
-        half = torch.full_like(uniforms[::n], 0.5)
-        greedy, _ = processes.in_chunks(partial(sample, temperature=problems.GREEDY), chunk, queries[::n], half)
-        greedy_mask, greedy_stopped = response_mask(greedy, ids.stops)
-        _, raw = score_responses(setup, prompts[::n], answers[::n], queries[::n], greedy)
+    for likeliest, _ in greedy:
+        greedy_mask, greedy_stopped = response_mask(likeliest, ids.stops)
+        _, raw = score_responses(setup, prompts[::n], answers[::n], queries[::n], likeliest)
         baselines = punish(raw.nan_to_num(0), greedy_mask.sum(1), greedy_stopped, shaping, task.response_length)
         baselines = baselines.repeat_interleave(n)
     cut = ~stopped if shaping.mask_truncated else torch.zeros_like(stopped)
@@ -714,6 +721,26 @@ def rollout(
     per_row |= {"problems": inds, "groups": groups, "versions": torch.full_like(groups, version)}
     per_row = {name: tensor.to(device) for name, tensor in per_row.items()}
     return Rollout(query_responses=query_responses, mask=mask, **per_token, **per_row)
+
+
+def draw_round(setup: Setup, number: int, rank: int) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, float]]]:
+    """Step 1: problems and groups of a process's rows in a round, (local_round,), and what to ask a sampler for.
+
+    All of them are drawn, n times. A request is of contexts, uniforms and a temperature.
+    """
+    args, sizes, n, device = setup.args, setup.sizes, setup.args.ppo.samples_per_prompt, setup.accelerator.device
+    drawn = problems.problems_of_batch(len(setup.problems), sizes.round_prompts, number, args.seed)
+    rows, everything = slice(rank * sizes.local_round, (rank + 1) * sizes.local_round), drawn.repeat_interleave(n)
+    groups = number * sizes.round_prompts + torch.arange(len(everything))[rows] // n
+    queries = setup.problems.batch(everything.tolist(), setup.ids.pad)[rows].to(
+        device
+    )  # (local_round, context_length)
+    uniforms = lm.episode_noise(args.seed, number, sizes.round, args.task.response_length)[rows].to(device)
+    requests = [(queries, uniforms, args.task.temperature)]
+    if args.ppo.advantage == "remax":
+        # [V41] One greedy response for each prompt more; it is no episode.   ray_trainer.py#L1404-L1443
+        requests.append((queries[::n], torch.full_like(uniforms[::n], 0.5), problems.GREEDY))
+    return everything[rows], groups, requests
 
 
 def score_responses(
@@ -1579,33 +1606,6 @@ def set_learning_rates(
     for name, optimizer in optimizers.items():
         optimizer.param_groups[0]["lr"] = factor * (ppo.critic_lr if name == "value" else ppo.lr)
     return factor * ppo.lr
-
-
-def checkpoint_tensors(
-    actor_critic: ActorCritic, optimizers: dict[str, torch.optim.Optimizer], surplus: Rollout | None
-) -> dict[str, Tensor]:
-    """Everything needed to go on, under flat names. Every process must call this."""
-    parts = {name: run.training_state(net, optimizers[name]) for name, net in networks_of(actor_critic).items()}
-    parts |= {"surplus": surplus.tensors()} if surplus else {}
-    return {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
-
-
-def resume(
-    this_run: run.Run, actor_critic: ActorCritic, optimizers: dict[str, torch.optim.Optimizer], device: torch.device
-) -> tuple[dict[str, Any], Rollout | None]:
-    """Put everything where the newest checkpoint left it. Its state, of step 0 if there is none; the surplus."""
-    found = {}
-
-    def restore(tensors: dict[str, Tensor]) -> None:
-        for key, tensor in tensors.items():
-            name, key = key.split("/", 1)
-            found.setdefault(name, {})[key] = tensor
-        for name, network in networks_of(actor_critic).items():
-            run.restore_training_state(network, optimizers[name], found.get(name, {}))
-
-    state = this_run.resume_with(restore)
-    surplus = {name: tensor.to(device) for name, tensor in found.get("surplus", {}).items()}
-    return state, Rollout(**surplus) if surplus else None
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from runs import explained_metrics
 import benchmark
 from ppo_rlhf import (
     judge,
+    rlvr_async,
     rlvr_policy,
     sample,
     tldr_all,
@@ -368,7 +369,7 @@ def test_flags_exist():
         (train_both, train_policy, train_reward, sample),
         (tldr_all, tldr_sft, tldr_reward, tldr_policy),
     )
-    scripts = (*chapter1, *chapter2, rlvr_policy, judge)
+    scripts = (*chapter1, *chapter2, rlvr_policy, rlvr_async, judge)
     flags = {module.__name__.split(".")[1]: flags_of(module) for module in scripts} | {
         "report": {"run", "with", "out"}
     }

@@ -90,6 +90,10 @@ MAY_CHANGE = {
     "local_micro_batch_size",
     "local_micro_batch_tokens",
     "local_rollout_batch_size",
+    "workers",
+    "ray_address",
+    "gpus_per_worker",
+    "time_out",
 }
 
 

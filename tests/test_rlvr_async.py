@@ -1,0 +1,522 @@
+"""Rollouts apart from the learner: the same numbers whatever becomes of the workers; corrections; what goes wrong.
+
+Runs share one Ray cluster. They are compared bit for bit, in float32, with the synchronous script and with a slow
+version of staleness, in this process, which keeps a copy of the policy for every version.
+"""
+
+import copy
+import dataclasses
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from processes import Launched, launch_together
+from runs import explained_metrics, metrics_of, only
+from test_rlvr_math import numbers, rollout_of
+from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
+from test_tldr_math import on_processes
+from torch.testing import assert_close
+
+from ppo_rlhf import rlvr_async, rlvr_policy
+from ppo_rlhf.lib import cli, engine, lm, run
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.rlvr_async import Args, Workers, correct
+
+ray = pytest.importorskip("ray")
+
+FOUR_UPDATES = (
+    "--dtype float32 --ppo.total_episodes 64 --ppo.local_rollout_batch_size 4 --ppo.lr 0.01 --ppo.critic_lr 0.01 "
+    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --log_interval 0 --trace_interval 0 --rewards.kl_coef 0.1 "
+    "--rewards.verifier letters:letters --ppo.critic_warmup 0"
+)
+IN_PAIRS = ["--ppo.advantage", "remax", "--ppo.samples_per_prompt", "2"]
+DOUBLE = ["--dtype", "float64"]
+OLDER = [*DOUBLE, "--staleness", "2", "--correction", "none"]
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Ray on this machine, which the runs of this file find."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
+    ray.init(address="local", num_cpus=4, object_store_memory=80 * 2**20, **options)
+    yield
+    ray.shutdown()
+
+
+def train_by(script, world: Path, folder: Path, *words: str) -> Path:
+    """Train in a folder, or go on with the run that is there; returns the folder."""
+    arguments = [*sums_arguments(world), *FOUR_UPDATES.split(), *words]
+    if list(folder.glob("runs/*")):
+        arguments = ["--resume", str(only(folder, "runs/*")), *words]
+    folder.mkdir(exist_ok=True)
+    (folder / "letters.py").write_text(LETTERS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        patch.delitem(sys.modules, "letters", raising=False)
+        patch.setattr(run, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+        script.train(cli.parse_args(script.PRESETS, arguments))
+    return folder
+
+
+def numbers_of(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each update, but for seconds."""
+    return [{k: v for k, v in row.items() if "time/" not in k} for row in metrics_of(only(folder, "runs/*"))]
+
+
+def check_equal(folder: Path, expected: Path) -> None:
+    """Metrics that both runs have, and the policy's weights, bit for bit."""
+    ours, theirs = numbers_of(folder), numbers_of(expected)
+    assert len(ours) == len(theirs) == 4
+    assert all(theirs[i].items() <= ours[i].items() for i in range(4)), [
+        {k: (ours[i].get(k), v) for k, v in theirs[i].items() if ours[i].get(k) != v} for i in range(4)
+    ]
+    for name in ("policy", "value"):
+        assert len(list(folder.glob(f"models/*/{name}"))) == len(list(expected.glob(f"models/*/{name}")))
+        for file in expected.glob(f"models/*/{name}/*.safetensors"):
+            assert only(folder, f"models/*/{name}/{file.name}").read_bytes() == file.read_bytes()
+
+
+class Kept(engine.BuiltIn):
+    """An engine whose process serves run after run; it may be told to die in one of them by kill -9."""
+
+    def begin(self, spec):
+        engine.BuiltIn.__init__(self, spec)
+
+    def die(self, calls, place):
+        """Of the processes that are told so, the first that is asked for so many pieces dies in the middle of it."""
+        self.calls, self.place, self.tokens = calls, place, 0
+
+    def sample(self, *piece):
+        self.calls -= 1
+        if self.calls == 0 and not os.path.exists(self.place):
+            open(self.place, "w").close()
+            read = self.model.base_model.forward
+
+            def read_a_little(*arguments, **options):
+                self.tokens += 1
+                if self.tokens > 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return read(*arguments, **options)
+
+            self.model.base_model.forward = read_a_little
+        return engine.BuiltIn.sample(self, *piece)
+
+
+@pytest.fixture(scope="module")
+def spare() -> list:
+    """Workers that the last run has left."""
+    return []
+
+
+@pytest.fixture
+def kept(cluster, spare, monkeypatch):
+    """Processes of workers, from run to run: PyTorch takes longer to import than a run. `dies`: see Kept.die."""
+    start, told = Workers.start, SimpleNamespace(dies=(0, ""))
+
+    def start_or_take(workers):
+        if spare:
+            workers.actors.append(spare.pop())
+            ray.get(workers.actors[-1].begin.remote(workers.spec))
+            worker = rlvr_async.Worker(workers.actors[-1])
+        else:
+            worker = start(workers)
+        worker.actor.die.remote(*told.dies)
+        return worker
+
+    def keep(workers):
+        workers.threads.shutdown()
+        spare.extend(worker.actor for _ in range(workers.free.qsize()) if (worker := workers.free.get()))
+
+    monkeypatch.setattr(engine, "BuiltIn", Kept)
+    monkeypatch.setattr(Workers, "start", start_or_take)
+    monkeypatch.setattr(Workers, "close", keep)
+    return told
+
+
+# ---- The same numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def synchronous(tiny_sums, tmp_path_factory):
+    """A run of the synchronous script, with one response more for each prompt, its greedy one."""
+    return train_by(rlvr_policy, tiny_sums, tmp_path_factory.mktemp("run"), *IN_PAIRS)
+
+
+@pytest.mark.parametrize(("workers", "dies"), [(1, False), (2, False), (2, True)])
+def test_without_staleness_it_is_the_synchronous_script(
+    kept, synchronous, tiny_sums, monkeypatch, tmp_path, capfd, workers, dies
+):
+    died = tmp_path / "died"
+    monkeypatch.setattr(kept, "dies", (3 if dies else 0, str(died)))
+    words = [*IN_PAIRS, "--staleness", "0", "--workers", str(workers)]
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *words)
+    check_equal(folder, synchronous)
+    assert died.exists() == dies and ("a worker is lost" in capfd.readouterr().out) == dies
+    for row in numbers_of(folder):
+        assert row["async/staleness_max"] == 0 and row["async/largest_gap"] < 1e-5
+
+
+@pytest.fixture(scope="module")
+def two_updates_late(tiny_sums, tmp_path_factory):
+    """The slow version: each round is sampled by a copy of the policy from two updates before."""
+    policies: list[torch.nn.Module] = []
+    rollout = rlvr_policy.rollout
+
+    def late(setup, actor_critic, reference, sample, version, number):
+        policies.append(copy.deepcopy(actor_critic.lm_backbone))
+        old, ids = policies[max(version - 2, 0)], setup.ids
+
+        def sample_late(contexts, uniforms, temperature):
+            return lm.generate_until(old, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
+
+        return rollout(setup, actor_critic, reference, sample_late, max(version - 2, 0), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rlvr_policy, "rollout", late)
+        return train_by(rlvr_policy, tiny_sums, tmp_path_factory.mktemp("run"), *DOUBLE)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_batch_is_sampled_by_the_weights_of_two_updates_before(
+    kept, two_updates_late, tiny_sums, monkeypatch, tmp_path, workers
+):
+    dies = workers == 2
+    monkeypatch.setattr(kept, "dies", (5 if dies else 0, str(tmp_path / "died")))
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *OLDER, "--workers", str(workers))
+    check_equal(folder, two_updates_late)
+    assert (tmp_path / "died").exists() == dies
+    rows = numbers_of(folder)
+    assert (
+        [row["async/staleness_max"] for row in rows] == [0, 1, 2, 2] == [row["async/staleness_mean"] for row in rows]
+    )
+    assert rows[0]["async/largest_gap"] < 1e-5 < 1e-2 < rows[3]["async/largest_gap"]
+    assert rows[0]["async/ess"] == pytest.approx(1, abs=1e-5) and rows[3]["async/ess"] < 0.999
+
+
+def test_a_resumed_learner_trains_on_what_the_old_weights_sample(kept, two_updates_late, tiny_sums, tmp_path):
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *OLDER, "--ppo.total_episodes", "32")
+    assert len(numbers_of(folder)) == 2
+    check_equal(train_by(rlvr_async, tiny_sums, folder, "--ppo.total_episodes", "64"), two_updates_late)
+
+
+def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_late, tiny_sums, tmp_path):
+    """Under torchrun, with FSDP2; the first process has the workers and publishes what both keep."""
+    (tmp_path / "letters.py").write_text(LETTERS)
+    address = ["--ray_address", ray.get_runtime_context().gcs_address]
+    words = [*sums_arguments(tiny_sums), *FOUR_UPDATES.split(), *OLDER, *address]
+    results = launch_together(2, "rlvr_async.py", *words, folder=tmp_path, **SHARDED)
+    assert all(result.status == 0 for result in results), results[0].stderr + results[1].stderr
+    for two, one in zip(numbers_of(tmp_path), numbers_of(two_updates_late), strict=True):
+        assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-7, abs=1e-9)
+
+
+# ---- Workers that are lost, hang, or are others ----------------------------------------------------------------
+
+
+@pytest.fixture
+def workers_of(cluster, monkeypatch):
+    """A function that makes workers of an engine which has no model, and so starts quickly."""
+    monkeypatch.setattr(engine, "Spec", lambda *_: None)
+    made = []
+
+    def make(light: type, workers: int = 1, **settings) -> Workers:
+        monkeypatch.setattr(engine, "BuiltIn", light)
+        args = Args(base_model="nowhere", workers=workers, gpus_per_worker=0, **settings)
+        accelerator = SimpleNamespace(device=torch.device("cpu"))
+        made.append(
+            Workers(SimpleNamespace(args=args, ids=SimpleNamespace(pad=9, stops=(8,)), accelerator=accelerator), ray)
+        )
+        return made[-1]
+
+    yield make
+    for workers in made:
+        workers.close()
+
+
+OURS = engine.description()
+
+
+def light_engine(told: dict[str, str], **methods) -> type:
+    """Engines that say which weights they were given, and what they were asked for."""
+
+    class Light:
+        def __init__(self, spec):
+            self.loaded = []
+
+        def describe(self):
+            return told
+
+        def load(self, weights, version):
+            self.loaded.append((weights["w"], version))
+
+        def sample(self, prompts, n, noise, temperature, version):
+            return int(prompts[0]), version, self.loaded
+
+    for name, method in methods.items():
+        setattr(Light, name, method)
+    return Light
+
+
+def ask(workers: Workers, number: int, version: int, weight: float):
+    weights = ray.put({"w": weight})
+    return workers.ask(weights, torch.tensor([number]), 1, torch.zeros(1, 1), 1.0, version)
+
+
+def test_pieces_come_in_order_each_from_its_version(workers_of):
+    workers = workers_of(light_engine(OURS))
+    pieces = [ask(workers, number, version, version / 2) for number, version in enumerate([0, 0, 1, 0, 3])]
+    found = [piece.result(60) for piece in pieces]
+    assert [piece[:2] for piece in found] == [(0, 0), (1, 0), (2, 1), (3, 0), (4, 3)]
+    assert found[-1][2] == [(0.0, 0), (0.5, 1), (0.0, 0), (1.5, 3)]  # loaded only where it is another
+
+
+@pytest.mark.parametrize("way", ["hangs", "dies"])
+def test_the_piece_of_a_lost_worker_is_sampled_again_by_the_weights_that_it_had(workers_of, tmp_path, way):
+    def sample(self, prompts, n, noise, temperature, version):
+        if int(prompts[0]) == 2 and not (tmp_path / "gone").exists():
+            (tmp_path / "gone").touch()
+            time.sleep(1_000) if way == "hangs" else os.kill(os.getpid(), signal.SIGKILL)
+        return int(prompts[0]), version, self.loaded
+
+    workers = workers_of(light_engine(OURS, sample=sample), time_out=3.0)
+    pieces = [ask(workers, number, 4, 0.25) for number in range(4)]
+    assert [piece.result(60) for piece in pieces] == [(number, 4, [(0.25, 4)]) for number in range(4)]
+    assert workers.lost == 1
+
+
+def dies(self, prompts, n, noise, temperature, version):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def finds_no_paper(self, prompts, n, noise, temperature, version):
+    raise InputError("there is no paper")
+
+
+def finds_no_house(self, spec):
+    raise InputError("there is no house")
+
+
+TROUBLE = {
+    "a piece of a batch has cost 5 workers": {"sample": dies},
+    "a worker says: there is no paper": {"sample": finds_no_paper},
+    "a worker cannot start: there is no house": {"__init__": finds_no_house},
+    "has torch 0.1, the learner": {"describe": lambda _: OURS | {"torch": "0.1"}},
+    "has ppo_rlhf 123, the learner": {"describe": lambda _: OURS | {"ppo_rlhf": "123"}},
+}
+
+
+@pytest.mark.parametrize("words", TROUBLE)
+def test_what_no_other_worker_could_mend_ends_in_one_line(workers_of, words):
+    workers = workers_of(light_engine(OURS, **TROUBLE[words]))
+    with pytest.raises(InputError) as caught:
+        ask(workers, 0, 0, 1.0).result(60)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_rays_own_troubles_end_in_one_line(monkeypatch):
+    there = ray.exceptions
+    for error, words in {
+        there.ObjectStoreFullError("no\nroom"): "Ray's object store has no room for the weights",
+        there.OutOfDiskError("no\nroom"): "Ray's object store has no room for the weights",
+        there.RaySystemError("gone\nfar"): "Ray is gone: ",
+    }.items():
+        with pytest.raises(InputError, match=words) as caught, rlvr_async.ray_errors(ray):
+            raise error
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    for problem in (ConnectionError("nobody\nthere"), RuntimeError("Version mismatch"), ValueError("no address")):
+        monkeypatch.setattr(ray, "init", lambda problem=problem, **_: exec("raise problem", {"problem": problem}))
+        with pytest.raises(InputError, match=f"--ray_address far:1: {str(problem).split()[0]}"):
+            rlvr_async.connect(Args(ray_address="far:1"))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"need Ray: pip install 'ppo-rlhf\[async\]'"):
+        rlvr_async.connect(Args())
+
+
+WITNESSED = """
+import os, sys
+from types import SimpleNamespace
+from ppo_rlhf import rlvr_async
+
+with rlvr_async.last_words(SimpleNamespace(is_main_process=True)):
+    os._exit(7) if sys.argv[1] == "at once" else sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("way", "status"), [("at once", 7), ("in order", 3)])
+def test_a_learner_that_ray_ends_at_once_has_last_words(tmp_path, way, status):
+    (tmp_path / "witnessed.py").write_text(WITNESSED)
+    launched, begun = Launched(tmp_path / "witnessed.py", way, folder=tmp_path), time.monotonic()
+    assert launched.wait(60).status == status
+    while "Ray was lost" not in launched.wait().stderr and time.monotonic() < begun + (20 if status == 7 else 0):
+        time.sleep(0.05)
+    assert ("Ray was lost" in launched.wait().stderr) == (status == 7)
+
+
+def test_an_engine_takes_whole_weights_and_samples_by_no_others(tiny_sums):
+    model = run.trained_parameters(engine.models.load_base_model(Args(base_model=f"{tiny_sums}/model")))
+    weights = {name: parameter.detach().numpy() for name, parameter in model.items()}
+    built_in = engine.BuiltIn(engine.Spec(f"{tiny_sums}/model", "float32", pad=30, stops=(0,)))
+    prompts, noise = np.full((2, 3), 5), np.random.default_rng(0).random((4, 6))
+    with pytest.raises(RuntimeError, match="version 0 of the weights is asked for, but version -1 is loaded"):
+        built_in.sample(prompts, 2, noise, 1.0, 0)
+    first, *_ = weights
+    for wrong, words in (
+        ({name: x for name, x in weights.items() if name != first}, f"{first} is missing"),
+        (weights | {"module.x": weights[first]}, "module.x is unexpected"),
+        (weights | {first: weights[first][:1]}, f"{first} was sent in the shape"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            built_in.load(wrong, 0)
+    found = []
+    for version, scale in ((0, 1.0), (1, 3.0), (2, 1.0)):
+        built_in.load({name: scale * x for name, x in weights.items()}, version)
+        found.append(built_in.sample(prompts, 2, noise, 1.0, version))
+        assert (found[-1].versions == version).all() and found[-1].versions.shape == (4, 2)
+        assert (found[-1].finished == (found[-1].responses == 0).any(1)).all()
+    assert (found[0].logprobs != found[1].logprobs).any()
+    assert all((one == other).all() for one, other in zip(found[0][:3], found[2][:3], strict=True))
+
+
+# ---- Corrections -----------------------------------------------------------------------------------------------
+
+ALONE = SimpleNamespace(gather=lambda tensor: tensor, process_index=0)
+RATIOS = [[0.25, 1.0, 3.0], [1.0, 1.0, 1.0], [4.0, 4.0, 9.0]]  # prox / mu; the last 9 is masked
+LIVE = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]]).bool()
+
+
+def stale_batch():
+    logprobs = -numbers(1, 3, 3).abs()
+    mu = (logprobs - torch.tensor(RATIOS, dtype=torch.float64).log()).masked_fill(~LIVE, math.nan)
+    versions = torch.tensor([3, 3, 5])
+    return rollout_of(LIVE, logprobs=logprobs, sampler_logprobs=mu, loss_mask=LIVE, versions=versions)
+
+
+def args_of(**settings) -> Args:
+    return Args(staleness=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, [[0.25, 1, 2], [1, 1, 1], [2, 2, 0]]),
+        ({"correction_cap": 3.5}, [[0.25, 1, 3], [1, 1, 1], [3.5, 3.5, 0]]),
+        ({"correction_level": "sequence"}, [[0.75] * 3, [1] * 3, [2, 2, 0]]),
+        (
+            {"correction_normalised": True},
+            [[x * 8 / 10.25 for x in row] for row in [[0.25, 1, 2], [1] * 3, [2, 2, 0]]],
+        ),
+        (
+            {"correction_level": "sequence", "correction_normalised": True},
+            [[0.6] * 3, [0.8] * 3, [1.6, 1.6, 0]],  # of 0.75, 1 and 2, whose mean is 1.25
+        ),
+    ],
+)
+def test_weights_of_decoupled_ppo(settings, weights):
+    batch = stale_batch()
+    trained, found, metrics = correct(batch, args_of(**settings), 5, ALONE)
+    assert_close(found, torch.tensor(weights, dtype=torch.float64), atol=1e-12, rtol=0)
+    assert trained.logprobs is batch.logprobs and trained.mask.equal(LIVE) and trained.loss_mask.equal(LIVE)
+    if not settings:
+        assert metrics["async/weight_mean"] == pytest.approx(10.25 / 8)
+        assert metrics["async/clipped_share"] == 3 / 8 and metrics["async/rejected_share"] == 0
+        assert metrics["async/staleness_mean"] == pytest.approx(4 / 3) and metrics["async/staleness_max"] == 2
+        ratios = torch.tensor(RATIOS, dtype=torch.float64)[LIVE]
+        assert metrics["async/chi2_token"] == pytest.approx(float((ratios**2).mean()) - 1)
+        assert metrics["async/kl"] == pytest.approx(float(-ratios.log().mean()))
+
+
+def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word():
+    batch = stale_batch()
+    for args in (Args(staleness=0), args_of(correction="none")):
+        trained, weights, _ = correct(batch, args, 5, ALONE)
+        assert weights is None and trained.logprobs is batch.logprobs and trained.loss_mask.equal(LIVE)
+    trained, weights, _ = correct(batch, args_of(correction="bypass"), 5, ALONE)
+    assert weights is None and trained.logprobs is batch.sampler_logprobs
+    assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE)[1] is not None
+
+
+def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_group():
+    kept = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0]]).bool()
+    trained, _, metrics = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
+    assert trained.loss_mask.equal(kept) and trained.mask.any(1).tolist() == [True, True, False]
+    assert trained.mask[:2].equal(LIVE[:2]) and metrics["async/rejected_share"] == pytest.approx(4 / 8)
+    sizes = {"rejection_low": 0.2, "rejection_high": 3.2}
+    assert correct(stale_batch(), args_of(rejection="token", **sizes), 5, ALONE)[0].mask.any(1).sum() == 2
+    # Geometric means: 0.75 ** (1 / 3) = 0.91, 1 and 4.
+    by_response, _, _ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.9), 5, ALONE)
+    assert by_response.loss_mask.any(1).tolist() == [True, True, False] and by_response.loss_mask[:2].all()
+    by_response, _, _ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.95), 5, ALONE)
+    assert by_response.loss_mask.any(1).tolist() == [False, True, False]
+    # The advantages of what is kept are those of all tokens.
+    rewards = numbers(2, 3, 3)
+    for batch, expected in ((stale_batch(), LIVE), (trained, LIVE & kept.any(1, keepdim=True))):
+        batch = dataclasses.replace(batch, rewards=rewards, groups=torch.zeros(3, dtype=torch.long))
+        advantages, _ = rlvr_policy.compute_advantages(batch, rlvr_policy.PpoArgs(advantage="dr_grpo"), torch.clone)
+        totals = rewards.masked_fill(~expected, 0).sum(1)
+        mean = totals[expected.any(1)].mean()
+        assert_close(advantages, (totals - mean).unsqueeze(1).expand(3, 3).masked_fill(~expected, 0))
+
+
+def test_processes_find_the_same_weights_of_the_whole_batch():
+    batch, settings = stale_batch(), {"correction_normalised": True, "rejection": "token"}
+    batch = dataclasses.replace(batch, **{n: torch.cat([t, t[:1]]) for n, t in batch.tensors().items()})
+    trained, weights, metrics = correct(batch, args_of(**settings), 5, ALONE)
+
+    def on_process(process):
+        rows = slice(2 * process.process_index, 2 * process.process_index + 2)
+        part = dataclasses.replace(batch, **{name: tensor[rows] for name, tensor in batch.tensors().items()})
+        return correct(part, args_of(**settings), 5, process)
+
+    parts = on_processes(2, on_process)
+    assert_close(torch.cat([part[1] for part in parts]), weights)
+    assert torch.cat([part[0].loss_mask for part in parts]).equal(trained.loss_mask)
+    assert all(part[2] == pytest.approx(metrics) for part in parts)
+
+
+# ---- Arguments, metrics ----------------------------------------------------------------------------------------
+
+BAD = {
+    "--staleness -1": "staleness is -1; it must be at least 0",
+    "--workers 0": "workers is 0; it must be at least 1",
+    "--time_out 0": "time_out is 0.0; it must be above 0",
+    "--correction_cap 0": "correction_cap is 0.0; it must be above 0",
+    "--rejection_low 1.5": "--rejection_low 1.5 and --rejection_high 2.0 must have 1 between them",
+    "--gpus_per_worker -1": "gpus_per_worker is -1.0; it must be at least 0",
+    "--preset dapo --staleness 1": "--ppo.filter_groups goes with --staleness 0",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_ends_in_one_line_before_anything_is_written(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as caught:
+        rlvr_async.train(cli.parse_args(rlvr_async.PRESETS, words.split()))
+    assert BAD[words] in str(caught.value) and "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_presets_are_those_of_the_synchronous_script(capsys):
+    for name, args in rlvr_async.PRESETS.items():
+        rlvr_async.check_arguments(args)
+        other = rlvr_policy.PRESETS[name]
+        names = [field.name for field in dataclasses.fields(other) if field.name != "exp_name"]
+        assert all(getattr(args, field) == getattr(other, field) for field in names) and args.exp_name == "rlvr_async"
+    assert not capsys.readouterr().out
+    rlvr_async.check_arguments(args_of(correction="none"))
+    assert "nothing makes up for that" in capsys.readouterr().out
+
+
+def test_every_metric_of_asynchrony_is_explained(two_updates_late):
+    metrics = correct(stale_batch(), args_of(), 5, ALONE)[2].keys() | {"time/waiting", "time/weight_sync"}
+    explained = {name for name in explained_metrics(3) if name.startswith(("async/", "time/"))}
+    assert metrics == explained
