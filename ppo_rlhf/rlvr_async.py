@@ -217,7 +217,7 @@ class Batches:
         answers = iter(self.take(number, version))
         # rollout() asks for what was asked for, in the same order.
         parts = (learner.setup, learner.actor_critic, learner.reference, lambda *_, **__: next(answers))
-        return rlvr_policy.rollout(*parts, version, number)
+        return rlvr_policy.rollout(*parts, number, version=version)
 
     def take(self, number: int, version: int) -> list[tuple[Tensor, Tensor]]:
         """Responses and their log-probs, piece by piece, of this process; waits for them."""

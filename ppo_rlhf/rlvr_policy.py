@@ -47,7 +47,7 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import cli, lm, models, problems, processes, rewards as scorers, run
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -58,37 +58,37 @@ class RewardsArgs:
     """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, answer_line, or package.module:name of a function
     (prompts, responses, answers: texts) -> list of floats, where None or NaN is of a response that counts nowhere"""
     verifier_weight: float = 1.0
-    """weight of that in the score"""
+    """weight of the verifier's value in the score"""
     format: str = ""
     """a second verifier, of the form: gsm8k_format, think_answer, think_answer_tags, or a function; empty: none"""
     format_weight: float = 1.0
-    """weight of that in the score"""
+    """weight of the second verifier's value in the score"""
     trained_model: str = ""
     """folder of a reward model, models/<run>/reward, whose score is added; empty: none"""
     trained_weight: float = 1.0
-    """weight of that in the score"""
+    """weight of the reward model's score in the score"""
     value_model: str = ""
     """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
     kl_coef: float = 0.001
     """weight of the KL penalty in the reward at the start, reward per nat"""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
-    """of the divergence in the reward; see kl_estimate. full: the exact sum over the vocabulary"""
+    """estimate of the KL in the reward: k1 = log(policy/reference), abs, k2, k3: see kl_estimate; full: exact"""
     kl_loss_coef: float = 0.0
     """weight of the KL penalty in the loss, per nat"""
     kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"
-    """of the divergence in the loss"""
+    """estimate of the KL in the loss, where its slope acts, not its value"""
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
     """of a response that does not end: replace, its score becomes minus the penalty; subtract, it is lowered by it"""
     missing_stop_penalty: float = 1.0
-    """the penalty for that"""
+    """units of score, for missing_stop"""
     min_response_length: int = 0
-    """a shorter response counts as one that does not end, in tokens"""
+    """tokens; for missing_stop and mask_truncated, a shorter response counts as one that does not end"""
     overlong_buffer: int = 0
     """over so many tokens before response_length, a punishment rises from 0; 0: none"""
     overlong_factor: float = 1.0
-    """the punishment at response_length"""
+    """units of score that a response of response_length tokens loses by overlong_buffer"""
     mask_truncated: bool = False
     """leave responses that do not end out of the loss; they stay in their group's baseline"""
 
@@ -110,9 +110,9 @@ class PpoArgs:
     critic_lr: float = 1e-5
     """learning rate of the critic"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """course of both rates from update to update"""
+    """course of both learning rates from update to update; linear and cosine fall to 0 at the end of the run"""
     lr_warmup: int = 0
-    """updates over which both rates rise to that, linearly"""
+    """updates over which both learning rates rise linearly to lr and critic_lr"""
     critic_warmup: int = 0
     """updates at the start in which only the critic learns"""
     beta2: float = 0.999
@@ -130,7 +130,7 @@ class PpoArgs:
     whiten_advantages: bool | None = None
     """scale the advantages of the batch to mean 0 and variance 1; None: as the estimator needs"""
     gamma: float = 1.0
-    """discount per token"""
+    """discount per token; of gae and reinforce++ alone"""
     lam: float = 1.0
     """lambda of generalised advantage estimation"""
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
@@ -142,15 +142,15 @@ class PpoArgs:
     cliprange_low: float = 0.2
     """the probability ratio is clipped to 1 - this"""
     cliprange_high: float = 0.2
-    """and to 1 + this"""
+    """and to 1 + this; for cispo the only bound that acts"""
     dual_clip: float | None = None
-    """a token of a bad response loses at most this times its advantage; None: no such bound"""
+    """a token of a bad response whose ratio exceeds this is no longer pushed down; None: no such bound"""
     cliprange_value: float | None = 0.5
-    """new values are clipped to old values +- this; None: not clipped"""
+    """new values are clipped to old values +- this, in units of reward; None: not clipped"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, per nat"""
     value_head: Literal["zero", "normal"] = "zero"
-    """how a new head of the critic begins"""
+    """how a new head of the critic begins: zero, all first values are 0; normal, random, as in verl"""
     filter_groups: bool = False
     """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
     prompts_per_round: int = 0
@@ -189,7 +189,7 @@ class Args(cli.RunArgs):
     eval_samples: int = 0
     """sampled responses to each of them before the first update and after the last, beside the greedy one"""
     eval_temperature: float = 1.0
-    """sampling temperature of those"""
+    """sampling temperature of the eval_samples"""
     task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
     """problems, prompts and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -291,7 +291,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             learner.begin(number)
             # 1. to 4. Draw problems, generate, read, score; again, if groups are left out, until the batch is full.
             with actor_critic.sampling():
-                found = fill_batch(setup, partial(roll_out, number), learner.rounds, learner.surplus)
+                found = fill_batch(setup, partial(roll_out, version=number), learner.rounds, learner.surplus)
             batch, generated, learner.surplus, learner.rounds = found
 
             # 5. Per-token rewards.
@@ -422,6 +422,8 @@ class Learner:
 class ActorCritic(models.MixedPrecision):
     """The policy and, if the estimator has one, the critic; they share nothing."""
 
+    entropy_learns = True  # whether the entropy has a gradient
+
     def __init__(
         self,
         lm_backbone: PreTrainedModel,
@@ -430,11 +432,12 @@ class ActorCritic(models.MixedPrecision):
         temperature: float,
         *,
         low_precision: bool = False,
+        entropy_learns: bool = True,
     ):
         """vocab_size: number of ids that can be sampled; the output layer may have more rows."""
         super().__init__()
         self.lm_backbone, self.critic, self.low_precision = lm_backbone, critic, low_precision
-        self.vocab_size, self.temperature = vocab_size, temperature
+        self.vocab_size, self.temperature, self.entropy_learns = vocab_size, temperature, entropy_learns
 
     # [V14] Nothing of the model's generation config but its stop ids: no penalty, no top-k, no top-p.
     #       hf_rollout.py#L94
@@ -479,7 +482,7 @@ class ActorCritic(models.MixedPrecision):
         """Log-probs of labels (tokens,), exact entropies and KLs there, from final hidden states (tokens, width)."""
         # [V13] [V15] At the temperature of the sampler, in float32 or better.   dp_actor.py#L259, dp_actor.py#L368
         logits = lm.scaled_logits(self.lm_backbone, hidden, self.vocab_size, self.temperature)
-        logprobs, entropies = read_logits(logits, labels)
+        logprobs, entropies = read_logits(logits, labels, entropy_learns=self.entropy_learns)
         if reference is None:
             return logprobs, entropies, torch.zeros_like(logprobs)
         # [V51] The sum over the vocabulary, a few tokens at a time.
@@ -516,12 +519,16 @@ class Reference:
             return lm.scaled_logits(network.lm_backbone, hidden_states, network.vocab_size, network.temperature)
 
 
-def read_logits(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs of tokens (...) under logits (..., vocab_size), and exact entropies there, in nats: two of (...)."""
-    # [V68] Summed over the vocabulary, with a gradient.   core_algos.py#L1782
+def read_logits(logits: Tensor, tokens: Tensor, *, entropy_learns: bool = True) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens (...) under logits (..., vocab_size), and exact entropies there, in nats: two of (...).
+
+    entropy_learns: whether the entropies have a gradient.
+    """
     all_logprobs = F.log_softmax(logits, dim=-1)
     logprobs = all_logprobs.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
-    return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
+    # [V68] Summed over the vocabulary, with a gradient where there is a bonus.   core_algos.py#L1782
+    with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
+        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
 
 
 class AdaptiveKLController:
@@ -573,6 +580,8 @@ def evaluate_policy(
 class Rollout:
     """What is known of episodes, one a row, when the learner gets them."""
 
+    # [V11] A mask is True where the policy wrote a token. What stands elsewhere, be it NaN, reaches nothing.
+
     query_responses: Tensor  # (rows, context_length + response_length), padded on the left and after the stop id
     mask: Tensor  # (rows, response_length) bool, the tokens of the response; none where it cannot be scored
     loss_mask: Tensor  # (rows, response_length) bool, those of them that are trained on
@@ -612,7 +621,7 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
     return Rollout(*(torch.cat(parts) for parts in zip(*(one.tensors().values() for one in padded), strict=True)))
 
 
-Source = tuple[Callable[..., Tensor], float]  # (prompts, queries, responses, texts, answers) -> (rows,); its weight
+Source = tuple[Callable[..., Tensor], float]  # (prompts, texts, answers, queries, responses) -> (rows,); its weight
 
 
 @dataclass(frozen=True)
@@ -666,16 +675,22 @@ def scores_differ(rollout: Rollout) -> Tensor:
 
 
 def rollout(
-    setup: Setup, actor_critic: ActorCritic, reference: Reference | None, sample: Sampler, version: int, number: int
+    setup: Setup,
+    actor_critic: ActorCritic,
+    reference: Reference | None,
+    sample: Sampler,
+    round_number: int,
+    *,
+    version: int,
 ) -> Rollout:
     """Steps 1 to 4: n responses to each of the prompts of a round, the rows of this process.
 
-    sample: as ActorCritic.sample. version: updates that the policy has seen; number: of the round.
+    sample: as ActorCritic.sample. version: updates that the policy has seen. round_number: rounds before this one.
     """
     args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
     n, device, chunk = args.ppo.samples_per_prompt, setup.accelerator.device, setup.sizes.local_rollout_batch
     # 1. Draw problems.
-    inds, groups, requests = draw_round(setup, number, setup.accelerator.process_index)
+    inds, groups, requests = draw_round(setup, round_number, setup.accelerator.process_index)
     prompts, answers = ([texts[i] for i in inds] for texts in (setup.problems.texts, setup.problems.answers))
 
     # 2. Generate responses, up to the first stop id; log-probs and values as the training pass has them.
@@ -688,17 +703,17 @@ def rollout(
     query_responses = torch.cat([queries, responses], dim=1)
     # [V76] [V82] What the first pass of training will find, so that the ratio starts at 1; the sampler's are kept.
     #       dp_actor.py#L543, dp_actor.py#L590
-    asked = reference if shaping.kl_estimator == "full" else None
+    exact_reference = reference if shaping.kl_estimator == "full" else None
 
     def read(tokens: Tensor, mask: Tensor, longest: int) -> tuple[Tensor, ...]:
-        logprobs, values, _, exact_kl = actor_critic(tokens, mask, ids.pad, asked, longest)
+        logprobs, values, _, exact_kl = actor_critic(tokens, mask, ids.pad, exact_reference, longest)
         # 3. Log-probs of the reference.
         theirs = reference.logprobs(ids.pad, tokens, mask, longest) if reference else logprobs
         return logprobs, values, theirs, exact_kl
 
     lengths = (query_responses != ids.pad).sum(1).cpu()
     knobs = (args.ppo.local_micro_batch_size, args.ppo.local_micro_batch_tokens)
-    passes = processes.plan_passes(lengths, actor_critic.lm_backbone, *knobs)
+    passes = processes.plan_passes(lengths, actor_critic, *knobs)
     logprobs, values, ref_logprobs, exact_kl = processes.in_passes(read, passes, query_responses, mask)
 
     # 4. Score.
@@ -713,7 +728,8 @@ def rollout(
         _, raw = score_responses(setup, prompts[::n], answers[::n], queries[::n], likeliest)
         baselines = punish(raw.nan_to_num(0), greedy_mask.sum(1), greedy_stopped, shaping, task.response_length)
         baselines = baselines.repeat_interleave(n)
-    cut = ~stopped if shaping.mask_truncated else torch.zeros_like(stopped)
+        mask = mask & raw.isfinite().repeat_interleave(n).unsqueeze(1)
+    cut = shaping.mask_truncated & ~has_ended(mask.sum(1), stopped, shaping)
     per_token = {"logprobs": logprobs, "values": values, "ref_logprobs": ref_logprobs, "exact_kl": exact_kl}
     per_token |= {"sampler_logprobs": sampler_logprobs, "loss_mask": mask & ~cut.unsqueeze(1)}
     per_token |= dict.fromkeys(("rewards", "non_score_rewards", "kl"), torch.zeros_like(logprobs))
@@ -723,23 +739,24 @@ def rollout(
     return Rollout(query_responses=query_responses, mask=mask, **per_token, **per_row)
 
 
-def draw_round(setup: Setup, number: int, rank: int) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, float]]]:
+Request = tuple[Tensor, Tensor, float]  # to a sampler: contexts, uniforms, temperature
+
+
+def draw_round(setup: Setup, round_number: int, rank: int) -> tuple[Tensor, Tensor, list[Request]]:
     """Step 1: problems and groups of a process's rows in a round, (local_round,), and what to ask a sampler for.
 
-    All of them are drawn, n times. A request is of contexts, uniforms and a temperature.
+    All of them are drawn, n times.
     """
     args, sizes, n, device = setup.args, setup.sizes, setup.args.ppo.samples_per_prompt, setup.accelerator.device
-    drawn = problems.problems_of_batch(len(setup.problems), sizes.round_prompts, number, args.seed)
+    drawn = problems.problems_of_batch(len(setup.problems), sizes.round_prompts, round_number, args.seed)
     rows, everything = slice(rank * sizes.local_round, (rank + 1) * sizes.local_round), drawn.repeat_interleave(n)
-    groups = number * sizes.round_prompts + torch.arange(len(everything))[rows] // n
-    queries = setup.problems.batch(everything.tolist(), setup.ids.pad)[rows].to(
-        device
-    )  # (local_round, context_length)
-    uniforms = lm.episode_noise(args.seed, number, sizes.round, args.task.response_length)[rows].to(device)
-    requests = [(queries, uniforms, args.task.temperature)]
+    groups = round_number * sizes.round_prompts + torch.arange(len(everything))[rows] // n
+    queries = setup.problems.batch(everything.tolist(), setup.ids.pad)[rows]  # (local_round, context_length)
+    uniforms = lm.episode_noise(args.seed, round_number, sizes.round, args.task.response_length)[rows].to(device)
+    requests = [(queries.to(device), uniforms, args.task.temperature)]
     if args.ppo.advantage == "remax":
         # [V41] One greedy response for each prompt more; it is no episode.   ray_trainer.py#L1404-L1443
-        requests.append((queries[::n], torch.full_like(uniforms[::n], 0.5), problems.GREEDY))
+        requests.append((queries[::n].to(device), torch.full_like(uniforms[::n], 0.5), problems.GREEDY))
     return everything[rows], groups, requests
 
 
@@ -759,8 +776,8 @@ def punish(
     raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: RewardsArgs, response_length: int
 ) -> Tensor:
     """Scores (rows,) after what responses lose that do not end, or come near the greatest length."""
-    # [V24] [V25] After the sum; a response that is too short counts as one that does not end.
-    ended = stopped & (lengths >= shaping.min_response_length)
+    # [V24] After the sum.
+    ended = has_ended(lengths, stopped, shaping)
     penalty = shaping.missing_stop_penalty
     forms = {"none": raw_scores, "replace": torch.full_like(raw_scores, -penalty), "subtract": raw_scores - penalty}
     scores = torch.where(ended, raw_scores, forms[shaping.missing_stop])
@@ -771,15 +788,18 @@ def punish(
     return scores
 
 
+def has_ended(lengths: Tensor, stopped: Tensor, shaping: RewardsArgs) -> Tensor:
+    """Which responses (rows,) end, of so many tokens each."""
+    # [V25] One that is too short counts as one that does not end.
+    return stopped & (lengths >= shaping.min_response_length)
+
+
 def with_rewards(batch: Rollout, kl_coef: float, name: str) -> Rollout:
     """Step 5: the rollout with rewards, of the scores and of the KL that has this name."""
-    exact = batch.logprobs - batch.exact_kl  # k1 of this is the exact KL
+    exact = batch.logprobs - batch.exact_kl  # k1 is the difference of the two: here the exact KL
     ref_logprobs, name = (exact, "k1") if name == "full" else (batch.ref_logprobs, name)
     found = compute_rewards(batch.scores, batch.logprobs, ref_logprobs, batch.mask, kl_coef, name)
     return dataclasses.replace(batch, **dict(zip(("rewards", "non_score_rewards", "kl"), found, strict=True)))
-
-
-# [V11] A mask is True where the policy wrote a token. What stands elsewhere, be it NaN, reaches nothing.
 
 
 def response_mask(responses: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
@@ -787,8 +807,8 @@ def response_mask(responses: Tensor, stop_ids: Collection[int]) -> tuple[Tensor,
 
     With stop ids 8 and 9, [[5, 9, 8, 7]] gives [[1, 1, 0, 0]] and [1].
     """
-    # [V09] [V10] A set of stop ids, one of which may be the padding: only the first one's place says where a response
-    #       ends.   torch_functional.py#L342
+    # [V09] [V10] A set of stop ids, one of which may be the model's padding (ours is above all ids): only the first
+    #       one's place says where a response ends.   torch_functional.py#L342
     stops = torch.isin(responses, torch.tensor(sorted(stop_ids), dtype=responses.dtype, device=responses.device))
     return stops.cumsum(1) - stops.long() == 0, stops.any(1)
 
@@ -801,9 +821,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str)
         k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
     k1 stands for the KL because its mean over sampled tokens is the KL; single tokens, and batches, may be negative.
-    As a loss, only the slope counts: that of k1 is the same for all tokens, so it moves nothing; that of k2 has the
-    gradient of the KL; that of k3 the gradient of the reverse KL. `k1+`, `k2+`, `k3+`: the value of the name with
-    the slope of k2, to be multiplied by the detached ratio.
+    In the reward, k1 has the gradient of the whole response's KL: the return of a token holds what it leads to.
+    As a loss, only the slope counts, and only for the token itself. That of k1 is 1 everywhere, and the mean of the
+    gradient of log p is 0: it moves nothing. That of k2 has the gradient of the KL of the next token, given the text
+    so far; that of k3 the gradient of the reverse KL. `k1+`, `k2+`, `k3+`: the value of the name with the slope of
+    k2, to be multiplied by the detached ratio.
     """
     d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
     inverse_ratio = torch.exp((-d).clamp(max=20))
@@ -878,7 +900,7 @@ def update(
     reduce = partial(accelerator.reduce, reduction="sum")
     # 6. Advantages and returns, once for the whole batch, before minibatches tear groups apart.
     advantages, returns = compute_advantages(batch, ppo, reduce)
-    asked = reference if shaping.kl_loss_coef and shaping.kl_loss_estimator == "full" else None
+    exact_reference = reference if shaping.kl_loss_coef and shaping.kl_loss_estimator == "full" else None
     # 7. Epochs over minibatches.
     steps: list[dict[str, Tensor]] = []
     lengths, device = (batch.query_responses != pad_id).sum(1).cpu(), advantages.device
@@ -892,37 +914,40 @@ def update(
                 optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
             # [V77] Rows of about one length at a time: little padding, and a sum that is the same.
-            for micro_batch in processes.plan_passes(lengths[mb_inds], actor_critic.lm_backbone, *knobs):
+            for micro_batch in processes.plan_passes(lengths[mb_inds], actor_critic, *knobs):
                 inds = mb_inds[micro_batch.rows].to(device)
                 mb, mb_advantages, mb_returns = batch.rows(inds), advantages[inds], returns[inds]
-                total = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
+                mean_of = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
                 new_logprobs, new_values, entropies, exact_kl = actor_critic(
-                    mb.query_responses, mb.loss_mask, pad_id, asked, micro_batch.longest
-                )
+                    mb.query_responses, mb.loss_mask, pad_id, exact_reference, micro_batch.longest
+                )  # four of (micro_batch, response_length)
                 losses, clipped, clipped_below = token_losses(
-                    *(new_logprobs, mb.logprobs, mb_advantages, mb.loss_mask, ppo.loss),
-                    **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
+                    new_logprobs,
+                    mb.logprobs,
+                    mb_advantages,
+                    mb.loss_mask,
+                    ppo.loss,
+                    low=ppo.cliprange_low,
+                    high=ppo.cliprange_high,
+                    dual_clip=ppo.dual_clip,
                 )
                 kl = kl_in_loss(new_logprobs, mb, exact_kl, shaping)
                 v_losses, v_clipped = value_losses(
                     new_values, mb.values, mb_returns, mb.loss_mask, ppo.cliprange_value
                 )
-                policy_loss = total(losses if weights is None else weights[inds] * losses)
-                kl_loss, entropy, value_loss = total(kl), total(entropies), total(v_losses)
+                policy_loss = mean_of(losses if weights is None else weights[inds] * losses)
+                kl_loss, entropy, value_loss = mean_of(kl), mean_of(entropies), mean_of(v_losses)
                 # [V49] [V68] All terms have one divisor, and what is logged of each stays as it is.
                 #       losses.py#L158-L172
                 loss = policy_loss + shaping.kl_loss_coef * kl_loss - ppo.entropy_coef * entropy
                 # The networks share nothing: the sum has the gradient of each. Gradients are averaged over processes.
                 ((loss + value_loss) * accelerator.num_processes).backward()
                 losses_of = {"policy": policy_loss, "value": value_loss, "kl": kl_loss, "entropy": entropy}
+                share = {"objective/loss": loss} | {f"loss/{name}_avg": x for name, x in losses_of.items()}
+                flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below}
+                flags |= {"val/clipfrac_avg": v_clipped}
                 shares.append(
-                    {"objective/loss": loss}
-                    | {f"loss/{name}_avg": x for name, x in losses_of.items()}
-                    | token_statistics(
-                        *(mb, new_logprobs, entropies, counts["tokens"], version),
-                        **{"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below},
-                        **{"val/clipfrac_avg": v_clipped},
-                    )
+                    share | token_statistics(mb, new_logprobs, entropies, counts["tokens"], version, **flags)
                 )
             processes.average_gradients(actor_critic, accelerator)
             # [V72] The critic, then the policy, each clipped for itself over the whole minibatch.
@@ -943,10 +968,8 @@ def update(
 def compute_advantages(batch: Rollout, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic."""
     # [V32] Over the tokens of the response; what is left out of the loss narrows the loss alone.
-    advantages, returns = ESTIMATORS[ppo.advantage](
-        *(batch.rewards, batch.mask, batch.groups),
-        **{"values": batch.values, "baselines": batch.baselines, "gamma": ppo.gamma, "lam": ppo.lam},
-    )
+    estimate = partial(ESTIMATORS[ppo.advantage], values=batch.values, baselines=batch.baselines)
+    advantages, returns = estimate(batch.rewards, batch.mask, batch.groups, gamma=ppo.gamma, lam=ppo.lam)
     whitened = ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages
     if whitened:
         advantages = whiten(advantages, batch.mask, keep_mean=False, reduce=reduce)
@@ -1089,7 +1112,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": remax,
 }
 IN_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline")
-# [V47] Always, and no other: whitening after GRPO would undo the scale of each prompt.
+# [V47] By default. After GRPO, subtracting the mean over tokens would give groups without a signal an advantage.
 WHITENED = ("gae", "reinforce++", "reinforce++-baseline")
 
 
@@ -1129,7 +1152,8 @@ def token_losses(
     All tensors are (batch, response_length). With the ratio r = exp(new - old) and its bounds 1 - low and 1 + high:
 
         ppo         max(-A r, -A clip(r)); with a dual clip c and A < 0, at most -A c
-        gspo        the same with the r of the whole sequence, exp(mean of new - old)
+        gspo        the same with the r of the whole sequence, exp(mean of new - old), which hardly leaves 1: its
+                    bounds are 3e-4 and 4e-4 where those of ppo are 0.2
         cispo       -clip(r) A log p, the clip taken as given: no token ever loses its gradient
         reinforce   -A log p
     """
@@ -1155,7 +1179,7 @@ def token_losses(
     losses = torch.maximum(losses, clipped_losses)
     if dual_clip is None or loss == "gspo":
         return losses, clipped, nothing
-    # [V59] A token of a wrong answer that became much likelier pulls no harder than c times.
+    # [V59] A token of a wrong answer that became more than c times as likely has a constant loss, and so no gradient.
     #       core_algos.py#L1160-L1250
     bound = -advantages * dual_clip
     clipped_below = (advantages < 0) & (losses > bound) & mask
@@ -1353,7 +1377,7 @@ def update_metrics(
 
 
 def sample_rows(setup: Setup, batch: Rollout, advantages: Tensor) -> list[dict[str, Any]]:
-    """The first group, at most four of it, as texts with scores, and the mean advantage of their tokens."""
+    """The first group, at most four of it, or three single responses: texts, scores, mean advantages of tokens."""
     n = setup.args.ppo.samples_per_prompt
     rows = batch.rows(slice(0, min(n, 4) if n > 1 else 3))
     responses = rows.query_responses[:, -rows.mask.shape[1] :]
@@ -1436,15 +1460,28 @@ def impossible(args: Args) -> Iterator[str]:
         )
     if ppo.filter_groups and n < 2:
         yield f"{flag('ppo.filter_groups')} needs {of_prompt} 2 or more"
-    # [V51] Together they are the gradient of the sequence's KL; in the reward alone it points away.
-    if shaping.kl_coef and shaping.kl_estimator == "full" and not full_in_loss:
+    # [V51] With equal coefficients, and advantages that nothing rescales, they are the gradient of the sequence's KL;
+    #       in the reward alone it points away.
+    unequal = shaping.kl_loss_coef != shaping.kl_coef or shaping.adaptive_kl.target is not None
+    if shaping.kl_coef and shaping.kl_estimator == "full" and (not full_in_loss or unequal):
         yield (
             f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
-            f"{flag('rewards.kl_loss_coef')}: in the reward alone its gradient points away from the reference"
+            f"{flag('rewards.kl_loss_coef')} that is {flag('rewards.kl_coef')}, and no "
+            f"{flag('rewards.adaptive_kl.target')}: in the reward alone its gradient points away from the reference"
         )
     # [V56] A coefficient that cannot act is an error.   verl/utils/config.py#L181
     if shaping.adaptive_kl.target is not None and not shaping.kl_coef:
         yield f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so"
+    if shaping.min_response_length and shaping.missing_stop == "none" and not shaping.mask_truncated:
+        yield (
+            f"{flag('rewards.min_response_length')} {shaping.min_response_length} does nothing without "
+            f"{flag('rewards.missing_stop')} or {flag('rewards.mask_truncated')}"
+        )
+    if ppo.critic_warmup and ppo.advantage != "gae":
+        yield (
+            f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
+            f"{ppo.advantage} has none of; 0 switches it off"
+        )
     if ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high):
         yield (
             f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "
@@ -1483,7 +1520,8 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "batch_size", "samples_per_prompt", "nminibatches", "noptepochs")
     cli.at_least(1, "ppo.", ppo, "max_generation_rounds")
-    cli.at_least(0, "ppo.", ppo, "prompts_per_round", "local_micro_batch_size", "local_rollout_batch_size")
+    cli.at_least(0, "ppo.", ppo, "prompts_per_round", "local_rollout_batch_size")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens")
     cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
     n, split, typed = ppo.samples_per_prompt, processes.split_evenly, cli.typed
     prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
@@ -1509,8 +1547,9 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
 def check_problems(source: problems.Problems, sizes: PpoSizes) -> None:
     if len(source) < sizes.round_prompts:
         raise InputError(
-            f"{cli.flag('task.problems')} has {len(source)} problems, fewer than the {sizes.round_prompts} of an "
-            f"update ({cli.flag('ppo.batch_size')} / {cli.flag('ppo.samples_per_prompt')})"
+            f"{cli.flag('task.problems')} has {len(source)} problems, fewer than the {sizes.round_prompts} that are "
+            f"drawn at a time ({cli.flag('ppo.batch_size')} / {cli.flag('ppo.samples_per_prompt')}, or "
+            f"{cli.flag('ppo.prompts_per_round')})"
         )
 
 
@@ -1527,7 +1566,8 @@ def load_networks(
     length, vocab_size = task.prompt_length + task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
     critic = load_critic(args, vocab_size) if args.ppo.advantage == "gae" else None
-    actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, low_precision=low_precision)
+    modes = {"low_precision": low_precision, "entropy_learns": args.ppo.entropy_coef > 0}
+    actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
         models.checkpoint_layers(actor_critic)
     models.place(actor_critic, accelerator)
@@ -1578,8 +1618,17 @@ def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) ->
         model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
         models.place(model, accelerator)
 
-        def of_model(*given: Any) -> Tensor:
-            return model(torch.cat(given[-2:], 1), ids.pad).double()
+        def of_model(prompts: Any, texts: Any, answers: Any, queries: Tensor, responses: Tensor) -> Tensor:
+            tokens = torch.cat([queries, responses], 1)
+            lengths = (tokens != ids.pad).sum(1).cpu()
+            passes = processes.plan_passes(lengths, model, args.ppo.local_rollout_batch_size)
+            scores = processes.in_passes(
+                lambda rows, longest: model(lm.pack(rows, ids.pad, longest), ids.pad), passes, tokens
+            ).double()  # (rows,)
+            # [V22] That a response cannot be scored is for functions of texts to say.
+            if not scores.isfinite().all():
+                raise NumericalError("the reward model gives scores that are not finite; the run stops")
+            return scores
 
         sources["reward_model"] = of_model, shaping.trained_weight
     return sources

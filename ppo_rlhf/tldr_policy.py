@@ -207,7 +207,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
                 queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
                 lengths, uses = (queries != ids.pad).sum(1), task.response_length
-                query_passes = processes.plan_passes(lengths, actor_critic.lm_backbone, at_once, uses=uses)
+                query_passes = processes.plan_passes(lengths, actor_critic, at_once, uses=uses)
                 queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
                 uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
@@ -217,7 +217,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
                 # 3. Log-probs of the reference.
                 query_responses = torch.cat([queries, responses], dim=1)
-                passes = passes_over(query_responses, ids.pad, actor_critic.lm_backbone, at_once)
+                passes = passes_over(query_responses, ids.pad, actor_critic, at_once)
                 read = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
                 ref_logprobs = processes.in_passes(read, passes, query_responses)  # (local_batch, response_length)
 
@@ -457,7 +457,7 @@ def respond(
         logprobs, _, values = actor_critic(tokens, ids.pad, contexts.shape[1], temperature, longest)
         return logprobs, values
 
-    passes = passes_over(query_responses, ids.pad, actor_critic.lm_backbone)
+    passes = passes_over(query_responses, ids.pad, actor_critic)
     logprobs, values = processes.in_passes(read, passes, query_responses)
     gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == ids.pad, 0)
     return responses, logprobs, values, gap
@@ -607,7 +607,7 @@ def ppo_update(
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
             for micro_batch in processes.plan_passes(
-                mb_lengths, actor_critic.lm_backbone, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
+                mb_lengths, actor_critic, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
             ):
                 query_responses, logprobs, values, advantages, returns, mask, value_mask = (
                     tensor[micro_batch.rows] for tensor in mb_tensors

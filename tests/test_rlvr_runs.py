@@ -17,8 +17,8 @@ from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_rlhf import rlvr_policy
-from ppo_rlhf.lib import cli, models, problems, run
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import cli, lm, models, problems, run
+from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
@@ -227,8 +227,36 @@ def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(tiny_sums, 
         assert row["objective/verifiable_correct_rate"] == pytest.approx(verifier)
 
 
+def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run, tiny_sums, monkeypatch):
+    args = cli.parse_args(PRESETS, sums_arguments(tiny_sums))
+    folder, ids = only(ppo_run[0], "models/*") / "value", problems.TaskIds(pad=400, stops=(0,))
+    few = dataclasses.replace(args.ppo, local_rollout_batch_size=2)
+    args = dataclasses.replace(
+        args, rewards=dataclasses.replace(args.rewards, trained_model=str(folder), trained_weight=3.0), ppo=few
+    )
+    score, weight = rlvr_policy.load_sources(args, ids, SimpleNamespace(device=torch.device("cpu")))["reward_model"]
+    queries = torch.tensor([[400, 400, 5], [6, 7, 8], [400, 9, 10], [11, 12, 13], [400, 400, 14]])
+    responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400], [4, 5, 6], [7, 8, 0]])
+    model = models.load_reward_model(folder, torch.float64)
+    rows = [torch.cat(row)[None] for row in zip(queries, responses, strict=True)]
+    alone = [model(row[row != 400][None], 400).item() for row in rows]
+    read, forward = [], lm.RewardModel.forward
+
+    def counted(self, tokens, pad_id):
+        read.append(tuple(tokens.shape))
+        return forward(self, tokens, pad_id)
+
+    monkeypatch.setattr(lm.RewardModel, "forward", counted)
+    assert score([], [], [], queries, responses).tolist() == pytest.approx(alone, rel=1e-9) and weight == 3.0
+    assert sorted(read) == [(1, 3), (2, 4), (2, 6)]  # tokens of the rows: 6, 5, 4, 4, 3
+    monkeypatch.setattr(lm.RewardModel, "forward", lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan))
+    with pytest.raises(NumericalError, match="the reward model gives scores that are not finite"):
+        score([], [], [], queries, responses)
+
+
 def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_folder, monkeypatch):
-    words = f"{WAYS['grpo']} --rewards.verifier letters:letters --ppo.filter_groups --ppo.prompts_per_round 6"
+    words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:letters --ppo.filter_groups"
+    words += " --ppo.prompts_per_round 6"
     rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
     assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
     words = words.replace("letters:letters", "letters:never")
@@ -263,12 +291,17 @@ def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_fold
 
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
+FULL = "--rewards.kl_coef 0.1 --rewards.kl_estimator full"
 BAD = {
     "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
-    "--ppo.advantage rloo --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
+    "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
     "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
     "--ppo.batch_size 128 --ppo.total_episodes 128": "--task.problems has 64 problems, fewer than the 128",
-    "--rewards.kl_coef 0.1 --rewards.kl_estimator full": "--rewards.kl_estimator full goes with",
+    FULL: "--rewards.kl_estimator full goes with",
+    f"{FULL} --rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full": "kl_loss_coef that is --rewards.kl_coef",
+    "--rewards.min_response_length 3": "--rewards.min_response_length 3 does nothing without --rewards.missing_stop",
+    "--ppo.advantage reinforce++": "--ppo.critic_warmup 5 is for a critic",
+    "--ppo.local_micro_batch_tokens -1": "local_micro_batch_tokens is -1",
     "--rewards.adaptive_kl.target 3": "--rewards.adaptive_kl.target moves --rewards.kl_coef, which is 0",
     "--ppo.loss cispo --ppo.dual_clip 3": "--ppo.dual_clip 3.0 is for --ppo.loss ppo",
     "--ppo.dual_clip 1.1": "above 1 + --ppo.cliprange_high",

@@ -565,7 +565,7 @@ def test_the_ratio_begins_at_one(tiny_models):
     """T34: exactly, where rollout and update read the same rows; then the policy moves away."""
     actor_critic = make_actor_critic(tiny_models).float()
     rollout = make_rollout(actor_critic, noise=0.0)
-    passes = tldr_policy.passes_over(rollout.query_responses, PAD, actor_critic.lm_backbone)
+    passes = tldr_policy.passes_over(rollout.query_responses, PAD, actor_critic)
 
     def read(tokens: torch.Tensor, longest: int) -> tuple[torch.Tensor, ...]:
         return actor_critic(tokens, PAD, CONTEXT, TEMPERATURE, longest)

@@ -299,7 +299,7 @@ def of_problems(
     few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
     with actor_critic.sampling():
         few_setup = dataclasses.replace(setup, sizes=few)
-        again = script.rollout(few_setup, actor_critic, reference, sample, version=update + 1, number=0)
+        again = script.rollout(few_setup, actor_critic, reference, sample, 0, version=update + 1)
     again = script.with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
     advantages_again, _ = script.compute_advantages(again, ppo, torch.clone)
     trained, trained_advantages = batch.rows(slice(prompts * n)), advantages[: prompts * n]
