@@ -4,7 +4,7 @@
 
 Every update is timed, and what its trace takes after it; the first does not count. A run traces one update in
 --trace_interval, so the share of its time is that of a trace divided by the interval. The new run stops when enough
-is measured, and leaves a folder runs/*__trace_cost__*.
+is measured, and leaves a folder below runs/ whose name begins with trace_cost.
 """
 
 import contextlib

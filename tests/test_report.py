@@ -326,9 +326,9 @@ def test_curves_say_their_numbers(opened, tmp_path):
     page = opened(folder / "report.html")
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
     page.locator("#plot-1 .nsewdrag").hover()
-    page.locator("#plot-1 .hoverlayer text").last.wait_for()
-    shown = page.locator("#plot-1 .hoverlayer").text_content()
-    step, value = re.fullmatch(r"x", shown).groups()
+    texts = page.locator("#plot-1 .hoverlayer text")
+    texts.nth(1).wait_for(state="attached")
+    step, value = texts.all_text_contents()
     assert float(value) == pytest.approx(float(rows[int(step)]["objective/kl"]), rel=1e-5)
     assert "target 6" in page.locator("#plot-1").text_content()
 

@@ -285,10 +285,9 @@ def test_only_the_small_worlds_leave_traces_unasked(script):
         script.check_arguments(args)
 
 
-def test_the_cost_of_traces_is_that_of_a_run(continuations, monkeypatch, capsys):
+def test_the_cost_of_traces_is_that_of_a_run(continuations, tmp_path, monkeypatch, capsys):
     """Updates are timed without their traces: a trace that takes longer does not make them longer."""
-    monkeypatch.chdir(continuations.folder)
-    monkeypatch.syspath_prepend(continuations.folder)
+    monkeypatch.chdir(tmp_path)
     slow = traces.of_texts
 
     def wait(*arguments):
