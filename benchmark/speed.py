@@ -147,7 +147,7 @@ class Args:
     processes: tuple[int, ...] = (1,)
     """processes of ours; with several, ours runs with each"""
     compile: bool = False
-    """compile our models"""
+    """chapter 1: compile our models"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     peer: tuple[Literal["trl", "details"], ...] = ()
@@ -457,6 +457,8 @@ def main(args: Args) -> int:
             raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {processes} processes")
     if "details" in args.peer and args.chapter == 3:
         raise InputError("--peer details is one of --chapter 1")
+    if args.compile and args.chapter == 3:
+        raise InputError("--compile goes with --chapter 1")
     if args.shortest_query > args.query_length:
         raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")
     if "details" in args.peer and args.details_path is None:

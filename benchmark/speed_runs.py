@@ -152,17 +152,17 @@ def ours(settings: Settings) -> Result:
 def rlvr(settings: Settings) -> Result:
     """ppo_rlhf/rlvr_policy.py as it is, with GRPO, and a stopwatch around the functions that it calls.
 
-    Scoring is what is not sampling: the policy reads its responses, and the verifier.
+    Scoring is what is not sampling in a rollout: the policy reads its responses, and the verifier.
     """
     from ppo_rlhf import rlvr_policy
-    from ppo_rlhf.lib import cli, processes
+    from ppo_rlhf.lib import cli
     from ppo_rlhf.lib.run import Run
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch, updates, phases, queries, responses = Stopwatch(device), [], [], [], []
 
     def rollout(setup: Any, *args: Any) -> Any:
-        result = rollout_unseen(setup, *args)
+        result = rollout_timed(setup, *args)
         length = setup.args.task.response_length
         queries.extend((result.query_responses[:, :-length] != setup.ids.pad).sum(1).tolist())
         responses.extend(result.mask.sum(1).tolist())
@@ -170,15 +170,15 @@ def rlvr(settings: Settings) -> Result:
 
     def log(run: Run, step: int, metrics: dict[str, float]) -> None:
         updates.append(time.time())
-        phases.append(watch.seconds())
+        seconds = watch.seconds()
+        all_of_it = seconds.pop("rollout")
+        phases.append(seconds | {"scoring": all_of_it - seconds["generation"]})
         watch.spans.clear()
         log_untimed(run, step, metrics)
 
-    rollout_unseen, rlvr_policy.rollout = rlvr_policy.rollout, rollout
+    rollout_timed, rlvr_policy.rollout = watch.around("rollout", rlvr_policy.rollout), rollout
     log_untimed, Run.log = Run.log, log
     rlvr_policy.ActorCritic.sample = watch.around("generation", rlvr_policy.ActorCritic.sample)
-    processes.in_passes = watch.around("scoring", processes.in_passes)
-    rlvr_policy.score_responses = watch.around("scoring", rlvr_policy.score_responses)
     rlvr_policy.update = watch.around("training", rlvr_policy.update)
 
     flags = {

@@ -309,6 +309,7 @@ BAD = {
     "no checkout": (["--peer", "details"], "--details_path"),
     "another checkout": (["--peer", "details", "--details_path", "."], "train_policy_accelerate.py"),
     "another chapter": (["--peer", "details", "--details_path", ".", "--chapter", "3"], "one of --chapter 1"),
+    "no compiler": (["--chapter", "3", "--compile"], "--compile goes with --chapter 1"),
     "micro-batches": (["--micro_batch_size", "3", "--processes", "2"], "does not divide by 2 processes"),
 }
 
