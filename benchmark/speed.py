@@ -70,7 +70,7 @@ from ppo_rlhf.train_policy import RewardModel
 from ppo_rlhf.worlds import sums
 
 ROOT = Path(__file__).resolve().parent.parent
-TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: the last that has PPO, and the newest
+TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
 DETAILS_SCRIPT = "lm_human_preference_details/train_policy_accelerate.py"
 PLACES = ("folder", "output", "details_path")  # arguments that say nothing about what was measured
 WARM_UP = 1  # updates of each run that do not count
