@@ -1,17 +1,20 @@
-"""Episodes per second of train_policy.py, beside other implementations on the same machine in the same minutes.
+"""Episodes per second of chapters 1 and 3, beside other implementations on the same machine in the same minutes.
 
     python benchmark/speed.py                                        # ours alone, the small model of tales
     python benchmark/speed.py --peer trl --query_length 64
     python benchmark/speed.py --peer details trl --details_path lm-human-preference-details --base_model gpt2 \\
         --batch_size 16 --dtype float32 bfloat16
     python benchmark/speed.py --query_length 64 --shortest_query 24 --peer trl
+    python benchmark/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 --batch_size 256 \\
+        --minibatches 2 --epochs 1 --peer trl
     python benchmark/speed.py --processes 1 2
     python benchmark/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 --dtype bfloat16 \\
         --compile --output speed.json
 
-Everyone trains the same randomly initialised model on the same queries for the same number of episodes and epochs, in
-processes of their own, by turns: ours, the peers, ours, the peers. The first update of a run warms up and does not
-count. Each figure is the median of all runs, with its range. What remains different is said below the table.
+Everyone trains the same model on the same queries for the same number of episodes, minibatches and epochs, in
+processes of their own, by turns: ours, the peers, ours, the peers. Its weights are random, but for that of sums. The
+first update of a run warms up and does not count. Each figure is the median of all runs, with its range. What remains
+different is said below the table.
 
 A ratio compares runs of the same turn. Model FLOP utilisation is the share of the device's rate of matrix products
 that the products of the model itself make up. The product of (n, k) and (k, m) has 2 n k m FLOPs; so a forward pass
@@ -19,21 +22,26 @@ has 2 FLOPs per token and weight of a linear layer, and 4 * width FLOPs per toke
 attends to; a backward pass has twice that. An episode needs
 
     generation    a forward pass over query and response, logits at the response
-    scoring       two more: the reference with logits at the response, the reward model without logits
+    scoring       chapter 1, two more: the reference with logits at the response, the reward model without logits;
+                  chapter 3, which has neither here, one: the policy reads its response
     training      per epoch, forward and backward over query and response, logits at the response
 
 What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a
 GPU 8192) rows in the precision of the run, measured at the end of each run of ours.
+
+Chapter 3 is GRPO without a KL penalty. Its responses end where the model ends them, and so differ in length: that of
+sums writes 5 to 88 tokens, and random weights are given a chance of ending that is the same at every token.
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +51,15 @@ import torch
 import tyro
 from compare import markdown
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.lib.errors import InputError, exit_with
@@ -51,9 +67,10 @@ from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.models import save_reward_model
 from ppo_rlhf.lib.run import commit, cpu_name
 from ppo_rlhf.train_policy import RewardModel
+from ppo_rlhf.worlds import sums
 
 ROOT = Path(__file__).resolve().parent.parent
-TRL = "1.12.0"
+TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
 DETAILS_SCRIPT = "lm_human_preference_details/train_policy_accelerate.py"
 PLACES = ("folder", "output", "details_path")  # arguments that say nothing about what was measured
 WARM_UP = 1  # updates of each run that do not count
@@ -68,6 +85,15 @@ PYTHIA = {
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "tales": lambda: GPT2Config(vocab_size=1024, n_positions=128, n_embd=128, n_layer=4, n_head=4, **ENDS),
     "gpt2": lambda: GPT2Config(**ENDS),
+    "sums": lambda: LlamaConfig(
+        **ENDS,
+        vocab_size=400,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    ),
     "pythia-160m": lambda: GPTNeoXConfig(
         **PYTHIA, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
     ),
@@ -76,28 +102,42 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }
 REMARKS = {
-    "trl": "TRL trains a value network beside the policy, of the same size, which nearly doubles its work; it uses "
-    "AdamW and whitens no rewards.",
-    "details": "lm-human-preference-details is its published script, in float32, with its TensorFlow-style Adam; it "
-    "whitens the whole batch at once.",
+    1: {
+        "trl": "TRL trains a value network beside the policy, of the same size, which nearly doubles its work; it "
+        "uses AdamW and whitens no rewards.",
+        "details": "lm-human-preference-details is its published script, in float32, with its TensorFlow-style Adam; "
+        "it whitens the whole batch at once.",
+    },
+    3: {
+        "trl": "TRL's GRPOTrainer generates by itself, without vLLM, and keeps activations as ours does; it reads "
+        "every row at the length of the longest prompt and the longest response of its update.",
+    },
 }
 
 
 @dataclass(frozen=True)
 class Args:
-    base_model: Literal["tales", "gpt2", "pythia-160m", "pythia-410m"] = "tales"
-    """shape of the model; its weights are random"""
+    chapter: Literal[1, 3] = 1
+    """1: train_policy.py; 3: rlvr_policy.py with GRPO"""
+    base_model: Literal["tales", "gpt2", "pythia-160m", "pythia-410m", "sums"] = "tales"
+    """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world"""
     query_length: int = 24
-    """tokens of a query, or of the longest"""
+    """tokens of a query, or of the longest; sums: that a problem may have"""
     shortest_query: int = 0
     """tokens of the shortest query, if they differ; the mean then lies 0.65 of the way from here to the longest, as
     with prose that is cut at sentence ends"""
     response_length: int = 24
-    """tokens of a response"""
+    """tokens of a response; in chapter 3 the most that it may have"""
+    mean_response: float = 24.0
+    """chapter 3, random weights: tokens of a response in the mean, were there no longest"""
     batch_size: int = 64
     """episodes per update"""
+    samples_per_prompt: int = 8
+    """chapter 3: responses to each prompt"""
+    minibatches: int = 1
+    """chapter 3: optimiser steps per epoch"""
     micro_batch_size: int = 0
-    """episodes per forward and backward pass, over all processes; 0: the whole batch"""
+    """episodes per forward and backward pass, over all processes; 0: the whole minibatch"""
     epochs: int = 4
     """passes over each batch"""
     dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32",)
@@ -107,7 +147,7 @@ class Args:
     processes: tuple[int, ...] = (1,)
     """processes of ours; with several, ours runs with each"""
     compile: bool = False
-    """compile our models"""
+    """chapter 1: compile our models"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     peer: tuple[Literal["trl", "details"], ...] = ()
@@ -128,8 +168,8 @@ class Args:
 
 
 def flops_per_episode(
-    config: PretrainedConfig, query_length: float, response_length: int, epochs: int
-) -> dict[str, int]:
+    config: PretrainedConfig, query_length: float, response_length: float, epochs: int, chapter: int = 1
+) -> dict[str, float]:
     """FLOPs of the matrix products that one episode needs, by phase."""
     with torch.device("meta"):
         trunk = AutoModelForCausalLM.from_config(config).base_model
@@ -141,7 +181,7 @@ def flops_per_episode(
     logits = 2 * config.hidden_size * config.vocab_size * response_length
     return {
         "generation": trunk_pass + logits,
-        "scoring": 2 * trunk_pass + logits,
+        "scoring": (2 if chapter == 1 else 1) * trunk_pass + logits,
         "training": 3 * epochs * (trunk_pass + logits),
     }
 
@@ -150,30 +190,78 @@ def flops_per_episode(
 
 
 def make_inputs(args: Args) -> dict[str, str]:
-    """A model with random weights, its tokenizer, a reward model and texts, made once. Returns their paths."""
+    """A model and what it is trained on, made once. Returns their paths."""
+    if args.chapter == 1:
+        return make_queries(args)
+    if args.base_model == "sums":
+        world = sums.find_world()
+        return {"model": str(world / "model"), "problems": str(world)}
+    return make_problems(args)
+
+
+def random_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A model of this shape with random weights, and a tokenizer whose tokens are words."""
+    torch.manual_seed(0)
+    config = SHAPES[base_model]()
+    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    return AutoModelForCausalLM.from_config(config), tokenizer
+
+
+def random_texts(args: Args, shortest: int, longest: int) -> list[str]:
+    """Texts of so many random words."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, SHAPES[args.base_model]().vocab_size, (4096, longest), generator=generator)
+    lengths = spread_lengths(shortest, longest, mean_query(args), 4096)
+    return [
+        " ".join(f"w{i}" for i in row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_queries(args: Args) -> dict[str, str]:
+    """Chapter 1: a model with random weights, a reward model, and texts that queries are cut from."""
     folder = args.folder / args.base_model
     paths = {name: str(folder / name) for name in ("model", "reward")}
     if not (folder / "reward" / "config.json").exists():
-        torch.manual_seed(0)
-        config = SHAPES[args.base_model]()
-        model = AutoModelForCausalLM.from_config(config)
-        words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, config.vocab_size)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+        model, tokenizer = random_model(args.base_model)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         info = {"kind": "reward", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
         save_reward_model(folder / "reward", RewardModel(model), tokenizer, info)
     texts = folder / f"texts-{args.shortest_query}-{args.query_length}.jsonl"
     if not texts.exists():
-        generator = torch.Generator().manual_seed(0)
-        longest = args.query_length if args.shortest_query else 256  # tokens of a text; queries are cut from it
-        ids = torch.randint(1, SHAPES[args.base_model]().vocab_size, (4096, longest), generator=generator)
-        lengths = spread_lengths(args.shortest_query or longest, longest, mean_query(args), 4096)
-        rows = (row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True))
-        texts.write_text("".join(json.dumps(" ".join(f"w{i}" for i in row)) + "\n" for row in rows))
+        longest = args.query_length if args.shortest_query else 256
+        write_jsonl(texts, random_texts(args, args.shortest_query or longest, longest))
     return paths | {"texts": str(texts)}
+
+
+def make_problems(args: Args) -> dict[str, str]:
+    """Chapter 3: a model with random weights that ends its responses now and then, and problems of random words."""
+    folder = args.folder / args.base_model / f"{args.shortest_query}-{args.query_length}-{args.mean_response:g}"
+    if not (folder / "problems_train.jsonl").exists():
+        model, tokenizer = random_model(args.base_model)
+        end_after(model, args.mean_response)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        texts = random_texts(args, args.shortest_query or args.query_length, args.query_length)
+        rows = [{"question": text, "answer": "#### 1"} for text in texts]
+        write_jsonl(folder / "problems_test.jsonl", rows[:8])
+        write_jsonl(folder / "problems_train.jsonl", rows[8:])
+    return {"model": str(folder / "model"), "problems": str(folder)}
+
+
+def end_after(model: PreTrainedModel, tokens: float) -> None:
+    """Give the end of a text, token 0, a chance of about 1 / tokens wherever this model with random weights is."""
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    end, others = model.get_output_embeddings().weight[0], model.config.vocab_size - 1
+    with torch.no_grad():  # the last norm's bias is added to what the output layer reads, at every token
+        norms[-1].bias += math.log(others / (tokens - 1)) * end / end.square().sum()
 
 
 def mean_query(args: Args) -> float:
@@ -194,14 +282,16 @@ def spread_lengths(shortest: int, longest: int, mean: float, count: int) -> torc
 
 def peers_python(args: Args) -> str:
     """The interpreter of an environment with TRL and the versions of ours of what both need; made once."""
-    folder = args.folder / "peers"
+    trl = f"trl=={TRL[args.chapter]}"
+    folder = args.folder / f"peers-{trl}"
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
         venv.create(folder, with_pip=True, clear=True)
         install = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, f"torch=={version('torch').split('+')[0]}"], check=True)
-        same = [f"{name}=={version(name)}" for name in ("transformers", "accelerate")]
-        subprocess.run([*install, f"trl=={TRL}", *same, "tyro", "pandas", "tensorboard", "rich"], check=True)
+        torch_as_ours = f"torch=={version('torch').split('+')[0]}"
+        subprocess.run([*install, torch_as_ours], check=True)
+        same = [torch_as_ours, *(f"{name}=={version(name)}" for name in ("transformers", "accelerate"))]
+        subprocess.run([*install, trl, *same, "tyro", "pandas", "tensorboard", "rich"], check=True)
         (folder / "installed").touch()
     return str(python)
 
@@ -236,11 +326,14 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
     folder = args.folder / "last"
     folder.mkdir(parents=True, exist_ok=True)
     settings = inputs | {
+        "chapter": args.chapter,
         "folder": str(folder),
         "details_script": str(args.details_path and (args.details_path / DETAILS_SCRIPT).resolve()),
         "query_length": args.query_length,
         "response_length": args.response_length,
         "batch_size": args.batch_size,
+        "samples_per_prompt": args.samples_per_prompt,
+        "minibatches": args.minibatches,
         "micro_batch_size": args.micro_batch_size,
         "epochs": args.epochs,
         "dtype": who.dtype,
@@ -299,17 +392,24 @@ def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[
         speeds = [run["episodes_per_second"] for run in measured]
         pairs = zip(runs[first], measured, strict=True)
         ratios = [ours["episodes_per_second"] / theirs["episodes_per_second"] for ours, theirs in pairs]
+        tokens = [response_tokens(args, run) for run in measured]
         rows.append(
             {
                 "": name,
                 "episodes/s": spread(speeds),
-                "tokens/s": spread([speed * args.response_length for speed in speeds]),
+                "tokens/s": spread([speed * n for speed, n in zip(speeds, tokens, strict=True)]),
+                **({"tokens of a response": spread(tokens)} if args.chapter == 3 else {}),
                 f"{first}, times as fast": spread(ratios) if name != first else "",
                 "start to end of first update, s": spread([run["start_to_first_update"] for run in measured]),
                 "peak memory of a process, GB": spread([run["peak_memory"] / 1e9 for run in measured]),
             }
         )
     return rows
+
+
+def response_tokens(args: Args, run: dict[str, Any]) -> float:
+    """Tokens of a response, in the mean."""
+    return run["tokens"]["response"] if args.chapter == 3 else args.response_length
 
 
 PHASES = {
@@ -324,9 +424,11 @@ PHASES = {
 
 def utilisation_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
     """One row per implementation of ours and phase: share of the time, and share of the rate of matrix products."""
-    flops = flops_per_episode(SHAPES[args.base_model](), mean_query(args), args.response_length, args.epochs)
     rows = []
     for name, measured in runs.items():
+        response = statistics.mean(response_tokens(args, run) for run in measured)
+        query = statistics.mean(run["tokens"]["query"] for run in measured) if args.chapter == 3 else mean_query(args)
+        flops = flops_per_episode(SHAPES[args.base_model](), query, response, args.epochs, args.chapter)
         for what, phases in PHASES.items():
             seconds = [sum(phase_seconds(run)[phase] for phase in phases) for run in measured]
             work = sum(flops.get(phase, 0) for phase in phases)
@@ -353,10 +455,10 @@ def main(args: Args) -> int:
     for processes in args.processes:
         if args.micro_batch_size % processes:
             raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {processes} processes")
-    if "details" in args.peer and args.query_length != args.response_length:
-        raise InputError("--peer details cuts queries to --response_length; give both lengths the same number")
-    if "details" in args.peer and args.shortest_query:
-        raise InputError("--peer details wants queries of one length; leave --shortest_query out")
+    if "details" in args.peer and args.chapter == 3:
+        raise InputError("--peer details is one of --chapter 1")
+    if args.compile and args.chapter == 3:
+        raise InputError("--compile goes with --chapter 1")
     if args.shortest_query > args.query_length:
         raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")
     if "details" in args.peer and args.details_path is None:
@@ -381,17 +483,18 @@ def main(args: Args) -> int:
             device = runs[runner.name][0]["device"]
             print(f"{runner.name}: matrix products of {rates} GFLOP/s for a process, {runner.dtype}, {device}")
     queries = f"{args.shortest_query} to {args.query_length}" if args.shortest_query else args.query_length
-    print(f"{args.batch_size} episodes of {queries} + {args.response_length} tokens, {args.epochs} epochs")
+    work = f"{args.minibatches} minibatches, {args.epochs} epochs" if args.chapter == 3 else f"{args.epochs} epochs"
+    print(f"{args.batch_size} episodes of {queries} + {args.response_length} tokens, {work}")
     print(f"medians [lowest, highest] of {args.pairs} runs of {args.updates} updates after the first")
-    print(*(REMARKS[peer] for peer in args.peer), sep="\n")
+    print(*(REMARKS[args.chapter][peer] for peer in args.peer), sep="\n")
     print(f"arithmetic of TRL: {args.peer_dtype}" if "trl" in args.peer else "")
     if args.output:
-        packages = ("torch", "transformers", "accelerate", "tokenizers")
+        versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "tokenizers")}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         report = {
             "commit": commit(),
             "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "device": next(iter(ours.values()))[0]["device"]},
-            "versions": {name: version(name) for name in packages} | ({"trl": TRL} if "trl" in args.peer else {}),
+            "versions": versions | ({"trl": TRL[args.chapter]} if "trl" in args.peer else {}),
             "arguments": {name: value for name, value in asdict(args).items() if name not in PLACES},
             **tables,
             "runs": runs,

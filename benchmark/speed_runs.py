@@ -4,10 +4,12 @@
 
 settings.json is made by speed.py. The result holds: `updates`, the time (seconds since the epoch) at which each
 update ended; `phases`, seconds in each part of each update (ours only); `peak_memory` in bytes (on a CPU, the
-resident memory of the process, on a GPU, its tensors); `matmul_rate` in FLOP/s; and `device`. A peer runs in an
-environment of its own, so nothing of ppo_rlhf is imported before it is known to be ours.
+resident memory of the process, on a GPU, its tensors); `matmul_rate` in FLOP/s; `device`; and in chapter 3 `tokens`:
+of a query and of a response in the mean, and of the shortest and the longest response. A peer runs in an environment
+of its own, so nothing of ppo_rlhf is imported before it is known to be ours.
 """
 
+import functools
 import json
 import os
 import resource
@@ -47,6 +49,12 @@ def synchronize(device: torch.device) -> None:
 
 def as_argv(flags: dict[str, Any]) -> list[str]:
     return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+
+
+def tokens_of(queries: list[int], responses: list[int]) -> dict[str, float]:
+    """What chapter 3 says of lengths. queries, responses: tokens of each."""
+    means = {"query": statistics.mean(queries), "response": statistics.mean(responses)}
+    return means | {"shortest_response": min(responses), "longest_response": max(responses)}
 
 
 def finish(updates: list[float], device: torch.device, settings: Settings, **more: Any) -> Result:
@@ -141,6 +149,65 @@ def ours(settings: Settings) -> Result:
     return finish(updates, device, settings, phases=phases)
 
 
+def rlvr(settings: Settings) -> Result:
+    """ppo_rlhf/rlvr_policy.py as it is, with GRPO, and a stopwatch around the functions that it calls.
+
+    Scoring is what is not sampling in a rollout: the policy reads its responses, and the verifier.
+    """
+    from ppo_rlhf import rlvr_policy
+    from ppo_rlhf.lib import cli
+    from ppo_rlhf.lib.run import Run
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    watch, updates, phases, queries, responses = Stopwatch(device), [], [], [], []
+
+    def rollout(setup: Any, *args: Any) -> Any:
+        result = rollout_timed(setup, *args)
+        length = setup.args.task.response_length
+        queries.extend((result.query_responses[:, :-length] != setup.ids.pad).sum(1).tolist())
+        responses.extend(result.mask.sum(1).tolist())
+        return result
+
+    def log(run: Run, step: int, metrics: dict[str, float]) -> None:
+        updates.append(time.time())
+        seconds = watch.seconds()
+        all_of_it = seconds.pop("rollout")
+        phases.append(seconds | {"scoring": all_of_it - seconds["generation"]})
+        watch.spans.clear()
+        log_untimed(run, step, metrics)
+
+    rollout_timed, rlvr_policy.rollout = watch.around("rollout", rlvr_policy.rollout), rollout
+    log_untimed, Run.log = Run.log, log
+    rlvr_policy.ActorCritic.sample = watch.around("generation", rlvr_policy.ActorCritic.sample)
+    rlvr_policy.update = watch.around("training", rlvr_policy.update)
+
+    flags = {
+        "preset": "sums-grpo",
+        "base_model": settings["model"],
+        "dtype": settings["dtype"],
+        "log_interval": 0,
+        "save_interval": 0,
+        "trace_interval": 0,
+        "eval_interval": 0,
+        "eval_problems": 8,
+        "eval_samples": 0,
+        "task.problems": settings["problems"],
+        "task.kind_column": "",
+        "task.prompt_suffix": "\n",
+        "task.prompt_length": settings["query_length"],
+        "task.response_length": settings["response_length"],
+        "ppo.total_episodes": settings["batch_size"] * settings["updates"],
+        "ppo.batch_size": settings["batch_size"],
+        "ppo.samples_per_prompt": settings["samples_per_prompt"],
+        "ppo.nminibatches": settings["minibatches"],
+        "ppo.noptepochs": settings["epochs"],
+        "ppo.lr": 1e-6,
+        "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
+    }
+    rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, as_argv(flags)))
+    return finish(updates, device, settings, phases=phases, tokens=tokens_of(queries, responses))
+
+
 # ---- Peers -----------------------------------------------------------------------------------------------------
 
 
@@ -204,11 +271,68 @@ def trl(settings: Settings) -> Result:
     return finish(updates, trainer.accelerator.device, settings)
 
 
+def grpo(settings: Settings) -> Result:
+    """TRL's GRPOTrainer, with TRL's own generation, and without gradient checkpointing, which would only slow it."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    updates, queries, responses = [], [], []
+    steps = settings["minibatches"] * settings["epochs"]  # of the optimiser, in an update
+    minibatch_size = settings["batch_size"] // settings["minibatches"]
+    micro_batch_size = settings["micro_batch_size"] or minibatch_size
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+            if state.global_step % steps == 0:
+                updates.append(time.time())
+
+    def is_right(completions: list[str], completion_ids: list[list[int]], **columns: list) -> list[float]:
+        queries.extend(columns["tokens"])
+        responses.extend(map(len, completion_ids))
+        return [float(text.endswith(end)) for text, end in zip(completions, columns["end"], strict=True)]
+
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
+    problems = (Path(settings["problems"]) / "problems_train.jsonl").read_text().splitlines()
+    rows = [
+        {"prompt": row["question"] + "\n", "end": row["answer"].splitlines()[-1]} for row in map(json.loads, problems)
+    ]
+    rows = [row | {"tokens": len(tokenizer(row["prompt"])["input_ids"])} for row in rows]
+    config = GRPOConfig(
+        output_dir=settings["folder"],
+        max_steps=steps * settings["updates"],
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=minibatch_size // micro_batch_size,
+        steps_per_generation=settings["batch_size"] // micro_batch_size,
+        num_generations=settings["samples_per_prompt"],
+        num_iterations=settings["epochs"],
+        max_completion_length=settings["response_length"],
+        learning_rate=1e-6,
+        disable_dropout=True,
+        gradient_checkpointing=False,
+        bf16=settings["dtype"] == "bfloat16",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
+        reward_funcs=is_right,
+        train_dataset=Dataset.from_list([row for row in rows if row["tokens"] <= settings["query_length"]]),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return finish(updates, trainer.accelerator.device, settings, tokens=tokens_of(queries, responses))
+
+
 def details(settings: Settings) -> Result:
     """lm-human-preference-details, its script unmodified.
 
-    What is put under it: a function of PyTorch that the script imports and that is gone, and our texts in place of
-    a data set of the hub. It cuts queries to the length of the responses.
+    What is put under it: a function of PyTorch that the script imports and that is gone; our texts in place of a data
+    set of the hub; and the length of queries, which it would cut to the length of the responses.
     """
     import datasets
     from torch.utils.tensorboard import SummaryWriter
@@ -223,6 +347,10 @@ def details(settings: Settings) -> Result:
     texts = [json.loads(line) for line in Path(settings["texts"]).read_text().splitlines()]
     sys.modules["torch.optim.optimizer"]._dispatch_sqrt = lambda x: x**0.5
     datasets.load_dataset = lambda name, split: datasets.Dataset.from_dict({"text": texts})
+    set_transform, length = datasets.Dataset.set_transform, settings["query_length"]
+    datasets.Dataset.set_transform = lambda dataset, transform: set_transform(
+        dataset, functools.partial(transform, response_length=length)
+    )
     add_scalar_untimed, SummaryWriter.add_scalar = SummaryWriter.add_scalar, add_scalar
     flags = {
         "base_model": settings["model"],
@@ -250,7 +378,8 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     kind, settings_file, result_file = sys.argv[1:]
-    run = {"ours": ours, "trl": trl, "details": details}[kind]
-    result = run(json.loads(Path(settings_file).read_text()))
+    settings = json.loads(Path(settings_file).read_text())
+    runs = {1: {"ours": ours, "trl": trl, "details": details}, 3: {"ours": rlvr, "trl": grpo}}
+    result = runs[settings["chapter"]][kind](settings)
     if os.environ.get("RANK", "0") == "0":
         Path(result_file).write_text(json.dumps(result))

@@ -134,7 +134,7 @@ def test_work_of_python_does_not_grow_with_batch_and_length(tiny_models):
 # ---- benchmark/speed.py ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tales", "gpt2", "pythia-160m"])
+@pytest.mark.parametrize("name", ["tales", "gpt2", "pythia-160m", "sums"])
 def test_flops_equal_those_that_pytorch_counts(name):
     """For linear layers. Of the attention, which is `bmm`, PyTorch counts all pairs of tokens; half are work."""
     config, batch, length = speed.SHAPES[name](), 2, 12
@@ -153,6 +153,8 @@ def test_flops_equal_those_that_pytorch_counts(name):
     assert ours["training"] == 3 * 3 * ours["generation"]
     logits = 2 * 5 * config.hidden_size * config.vocab_size
     assert ours["scoring"] == 2 * ours["generation"] - logits
+    in_chapter_3 = speed.flops_per_episode(config, query_length=7, response_length=5, epochs=3, chapter=3)
+    assert in_chapter_3 == ours | {"scoring": ours["generation"]}
 
 
 SMALL = [
@@ -202,9 +204,21 @@ def test_speed_of_two_processes(tmp_path):
     assert re.search(r"1/1 ours: [0-9.]+ episodes/s", result.stdout)
 
 
+def make_environment(folder: Path, chapter: int) -> Path:
+    """An environment for peers, which is ours and what lies in the folder that is returned."""
+    environment = folder / f"peers-trl=={speed.TRL[chapter]}"
+    (environment / "bin").mkdir(parents=True)
+    python = f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{environment}" exec {sys.executable} "$@"\n'
+    (environment / "bin/python").write_text(python)
+    (environment / "bin/python").chmod(0o755)
+    (environment / "installed").touch()
+    return environment
+
+
 # A script as lm-human-preference-details has one: what it imports, how it is called, what it logs.
 DETAILS = """
 import sys, time
+from functools import partial
 from datasets import load_dataset
 from torch.optim.optimizer import _dispatch_sqrt
 from torch.utils.tensorboard import SummaryWriter
@@ -213,7 +227,10 @@ if __name__ == "__main__":
     texts = load_dataset("bookcorpus", split="train")["text"]
     assert len(texts) > 100 and len(texts[0].split()) > 20
     flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    assert int(flags["--task.query_length"]) == int(flags["--task.response_length"]) == 8
+    assert (int(flags["--task.query_length"]), int(flags["--task.response_length"])) == (16, 8)
+    data = load_dataset("bookcorpus", split="train")
+    data.set_transform(partial(lambda rows, response_length: {"length": [response_length]}, response_length=8))
+    assert data[:1] == {"length": [16]}
     writer = SummaryWriter("events")
     for update in range(int(flags["--ppo.total_episodes"]) // int(flags["--ppo.local_batch_size"])):
         time.sleep(0.1)
@@ -226,13 +243,10 @@ def test_speed_of_a_peer_beside_ours(tmp_path):
     package = tmp_path / "details/lm_human_preference_details"
     package.mkdir(parents=True)
     (package / "train_policy_accelerate.py").write_text(DETAILS)
-    environment = tmp_path / "speed/peers"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (environment / "bin/python").chmod(0o755)
-    (environment / "installed").touch()
+    make_environment(tmp_path / "speed", chapter=1)
     more = ["--peer", "details", "--details_path", str(tmp_path / "details"), "--folder", str(tmp_path / "speed")]
-    result = launch(SPEED, *SMALL, *more, "--output", str(tmp_path / "out.json"), folder=tmp_path)
+    more += ["--query_length", "16", "--output", str(tmp_path / "out.json")]
+    result = launch(SPEED, *SMALL, *more, folder=tmp_path)
     assert result.status == 0, result.stdout + result.stderr
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert 0.1 <= runs["details"][0]["seconds_per_update"] < 60
@@ -240,10 +254,62 @@ def test_speed_of_a_peer_beside_ours(tmp_path):
     assert f"{ratio:.3g} [{ratio:.3g}, {ratio:.3g}]" in result.stdout
 
 
+# GRPOTrainer as TRL has one: every prompt comes so many times, and its callbacks hear of each optimiser step.
+GRPO = """
+import time
+from types import SimpleNamespace
+class GRPOConfig(SimpleNamespace): pass
+class GRPOTrainer:
+    def __init__(self, args, processing_class, model, reward_funcs, train_dataset, callbacks):
+        self.args, self.rewards, self.rows, self.callbacks = args, reward_funcs, train_dataset, callbacks
+        self.accelerator = SimpleNamespace(device=next(model.parameters()).device)
+        assert not (args.bf16 or args.gradient_checkpointing) and args.disable_dropout and args.num_iterations == 2
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
+        assert args.per_device_train_batch_size * args.steps_per_generation == 16
+    def train(self):
+        for step in range(self.args.max_steps):
+            if step % 4 == 0:
+                rows = [row for row in list(self.rows)[:4] for _ in range(self.args.num_generations)]
+                columns = {key: [row[key] for row in rows] for key in rows[0]}
+                prompts, ids = columns.pop("prompt"), [[1] * (1 + i % 16) for i in range(16)]
+                assert all(prompt.endswith("\\n") and len(prompt.split()) == 8 for prompt in prompts)
+                texts = ["#### 1" if i % 4 else "#### 11" for i in range(16)]
+                assert self.rewards(completions=texts, completion_ids=ids, **columns) == [0.0, 1.0, 1.0, 1.0] * 4
+            time.sleep(0.05)
+            for callback in self.callbacks:
+                callback.on_step_end(self.args, SimpleNamespace(global_step=step + 1), None)
+"""
+
+
+def test_speed_of_chapter_3(tmp_path):
+    (make_environment(tmp_path / "speed", chapter=3) / "trl.py").write_text(GRPO)
+    more = ["--chapter", "3", "--minibatches", "2", "--samples_per_prompt", "4", "--micro_batch_size", "4"]
+    more += ["--response_length", "16", "--mean_response", "6", "--peer", "trl"]
+    more += ["--folder", str(tmp_path / "speed"), "--output", str(tmp_path / "out.json")]
+    result = launch(SPEED, *SMALL, *more, folder=tmp_path)
+    assert result.status == 0, result.stdout + result.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    (ours,), (trl,) = report["runs"]["ours"], report["runs"]["trl"]
+    assert trl["tokens"] == {"query": 8, "response": 8.5, "shortest_response": 1, "longest_response": 16}
+    assert len(trl["updates"]) == 3 and 0.2 <= trl["seconds_per_update"] < 2  # four steps of 0.05 s
+    # 48 responses of 6 * (1 - (5 / 6)^16) = 5.7 tokens in the mean, whose deviation is about 0.65
+    assert ours["tokens"]["query"] == 8 and 3.5 < ours["tokens"]["response"] < 8
+    assert 1 <= ours["tokens"]["shortest_response"] < ours["tokens"]["longest_response"] <= 16
+    assert len(ours["updates"]) == len(ours["phases"]) == 3
+    for phases in ours["phases"]:
+        assert set(phases) == {"generation", "scoring", "training"} and min(phases.values()) > 0
+    assert sum(sum(phases.values()) for phases in ours["phases"][1:]) < ours["updates"][2] - ours["updates"][0]
+    rows = {row[""]: row for row in report["speed"]}
+    assert rows["trl"]["tokens of a response"] == "8.5 [8.5, 8.5]"
+    rate = trl["episodes_per_second"] * 8.5
+    assert rows["trl"]["tokens/s"] == f"{rate:.3g} [{rate:.3g}, {rate:.3g}]"
+
+
 BAD = {
     "no checkout": (["--peer", "details"], "--details_path"),
     "another checkout": (["--peer", "details", "--details_path", "."], "train_policy_accelerate.py"),
-    "other lengths": (["--peer", "details", "--details_path", ".", "--query_length", "64"], "the same number"),
+    "another chapter": (["--peer", "details", "--details_path", ".", "--chapter", "3"], "one of --chapter 1"),
+    "no compiler": (["--chapter", "3", "--compile"], "--compile goes with --chapter 1"),
     "micro-batches": (["--micro_batch_size", "3", "--processes", "2"], "does not divide by 2 processes"),
 }
 
