@@ -166,6 +166,8 @@ def read_run(folder: Path) -> OneRun:
         rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))  # the last may be half written
         rows = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
         metrics = {name: [float(row[name]) for row in rows] for name in (rows[0] if rows else {})}
+        if meta["args"].get("ppo", {}).get("samples_per_prompt") == 1:  # groups of one say nothing
+            metrics = {name: values for name, values in metrics.items() if not name.startswith("val/groups_")}
         return OneRun(folder, meta, [int(step) for step in metrics.pop("step", [])], metrics)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
@@ -249,15 +251,14 @@ def rounded(value: float) -> float | int | None:
 
 
 def scales(traced: list[dict[str, Any]]) -> dict[str, float]:
-    """For each quantity the distance from its middle that has full colour: 98 of 100 tokens are nearer."""
+    """For each quantity the distance from its middle that has full colour: 98 of 100 tokens are not farther."""
     distances: dict[str, list[float]] = {}
     for update in traced:
         for episode in update["episodes"]:
             for name in QUANTITIES.keys() & episode["tokens"].keys():
                 values = (value for value in episode["tokens"][name] if value is not None)
                 distances.setdefault(name, []).extend(abs(value - QUANTITIES[name][1]) for value in values)
-    nearer = {name: sorted(found)[int(0.98 * (len(found) - 1))] for name, found in distances.items() if found}
-    return {name: distance or 1.0 for name, distance in nearer.items()}
+    return {name: sorted(found)[int(0.98 * (len(found) - 1))] for name, found in distances.items() if found}
 
 
 # ---- Texts of held-out queries ---------------------------------------------------------------------------------
@@ -481,6 +482,8 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
             for target in {target for target in targets if target}:
                 figure.add_hline(target, line={"dash": "dash", "width": 1}, annotation_text=f"target {target:g}")
         figure.update_layout(hovermode="x unified", showlegend=len(names) * len(runs) > 1)
+        if len({value for line in figure.data for value in line.y}) == 1:  # else its axis would be 2 high
+            figure.update_yaxes(rangemode="tozero")
         layout = figure.layout.to_plotly_json()
         layout.pop("template", None)
         drawn.append((panel, {"data": [trace.to_plotly_json() for trace in figure.data], "layout": layout}))

@@ -165,6 +165,16 @@ def test_a_page_needs_no_network_and_fits(tmp_path):
     assert len(page.encode()) < 8_000_000
 
 
+def test_groups_of_one_have_no_panel(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=3)
+    (folder / "metrics.csv").write_text("step,val/groups_zero_std,lr\n0,1.0,0.0003\n1,1.0,0.0003\n")
+    titles = [figure["data"][0]["name"] for figure in data_of(write_report(folder))["figures"]]
+    assert titles == ["val/groups_zero_std", "lr"]
+    (folder / "meta.json").write_text(json.dumps({"args": ARGS[3] | {"ppo": {"samples_per_prompt": 1}}}))
+    (figure,) = data_of(write_report(folder))["figures"]
+    assert figure["data"][0]["name"] == "lr" and figure["layout"]["yaxis"]["rangemode"] == "tozero"
+
+
 def test_large_traces_are_thinned(tmp_path, monkeypatch):
     folder = make_run(tmp_path, "a")
     monkeypatch.setattr(report, "TRACE_BYTES", 3_000)
@@ -350,6 +360,21 @@ def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
     assert background(page, 0) == ""
     page.select_option("#left-episode", "0")
     assert background(page, 0) != "" and page.locator(".unknown").count() == 0
+
+
+def test_the_first_quantity_that_is_shown_says_something(opened, tmp_path):
+    """Chapter 3 may have no penalty, and KL is 0 everywhere."""
+    folder = make_run(tmp_path, "a", chapter=3)
+    for update in UPDATES:
+        trace = traces.read(folder, update)
+        trace.tokens["kl"].zero_()
+        traces.write(folder, trace)
+    write_report(folder)
+    page = opened(folder / "report.html")
+    assert page.locator("#quantity").input_value() == "logprobs"
+    assert background(page, 0)
+    page.select_option("#quantity", "kl")
+    assert background(page, 0) == "rgba(0, 114, 178, 0)"
 
 
 def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
