@@ -242,6 +242,17 @@ def test_results_at_a_glance():
         assert abs(effects[name]["gold score"][0]) > effects[name]["gold score"][1]
 
 
+def test_speed_of_chapter_3():
+    (of_episodes,) = re.findall(r"Chapter 3 beside TRL.*?: (.*?), up to 88", " ".join(RESULTS.split()))
+    ours, trl = json.loads((ROOT / "benchmark/results/speed/sums-64+88.json").read_text())["speed"]
+    assert of_episodes.count(f"{ours['episodes/s']} episodes") == 1 == of_episodes.count(f"TRL {trl['episodes/s']}")
+    assert trl["ours, times as fast"].startswith("2.49") and "2.5 times as fast" in of_episodes
+    assert "2.5 times those of TRL's `GRPOTrainer`" in README
+    for row in (ours, trl):
+        assert row["tokens of a response"].split()[0] in of_episodes
+        assert f"{float(row['peak memory of a process, GB'].split()[0]):.2f}" in of_episodes
+
+
 def rates(name: str) -> dict[str, float]:
     """Episodes per second of each implementation, from the committed measurements."""
     rows = json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())["speed"]
@@ -251,6 +262,7 @@ def rates(name: str) -> dict[str, float]:
 SPEED_ROWS = {
     "GPT-2 of 957k parameters, 64 + 24": ("tales-64+24", "ours"),
     "the same, 24 + 24": ("tales-24+24", "ours"),
+    "the same, 24 to 64 + 24": ("tales-24to64+24", "ours"),
     "GPT-2 124M, 24 + 24, 16, float32": ("gpt2-24+24", "ours, float32"),
     "the same, bfloat16": ("gpt2-24+24", "ours, bfloat16"),
 }
