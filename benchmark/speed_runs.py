@@ -152,10 +152,11 @@ def ours(settings: Settings) -> Result:
 def rlvr(settings: Settings) -> Result:
     """ppo_rlhf/rlvr_policy.py as it is, with GRPO, and a stopwatch around the functions that it calls.
 
-    Scoring is what is not sampling in a rollout: the policy reads its responses, and the verifier.
+    Scoring is what is not sampling in a rollout: the policy reads its responses, and the verifier. Problems come in
+    the order of their file, as in `grpo`.
     """
     from ppo_rlhf import rlvr_policy
-    from ppo_rlhf.lib import cli
+    from ppo_rlhf.lib import cli, problems
     from ppo_rlhf.lib.run import Run
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -176,6 +177,10 @@ def rlvr(settings: Settings) -> Result:
         watch.spans.clear()
         log_untimed(run, step, metrics)
 
+    def in_order(count: int, batch: int, number: int, seed: int) -> torch.Tensor:
+        return torch.arange(number * batch, (number + 1) * batch) % count
+
+    problems.problems_of_batch = in_order
     rollout_timed, rlvr_policy.rollout = watch.around("rollout", rlvr_policy.rollout), rollout
     log_untimed, Run.log = Run.log, log
     rlvr_policy.ActorCritic.sample = watch.around("generation", rlvr_policy.ActorCritic.sample)
@@ -305,6 +310,7 @@ def grpo(settings: Settings) -> Result:
         gradient_accumulation_steps=minibatch_size // micro_batch_size,
         steps_per_generation=settings["batch_size"] // micro_batch_size,
         num_generations=settings["samples_per_prompt"],
+        shuffle_dataset=False,
         num_iterations=settings["epochs"],
         max_completion_length=settings["response_length"],
         learning_rate=1e-6,

@@ -263,16 +263,17 @@ class GRPOTrainer:
     def __init__(self, args, processing_class, model, reward_funcs, train_dataset, callbacks):
         self.args, self.rewards, self.rows, self.callbacks = args, reward_funcs, train_dataset, callbacks
         self.accelerator = SimpleNamespace(device=next(model.parameters()).device)
-        assert not (args.bf16 or args.gradient_checkpointing) and args.disable_dropout and args.num_iterations == 2
+        assert not (args.bf16 or args.gradient_checkpointing or args.shuffle_dataset)
+        assert args.disable_dropout and args.num_iterations == 2
         assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 8
         assert args.per_device_train_batch_size * args.steps_per_generation == 16
     def train(self):
         for step in range(self.args.max_steps):
             if step % 4 == 0:
-                rows = [row for row in list(self.rows)[:4] for _ in range(self.args.num_generations)]
+                rows = [row for row in list(self.rows)[step : step + 4] for _ in range(self.args.num_generations)]
                 columns = {key: [row[key] for row in rows] for key in rows[0]}
                 prompts, ids = columns.pop("prompt"), [[1] * (1 + i % 16) for i in range(16)]
-                assert all(prompt.endswith("\\n") and len(prompt.split()) == 8 for prompt in prompts)
+                assert all(prompt.endswith("\\n") for prompt in prompts)
                 texts = ["#### 1" if i % 4 else "#### 11" for i in range(16)]
                 assert self.rewards(completions=texts, completion_ids=ids, **columns) == [0.0, 1.0, 1.0, 1.0] * 4
             time.sleep(0.05)
@@ -284,16 +285,20 @@ class GRPOTrainer:
 def test_speed_of_chapter_3(tmp_path):
     (make_environment(tmp_path / "speed", chapter=3) / "trl.py").write_text(GRPO)
     more = ["--chapter", "3", "--minibatches", "2", "--samples_per_prompt", "4", "--micro_batch_size", "4"]
-    more += ["--response_length", "16", "--mean_response", "6", "--peer", "trl"]
+    more += ["--shortest_query", "4", "--response_length", "16", "--mean_response", "6", "--peer", "trl"]
     more += ["--folder", str(tmp_path / "speed"), "--output", str(tmp_path / "out.json")]
     result = launch(SPEED, *SMALL, *more, folder=tmp_path)
     assert result.status == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     (ours,), (trl,) = report["runs"]["ours"], report["runs"]["trl"]
-    assert trl["tokens"] == {"query": 8, "response": 8.5, "shortest_response": 1, "longest_response": 16}
+    (problems,) = (tmp_path / "speed").glob("tales/*/problems_train.jsonl")
+    lengths = [len(json.loads(line)["question"].split()) for line in problems.read_text().splitlines()]
+    assert min(lengths) == 4 and max(lengths) == 8
+    query = sum(lengths[:12]) / 12  # both draw the same: four prompts in each of three updates
+    assert trl["tokens"] == {"query": query, "response": 8.5, "shortest_response": 1, "longest_response": 16}
     assert len(trl["updates"]) == 3 and 0.2 <= trl["seconds_per_update"] < 2  # four steps of 0.05 s
     # 48 responses of 6 * (1 - (5 / 6)^16) = 5.7 tokens in the mean, whose deviation is about 0.65
-    assert ours["tokens"]["query"] == 8 and 3.5 < ours["tokens"]["response"] < 8
+    assert ours["tokens"]["query"] == query and 3.5 < ours["tokens"]["response"] < 8
     assert 1 <= ours["tokens"]["shortest_response"] < ours["tokens"]["longest_response"] <= 16
     assert len(ours["updates"]) == len(ours["phases"]) == 3
     for phases in ours["phases"]:
