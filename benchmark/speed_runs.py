@@ -162,8 +162,8 @@ def rlvr(settings: Settings) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch, updates, phases, queries, responses = Stopwatch(device), [], [], [], []
 
-    def rollout(setup: Any, *args: Any) -> Any:
-        result = rollout_timed(setup, *args)
+    def rollout(setup: Any, *args: Any, **kwargs: Any) -> Any:
+        result = rollout_timed(setup, *args, **kwargs)
         length = setup.args.task.response_length
         queries.extend((result.query_responses[:, :-length] != setup.ids.pad).sum(1).tolist())
         responses.extend(result.mask.sum(1).tolist())
