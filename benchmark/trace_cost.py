@@ -2,9 +2,9 @@
 
     python benchmark/trace_cost.py --run runs/<run>             # of chapter 1, 2 or 3, where that run was started
 
-Every update is timed, and what its trace takes after it; the first does not count. The run of which these are traces
-one update in so many, and the share of its time is that of a trace divided by this number. The new run stops when
-enough is measured, and leaves a folder below runs/ whose name begins with trace_cost.
+Every update is timed, and what its trace takes after it; the first does not count. With one update in so many traced,
+the share of a run's time is that of a trace divided by this number. The new run stops when enough is measured, and
+leaves a folder below runs/ whose name begins with trace_cost.
 """
 
 import contextlib
