@@ -280,6 +280,7 @@ def held_out_texts(runs: list[OneRun]) -> list[tuple[dict[str, str], dict[str, s
         for name in dict.fromkeys(name for row in rows for name in row):
             values = {i: row[name] for i, row in enumerate(rows, 1) if row.get(name) is not None}
             alike = len(values) == len(runs) and all(value == row[name] for row in rows for value in values.values())
+            alike = alike or name in ("query", "prompt")
             for i, value in list(values.items())[: 1 if alike else None]:
                 label = name.replace("_", " ") + f", run {i}" * (not alike)
                 found[-1][not isinstance(value, str)][errors.visible(label)] = as_text(value)
@@ -481,7 +482,7 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
             )
             for target in {target for target in targets if target}:
                 figure.add_hline(target, line={"dash": "dash", "width": 1}, annotation_text=f"target {target:g}")
-        figure.update_layout(hovermode="x unified", showlegend=len(names) * len(runs) > 1)
+        figure.update_layout(hovermode="x unified", hoverdistance=-1, showlegend=len(names) * len(runs) > 1)
         if len({value for line in figure.data for value in line.y}) == 1:  # else its axis would be 2 high
             figure.update_yaxes(rangemode="tozero")
         layout = figure.layout.to_plotly_json()

@@ -147,7 +147,7 @@ def test_a_held_out_post_has_the_summaries_before_and_after_and_those_of_another
         "scores, run 2": "0.25",
         "gold scores, run 1": "3.0",
     }
-    assert of_one["response, run 1"] == "x" and "response, run 2" not in of_one
+    assert of_one["query"] == "another post" and of_one["response, run 1"] == "x" and "response, run 2" not in of_one
 
 
 def test_damaged_answers_are_named(tmp_path):
