@@ -152,12 +152,12 @@ class Args:
     output: Path = ROOT / "benchmark" / "results" / "estimators"
     """folder that gets runs.csv, updates.csv and estimators.md"""
     pictures: Path = ROOT / "static"
-    """folder that gets estimators.png, lengths.png and kl.png"""
+    """folder that gets estimators.png, lengths.png and penalties.png"""
     policy: str = "--preset sums --ppo.total_episodes 4096"
     """what all runs have in common: arguments of rlvr_policy.py"""
     alone: str = "--ppo.total_episodes 2048"
     """what those without a score have besides"""
-    coef: float = 0.1
+    coef: float = 0.3
     """of the KL penalties, reward or loss per nat"""
     prefix: str = ""
     """what the command of each run begins with, such as `nice -n 10`"""
@@ -193,7 +193,7 @@ def jobs_of(args: Args, variant: Variant, seeds: Iterable[int]) -> list[benchmar
 
 def last_policy(args: Args, seed: int) -> Path:
     """Where the run of rloo with this seed has left its policy."""
-    (folder,) = (args.folder / "estimators-rloo" / f"seed{seed}" / "models").glob("*/policy")
+    (folder,) = (args.folder.resolve() / "estimators-rloo" / f"seed{seed}" / "models").glob("*/policy")
     return folder
 
 
@@ -426,7 +426,7 @@ LENGTH_PANELS = {
 PICTURES = {
     "estimators": ("estimators", draw_estimators),
     "lengths": ("lengths", draw_lengths),
-    "kl": ("exact", draw_penalties),
+    "penalties": ("exact", draw_penalties),
 }
 
 

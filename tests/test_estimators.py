@@ -4,6 +4,7 @@ import json
 import math
 
 import estimators
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -83,6 +84,45 @@ def test_k1_in_the_loss_takes_the_place_of_k2(moved, tiny_sums, tmp_path):
     assert k2["loss/kl_avg"] > k1["loss/kl_avg"] + 0.01
 
 
+def kl_of(policy: list[np.ndarray], reference: list[np.ndarray]) -> float:
+    """KL of responses of two tokens, by enumeration."""
+
+    def probs(tables: list[np.ndarray]) -> np.ndarray:
+        parts = [np.exp(table) / np.exp(table).sum(-1, keepdims=True) for table in tables]
+        return parts[0][:, None] * parts[1]
+
+    return float((probs(policy) * np.log(probs(policy) / probs(reference))).sum())
+
+
+def test_exact_courses():
+    """k1 in the reward goes down the gradient of the KL, by differences; k1 in the loss goes nowhere."""
+    noise = torch.Generator().manual_seed(0)
+    shapes = [(estimators.STARTS, 3), (estimators.STARTS, 3, 3)]
+    reference, distance = (
+        [torch.randn(*shape, generator=noise, dtype=torch.float64) for shape in shapes] for _ in "ab"
+    )
+    fixed = [table[0].numpy() for table in reference]
+    start = [table + moved[0].numpy() for table, moved in zip(fixed, distance, strict=True)]
+    kl, slopes = kl_of(start, fixed), [np.zeros_like(table) for table in start]
+    for table, slope in zip(start, slopes, strict=True):
+        for place in np.ndindex(table.shape):
+            kept, ends = table[place], []
+            for step in (1e-5, -1e-5):
+                table[place] = kept + step
+                ends.append(kl_of(start, fixed))
+            table[place] = kept
+            slope[place] = (ends[0] - ends[1]) / 2e-5
+    after = [table - estimators.RATE * slope for table, slope in zip(start, slopes, strict=True)]
+    courses = {name: estimators.exact_course(name) for name in estimators.PENALTIES if name != "none"}
+    assert courses["k1 in the reward"][:2, 0].tolist() == pytest.approx([kl, kl_of(after, fixed)], rel=1e-6)
+    assert torch.allclose(courses["k1 in the loss"], courses["k1 in the loss"][0], rtol=1e-12)
+    first, last = courses["k1 in the loss"][0].mean(), {name: course[-1].mean() for name, course in courses.items()}
+    for name in ("k1 in the reward", "k2 in the loss", "k3 in the loss"):
+        assert last[name] < 0.05 * first
+    for name in ("k2 in the reward", "k3 in the reward"):
+        assert last[name] > first
+
+
 def made_up(folder, part: str, name: str, seed: int, right: float) -> None:
     run = folder / f"{part}-{name}" / f"seed{seed}" / "runs/made_up"
     run.mkdir(parents=True)
@@ -114,11 +154,11 @@ def test_report_of_made_up_runs(tmp_path):
     half = f"{4.3027 * 10 / math.sqrt(3):.1f}"
     length = f"{4.3027 / math.sqrt(3):.1f}"
     assert rows == [
-        ["estimators", "`gae`", "3", f"50.0 ± {half}", f"60.0 ± {half}", f"22.0 ± {length}", "13.0 ± 0.0", ""],
-        ["estimators", "`grpo`", "3", f"60.0 ± {half}", f"70.0 ± {half}", f"22.0 ± {length}", "13.0 ± 0.0", ""],
+        ["estimators", "`gae`", "3", f"50.0 ± {half}", f"60.0 ± {half}", f"22.0 ± {length}", "13.0 ± 0.0", "", ""],
+        ["estimators", "`grpo`", "3", f"60.0 ± {half}", f"70.0 ± {half}", f"22.0 ± {length}", "13.0 ± 0.0", "", ""],
     ]
     assert "commit: 0123456" in (tmp_path / "out/estimators.md").read_text()
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["estimators.png"]
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"estimators.png", "penalties.png"}
     again = launch(estimators.__file__, "draw", "--output", "out", "--pictures", "new", folder=tmp_path)
     assert again.status == 0 and again.stdout == result.stdout and (tmp_path / "new/estimators.png").exists()
 
