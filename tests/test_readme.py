@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ablations
 import compare
+import estimators
 import interop
 import overoptimisation
 import padding
@@ -398,7 +399,18 @@ def test_flags_exist():
 
 
 def test_flags_of_the_benchmark_exist():
-    scripts = (ablations, benchmark, compare, interop, overoptimisation, padding, replay, speed, trace_cost)
+    scripts = (
+        ablations,
+        benchmark,
+        compare,
+        estimators,
+        interop,
+        overoptimisation,
+        padding,
+        replay,
+        speed,
+        trace_cost,
+    )
     scripts = {script.__name__: script for script in scripts}
     commands = re.findall(r"benchmark/(\w+)\.py((?:[^`\n]|\\\n)*)", DOCS + BENCHMARK)
     assert {script for script, _ in commands} == set(scripts)
