@@ -125,6 +125,13 @@ def parameters(config: PretrainedConfig) -> int:
 
 def update_seconds(work: Work, machine: Machine) -> dict[str, float]:
     """Seconds of each part of an update."""
+    parts = part_seconds(work, machine)
+    generation = sum(parts.pop(name) for name in ("context", "tokens", "log-probs"))
+    return {"generation": generation} | parts
+
+
+def part_seconds(work: Work, machine: Machine) -> dict[str, float]:
+    """The same, but generation in three: context, tokens of the response, and in bfloat16 the pass for log-probs."""
     config = SHAPES[work.base_model]()
     numbers, width, layers = parameters(config), config.hidden_size, config.num_hidden_layers
     flops = speed.flops_per_episode(config, work.query_length, work.response_length, work.epochs)
@@ -139,16 +146,17 @@ def update_seconds(work: Work, machine: Machine) -> dict[str, float]:
     cache = episodes * length * layers * width * 2 * size / memory
     looked_up = 0 if config.tie_word_embeddings else width * config.vocab_size  # of these, a step reads a row each
     step = max((trunk_flops / length + logit_flops) / rate, (numbers - looked_up) * size / memory)
-    generation = context + work.response_length * (step + cache + layers * machine.overhead) + 16 * logits
-    if size == 2:
-        generation += flops["generation"] * episodes / rate + trunk + 6 * logits
+    tokens = work.response_length * (step + cache + layers * machine.overhead) + 16 * logits
+    one_more_pass = flops["generation"] * episodes / rate + trunk + 6 * logits
     scoring = flops["scoring"] * episodes / rate + 2 * trunk + 6 * logits
     passes = flops["training"] * episodes / rate + work.epochs * (3 * trunk + 16 * logits)
     share = work.processes if work.sharded else 1
     optimiser = work.epochs * 40 * numbers / share / memory
     sent = (3 * work.epochs + 1 if work.sharded else 2 * work.epochs) * (work.processes - 1) / work.processes
     return {
-        "generation": generation,
+        "context": context,
+        "tokens": tokens,
+        "log-probs": one_more_pass if size == 2 else 0,
         "scoring": scoring,
         "training": passes + optimiser,
         "communication": sent * 4 * numbers / machine.interconnect,
