@@ -172,14 +172,14 @@ def two_updates_late(tiny_sums, tmp_path_factory):
     policies: list[torch.nn.Module] = []
     rollout = rlvr_policy.rollout
 
-    def late(setup, actor_critic, reference, sample, version, number):
+    def late(setup, actor_critic, reference, sample, number, version):
         policies.append(copy.deepcopy(actor_critic.lm_backbone))
         old, ids = policies[max(version - 2, 0)], setup.ids
 
         def sample_late(contexts, uniforms, temperature):
             return lm.generate_until(old, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
 
-        return rollout(setup, actor_critic, reference, sample_late, max(version - 2, 0), number)
+        return rollout(setup, actor_critic, reference, sample_late, number, version=max(version - 2, 0))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlvr_policy, "rollout", late)
