@@ -44,7 +44,7 @@ OLDER = [*DOUBLE, "--staleness", "2", "--correction", "none"]
 @pytest.fixture(scope="session")
 def cluster():
     """Ray on this machine, which the runs of this file find."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # other processes have no token
     options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
     ray.init(address="local", num_cpus=4, object_store_memory=80 * 2**20, **options)
