@@ -25,13 +25,15 @@ def start(settings: dict[str, Any]) -> tuple[Any, str]:
     import torch
     import vllm
 
+    on_gpu = torch.cuda.is_available()
     own = {
         # [V14] Nothing of the model's own generation config.   vllm_async_server.py#L216
         "generation_config": "vllm",
         # [V94] Log-probs of the distribution that is sampled from.   rollout.yaml#L77
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,  # ids go in and come out
-        "enforce_eager": not torch.cuda.is_available(),
+        "enforce_eager": not on_gpu,
+        "enable_chunked_prefill": on_gpu,  # a prompt that is read in parts sets a seed's generator back: not on a CPU
     }
     return vllm.LLM(**settings, **own), vllm.__version__
 

@@ -32,6 +32,7 @@ class LLM:
             raise MemoryError("there is no room\nfor keys and values")
         self.bent = own.get("generation_config") != "vllm" or os.environ.get("FAKE_VLLM") == "bends"
         self.raw = own.get("logprobs_mode") != "processed_logprobs"
+        assert own["enable_chunked_prefill"] is False
         self.model, self.packed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0
 
     def collective_rpc(self, name, kwargs):
