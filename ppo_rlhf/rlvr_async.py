@@ -72,6 +72,10 @@ class Args(rlvr_policy.Args):
     0: sampling and training take turns"""
     workers: int = 1
     """processes that sample"""
+    engine: Literal["built-in", "vllm"] = "built-in"
+    """what samples: PyTorch, as in rlvr_policy.py, or vLLM"""
+    vllm_python: str = ""
+    """with vllm: the interpreter of an environment that has it, on every machine with workers"""
     ray_address: str = ""
     """of a Ray cluster, such as auto for the one of this machine; empty: one of this run's own"""
     gpus_per_worker: float | None = None
@@ -80,7 +84,7 @@ class Args(rlvr_policy.Args):
     """seconds that a worker may take to start, and for one piece, before another takes its place"""
     correction: Literal["auto", "decoupled", "bypass", "none"] = "auto"
     """what is done about the age of the weights that have sampled; see `correct`. auto: decoupled if staleness is
-    above 0, else none"""
+    above 0 or vLLM samples, else none"""
     correction_level: Literal["token", "sequence"] = "token"
     """whether a token has an importance weight of its own, or that of its whole response"""
     correction_cap: float = 2.0
@@ -269,7 +273,7 @@ LIVES = 5  # workers that one piece may cost
 
 @dataclass
 class Worker:
-    actor: Any  # an engine.BuiltIn elsewhere
+    actor: Any  # an engine elsewhere
     version: int | None = None  # of the weights that it has loaded
 
 
@@ -287,10 +291,12 @@ class Workers:
         self.spec = engine.Spec(
             str(folder.absolute()) if folder.is_dir() else args.base_model,
             *(args.dtype, ids.pad, ids.stops, args.trust_remote_code, args.lora, args.seed, torch.get_num_threads()),
+            args.vllm_python,
         )
+        kind = engine.VLLM if args.engine == "vllm" else engine.BuiltIn
         default = float(setup.accelerator.device.type == "cuda")
         gpus = default if args.gpus_per_worker is None else args.gpus_per_worker
-        self.actor_class = ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy="SPREAD")(engine.BuiltIn)
+        self.actor_class = ray.remote(num_cpus=1, num_gpus=gpus, scheduling_strategy="SPREAD")(kind)
         self.ours, self.actors = engine.description(), []
         self.threads = ThreadPoolExecutor(args.workers)
         self.free: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()  # None: one that is yet to be started
@@ -347,6 +353,7 @@ class Workers:
                 f"a worker ({theirs['place']}) has {other[0]} {theirs.get(other[0])}, the learner "
                 f"{self.ours[other[0]]}; install the same on all machines"
             )
+        self.ours = theirs | self.ours  # a version of vLLM too, which the next must have
 
     def close(self) -> None:
         """Stop everything; what is under way fails."""
@@ -468,6 +475,8 @@ def correct(
     # Always, also where the weights are the same.
     metrics = {f"async/{name}": value.item() for name, value in rlvr_policy.mismatch(prox, mu, mask).items()}
     age = (number - versions).double()
+    if not age.any():
+        check_sampler((prox - mu).abs()[mask].mean().item(), args.dtype)
     metrics |= {"async/staleness_mean": age.mean().item(), "async/staleness_max": age.max().item()}
     metrics |= {"async/weight_mean": mean.item()}
     metrics |= {"async/clipped_share": (each >= args.correction_cap).double().mean().item()}
@@ -484,10 +493,22 @@ def correct(
     return trained, weights[mine] if way == "decoupled" else None, metrics
 
 
+def check_sampler(gap: float, dtype: str) -> None:
+    """Refuse a sampler whose log-probs are not the learner's, although both have the same weights. gap: in nats."""
+    # [V94] The mean, for single tokens that are unlikely may differ more in bfloat16.
+    limit = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}[dtype]
+    if not gap <= limit:
+        raise InputError(
+            f"a sampler with the learner's weights finds other log-probs than the learner: {gap:.2g} nats off in the "
+            f"mean, {limit:g} are too many; another model, temperature or generation config?"
+        )
+
+
 def correction_of(args: Args) -> str:
     if args.correction != "auto":
         return args.correction
-    return "decoupled" if args.staleness else "none"
+    # [V90] Another engine's log-probs are never quite ours, whatever its weights.
+    return "decoupled" if args.staleness or args.engine == "vllm" else "none"
 
 
 # ---- Plumbing --------------------------------------------------------------------------------------------------
@@ -502,6 +523,13 @@ def check_arguments(args: Args) -> None:
         raise InputError(
             f"{cli.flag('rejection_low')} {args.rejection_low} and {cli.flag('rejection_high')} "
             f"{args.rejection_high} must have 1 between them, the ratio of what has not changed"
+        )
+    if args.engine == "vllm" and not args.vllm_python:
+        raise InputError(f"{cli.flag('engine')} vllm wants {cli.flag('vllm_python')}, the interpreter that has vLLM")
+    if args.engine == "vllm" and (args.lora.rank or args.dtype == "float64"):
+        raise InputError(
+            f"{cli.flag('engine')} vllm goes with {cli.flag('lora.rank')} 0, and {cli.flag('dtype')} float32 or "
+            f"bfloat16"
         )
     if args.ppo.filter_groups and args.staleness:
         raise InputError(

@@ -19,6 +19,7 @@ import pytest
 import torch
 from processes import Launched, launch_together
 from runs import explained_metrics, metrics_of, only
+from test_engine_vllm import FAKE
 from test_rlvr_math import numbers, rollout_of
 from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
 from test_tldr_math import on_processes
@@ -218,6 +219,24 @@ def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_
     assert all(result.status == 0 for result in results), results[0].stderr + results[1].stderr
     for two, one in zip(numbers_of(tmp_path), numbers_of(two_updates_late), strict=True):
         assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize("bends", [False, True])
+def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, monkeypatch, tmp_path, bends):
+    """A stand-in for vLLM; as a negative control, one whose own settings bend the distribution."""
+    interpreter = tmp_path / "python"
+    interpreter.touch(0o755)
+    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={FAKE} FAKE_VLLM={"bends" * bends} exec {sys.executable} "$@"\n')
+    words = ["--engine", "vllm", "--vllm_python", str(interpreter), "--staleness", "0"]
+    if bends:
+        with pytest.raises(InputError, match="a sampler with the learner's weights finds other log-probs"):
+            train_by(rlvr_async, tiny_sums, tmp_path / "run", *words)
+        return
+    rows = numbers_of(train_by(rlvr_async, tiny_sums, tmp_path / "run", *words))
+    assert len(rows) == 4
+    for row in rows:
+        assert row["async/staleness_max"] == 0 < row["async/largest_gap"] < 1e-4
+        assert row["async/weight_mean"] == pytest.approx(1, abs=1e-4)
 
 
 # ---- Workers that are lost, hang, or are others ----------------------------------------------------------------

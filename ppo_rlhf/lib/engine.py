@@ -13,16 +13,22 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ppo_rlhf.lib import lm, models, precision, processes, run
+from ppo_rlhf.lib.cli import flag
+from ppo_rlhf.lib.errors import InputError
 
 Weights = Mapping[str, np.ndarray]
 
@@ -39,6 +45,7 @@ class Spec:
     lora: models.LoraArgs = field(default_factory=models.LoraArgs)
     seed: int = 1
     threads: int = 1  # of PyTorch on a CPU: with another number, sums are rounded otherwise
+    vllm_python: str = ""  # interpreter of an environment with vLLM
 
 
 class Sampled(NamedTuple):
@@ -82,8 +89,7 @@ class BuiltIn:
 
         noise: (rows, response_length) uniform numbers in [0, 1), one for each token: they settle what is drawn.
         """
-        if version != self.version:
-            raise RuntimeError(f"version {version} of the weights is asked for, but version {self.version} is loaded")
+        check_version(version, self.version)
         ids, spec = (torch.tensor(prompts).repeat_interleave(n, 0), torch.tensor(noise)), self.spec
         contexts, uniforms = (tensor.to(self.device) for tensor in ids)
         with precision.mixed_precision(self.device, enabled=spec.dtype == "bfloat16"):
@@ -94,6 +100,76 @@ class BuiltIn:
         # [V91] Weights change between calls alone, so the first version is the last.
         versions = np.full((len(responses), 2), version)
         return Sampled(responses.cpu().numpy(), logprobs.cpu().numpy(), finished.numpy(), versions)
+
+
+class VLLM:
+    """Samples with vLLM, in a process of its own with the Python of another environment: see engine_vllm.py.
+
+    It draws from the same distribution, but not the same responses: a response's noise only gives its seed.
+    """
+
+    def __init__(self, spec: Spec):
+        self.spec, self.version = spec, -1
+        with models.model_errors(spec.base_model) as (path, revision):
+            config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=spec.trust_remote_code)
+            model = models.without_weights(AutoModelForCausalLM, config, torch.float32, spec.trust_remote_code)
+        model.tie_weights()
+        self.parameters, self.vocab_size = dict(model.named_parameters()), model.get_input_embeddings().num_embeddings
+        self.pipe, theirs = Pipe()
+        command = [spec.vllm_python, str(Path(__file__).with_name("engine_vllm.py")), str(theirs.fileno())]
+        environment = os.environ | {"OMP_NUM_THREADS": str(spec.threads)}
+        self.words = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        try:
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, stdout=self.words, stderr=self.words
+            )
+        except OSError as error:
+            raise InputError(f"{flag('vllm_python')} {spec.vllm_python}: {error.strerror}") from error
+        theirs.close()
+        settings = {"model": path, "revision": revision, "dtype": spec.dtype, "seed": spec.seed}
+        self.vllm_version = self.ask("start", settings | {"trust_remote_code": spec.trust_remote_code})
+
+    def ask(self, *question: Any) -> Any:
+        """What the other process answers."""
+        try:
+            self.pipe.send(question)
+            return self.pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self.process.wait()
+            self.words.seek(0)
+            last = (self.words.read().strip().splitlines() or [f"exit status {self.process.returncode}"])[-1]
+            raise InputError(f"{flag('vllm_python')} {self.spec.vllm_python}: vLLM has ended: {last}") from error
+
+    def describe(self) -> dict[str, str]:
+        return description() | {"vllm": self.vllm_version}
+
+    def load(self, weights: Weights, version: int) -> None:
+        """As BuiltIn's."""
+        check_names(weights, self.parameters)
+        self.ask("load", {name: np.asarray(array) for name, array in weights.items()})
+        self.version = version
+
+    def sample(self, prompts: np.ndarray, n: int, noise: np.ndarray, temperature: float, version: int) -> Sampled:
+        """As BuiltIn's; noise gives each response its seed."""
+        check_version(version, self.version)
+        spec, rows = self.spec, prompts.repeat(n, 0)
+        # [V93] The seed is the episode's own, so a piece that was lost is asked for again with the same.
+        seeds = [int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:7]) for row in noise]
+        settings = {"temperature": temperature, "max_tokens": noise.shape[1], "stop_token_ids": list(spec.stops)}
+        if spec.pad < self.vocab_size:  # rows of the output layer that stand for nothing
+            settings["allowed_token_ids"] = list(range(spec.pad))
+        answers = self.ask("sample", [row[row != spec.pad].tolist() for row in rows], seeds, settings)
+        responses, logprobs = np.full(noise.shape, spec.pad), np.zeros(noise.shape, np.float32)
+        for row, (ids, theirs) in enumerate(answers):
+            responses[row, : len(ids)], logprobs[row, : len(ids)] = ids, theirs
+        # [V91] Weights change between calls alone, as above.
+        versions = np.full((len(rows), 2), version)
+        return Sampled(responses, logprobs, np.isin(responses, spec.stops).any(1), versions)
+
+
+def check_version(asked: int, loaded: int) -> None:
+    if asked != loaded:
+        raise RuntimeError(f"version {asked} of the weights is asked for, but version {loaded} is loaded")
 
 
 def check_names(weights: Weights, parameters: Mapping[str, nn.Parameter]) -> None:

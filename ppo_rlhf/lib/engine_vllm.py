@@ -1,0 +1,94 @@
+"""vLLM's side of engine.VLLM: a process with the Python of another environment, which has vLLM and not this package.
+
+It answers what it is asked through a pipe, and ends with whoever asks, or with an error of its own. Tested with vLLM
+0.32.0, on a CPU. Files and lines beside marks are those of volcengine/verl at commit b178a3c.
+"""
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+Answers = list[tuple[list[int], list[float]]]
+
+
+def start(settings: dict[str, Any]) -> tuple[Any, str]:
+    """vLLM with a model, and its version."""
+    # One process, so that weights are handed over as they are. The rest is for a CPU: processes share the cores.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)  # the first in GiB
+    import torch
+    import vllm
+
+    on_gpu = torch.cuda.is_available()
+    own = {
+        # [V14] Nothing of the model's own generation config.   vllm_async_server.py#L216
+        "generation_config": "vllm",
+        # [V94] Log-probs of the distribution that is sampled from.   rollout.yaml#L77
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,  # ids go in and come out
+        "enforce_eager": not on_gpu,
+        "enable_chunked_prefill": on_gpu,  # a prompt that is read in parts sets a seed's generator back: not on a CPU
+    }
+    return vllm.LLM(**settings, **own), vllm.__version__
+
+
+def load(llm: Any, weights: dict[str, Any]) -> None:
+    """Put weights, numpy arrays under their names, in the place of those that are there."""
+    import torch
+
+    tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
+    # [V95] Its own way to change weights under a running engine.
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+    llm.apply_model(pack_output_layer)
+    # [V92] What the old weights made of a prompt is kept no longer.
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM did not give up what the old weights had read")
+
+
+def pack_output_layer(model: Any) -> None:
+    """Pack its weights for the CPU anew: tied to the embedding, it has none of its own that would be loaded."""
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead":
+            module.quant_method.process_weights_after_loading(module)
+
+
+def sample(llm: Any, prompts: list[list[int]], seeds: list[int], settings: dict[str, Any]) -> Answers:
+    """Ids up to the first stop id, and their log-probs, of one response to each prompt with a seed of its own."""
+    from vllm import SamplingParams
+
+    # [V14] Every field that would bend the distribution is said, for a field that is not takes another's default.
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "detokenize": False}
+    # [V94] 0: of the token that was drawn, and of no others.
+    params = [SamplingParams(seed=seed, logprobs=0, **neutral, **settings) for seed in seeds]
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    found = []
+    for answer in answers:
+        ids, logprobs = list(answer.outputs[0].token_ids), answer.outputs[0].logprobs
+        found.append((ids, [one[token].logprob for token, one in zip(ids, logprobs, strict=True)]))
+    return found
+
+
+def main() -> None:
+    """Answer, until there is nobody to ask."""
+    pipe, llm = Connection(int(sys.argv[1])), None
+    while True:
+        try:
+            name, *given = pipe.recv()
+        except EOFError:
+            return
+        if name == "start":
+            llm, answer = start(*given)
+        else:
+            answer = {"load": load, "sample": sample}[name](llm, *given)
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""vLLM as an engine, with a stand-in for vLLM in the other process: what is asked for, answered, refused.
+
+benchmark/engines.py tries vLLM itself.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ppo_rlhf.lib import engine, models, run
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.rlvr_async import Args, check_arguments, check_sampler, correction_of
+
+FAKE = str(Path(__file__).with_name("fake_vllm"))
+PAD, STOP = 30, 0
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", FAKE)
+
+
+def spec_of(world: Path, **settings) -> engine.Spec:
+    return engine.Spec(f"{world}/model", "float32", PAD, (STOP,), vllm_python=sys.executable, **settings)
+
+
+def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_loaded(tiny_sums):
+    """Of the distribution at this temperature, to the stop id, from prompts without their padding."""
+    vllm, model = engine.VLLM(spec_of(tiny_sums)), models.load_base_model(Args(base_model=f"{tiny_sums}/model"))
+    start = {name: tensor.detach().clone() for name, tensor in run.trained_parameters(model).items()}
+    prompts, noise = np.array([[PAD, PAD, 5, 7], [3, 9, 8, 4]]), np.random.default_rng(0).random((6, 8))
+    drawn = []
+    for version, scale in ((4, 1.0), (5, 1.5), (7, 1.0)):
+        weights = {name: (scale * tensor).numpy() for name, tensor in start.items()}
+        vllm.load(weights, version)
+        model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()}, strict=False)
+        responses, logprobs, finished, versions = vllm.sample(prompts, 3, noise, 0.7, version)
+        assert (
+            responses.shape == logprobs.shape == (6, 8) and (versions == version).all() and versions.shape == (6, 2)
+        )
+        for row in range(6):
+            ended = STOP in responses[row]
+            length = list(responses[row]).index(STOP) + 1 if ended else 8
+            assert finished[row] == ended and (responses[row, length:] == PAD).all()
+            prompt = [5, 7] if row < 3 else [3, 9, 8, 4]
+            ids = torch.tensor([[*prompt, *responses[row, :length].tolist()]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt) - 1 : -1, :PAD] / 0.7
+            expected = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            np.testing.assert_allclose(logprobs[row, :length], expected, atol=1e-5)
+            assert (logprobs[row, length:] == 0).all()
+        drawn.append(responses)
+    assert (drawn[0] == drawn[2]).all() and (drawn[0] != drawn[1]).any()  # noise and weights settle what is drawn
+    assert len({tuple(row) for row in drawn[0]}) > 2  # each response has its own
+    again = vllm.sample(prompts[1:], 3, noise[3:], 0.7, 7)
+    assert (again.responses == drawn[2][3:]).all()  # whatever else is asked for beside it
+    assert vllm.describe() == engine.description() | {"vllm": "0.0.fake"}
+
+    with pytest.raises(RuntimeError, match="version 5 of the weights is asked for, but version 7 is loaded"):
+        vllm.sample(prompts, 3, noise, 0.7, 5)
+    name = next(iter(weights))
+    with pytest.raises(RuntimeError, match=f"{name} is missing"):
+        vllm.load({other: array for other, array in weights.items() if other != name}, 8)
+    assert vllm.process.poll() is None
+    vllm.pipe.close()
+    assert vllm.process.wait(60) == 0  # it ends with who asks
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ({"FAKE_VLLM": "leaves at once"}, "vLLM has ended: for keys and values"),
+        ({"FAKE_VLLM": "remembers"}, "vLLM has ended: RuntimeError: vLLM did not give up what the old weights had"),
+        ({"PYTHONPATH": ""}, "vLLM has ended: ModuleNotFoundError: No module named 'vllm'"),
+    ],
+)
+def test_what_ends_vllm_is_said_in_one_line(tiny_sums, monkeypatch, trouble, words):
+    for name, value in trouble.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=words) as caught:
+        vllm = engine.VLLM(spec_of(tiny_sums))
+        vllm.load({name: np.zeros(tensor.shape, np.float32) for name, tensor in vllm.parameters.items()}, 0)
+    assert "\n" not in str(caught.value) and f"--vllm_python {sys.executable}" in str(caught.value)
+
+
+def test_bad_input_about_vllm_is_refused(tiny_sums):
+    with pytest.raises(InputError, match="--vllm_python /nowhere/python: No such file"):
+        engine.VLLM(engine.Spec(f"{tiny_sums}/model", "float32", PAD, (STOP,), vllm_python="/nowhere/python"))
+    vllm = {"engine": "vllm", "vllm_python": "python"}
+    with pytest.raises(InputError, match="--engine vllm wants --vllm_python"):
+        check_arguments(Args(engine="vllm"))
+    with pytest.raises(InputError, match=r"--engine vllm goes with --lora.rank 0, and --dtype float32 or"):
+        check_arguments(Args(**vllm, dtype="float64"))
+    with pytest.raises(InputError, match=r"--engine vllm goes with --lora.rank 0, and --dtype float32 or"):
+        check_arguments(Args(**vllm, lora=models.LoraArgs(rank=4)))
+    check_arguments(Args(**vllm, dtype="bfloat16"))
+    # Without staleness, only what the learner samples itself needs no correction.
+    assert [correction_of(Args(staleness=0, **more)) for more in ({}, vllm)] == ["none", "decoupled"]
+
+
+def test_a_sampler_must_find_the_learners_log_probs():
+    for dtype, gap in (("float32", 9e-4), ("bfloat16", 0.05)):
+        check_sampler(gap, dtype)
+        for wrong in (4 * gap, float("nan")):
+            with pytest.raises(InputError, match="finds other log-probs than the learner"):
+                check_sampler(wrong, dtype)
