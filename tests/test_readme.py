@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ablations
 import compare
+import engines
 import estimators
 import interop
 import overoptimisation
@@ -19,6 +20,7 @@ import pytest
 import replay
 import scipy.stats
 import speed
+import staleness
 import trace_cost
 import tyro
 from runs import explained_metrics
@@ -403,12 +405,14 @@ def test_flags_of_the_benchmark_exist():
         ablations,
         benchmark,
         compare,
+        engines,
         estimators,
         interop,
         overoptimisation,
         padding,
         replay,
         speed,
+        staleness,
         trace_cost,
     )
     scripts = {script.__name__: script for script in scripts}
