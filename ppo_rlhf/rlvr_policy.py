@@ -408,8 +408,14 @@ class Learner:
         models.save_policy_and_critic(this_run.model_folder, *parts, *told)
         last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
         left_out = {name: getattr(self.setup.problems, name) for name in ("too_long", "unscorable")}
-        in_groups = args.ppo.samples_per_prompt > 1
-        panels = {title: names for title, names in PANELS.items() if in_groups or "groups" not in title}
+        verifiers = [name for name in rows[0] if f"eval/{name}" in evaluation]
+        of_kind = f"eval/{verifiers[0]}_{args.task.kind_column}_"
+        panels = PANELS | {
+            "held-out accuracy, greedy": [f"eval/{name}" for name in verifiers],
+            "held-out accuracy by kind, greedy": [name for name in evaluation if name.startswith(of_kind)],
+        }
+        if args.ppo.samples_per_prompt == 1:
+            panels.pop("groups without a signal")
         this_run.finish(panels, **evaluation, **last, **left_out)
         problems.report(this_run, args.rewards.verifier, args.task.kind_column, evaluation, rows)
         this_run.upload("policy", *(["value"] if actor_critic.critic else []))
@@ -1394,8 +1400,8 @@ def sample_rows(setup: Setup, batch: Rollout, advantages: Tensor) -> list[dict[s
 
 PANELS = {
     "right samples": ["objective/verifiable_correct_rate"],
-    "held-out accuracy, greedy": ["eval/gsm8k_strict", "eval/gsm8k_flexible", "eval/gsm8k_format"],
-    "held-out accuracy by steps, greedy": [f"eval/gsm8k_strict_steps_{count}" for count in range(1, 5)],
+    "held-out accuracy, greedy": [],  # of the run's verifiers, which `finish` knows
+    "held-out accuracy by kind, greedy": [],
     "score": ["objective/scores", "objective/rlhf_reward"],
     "KL from the reference (nats)": ["objective/kl"],
     "length (tokens)": ["val/sequence_lengths", "val/sequence_lengths_correct", "val/sequence_lengths_incorrect"],

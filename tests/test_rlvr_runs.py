@@ -193,6 +193,17 @@ WAYS |= {
 }
 
 
+def test_pictures_are_of_the_verifiers_of_the_run(tiny_sums, in_folder, monkeypatch):
+    folder, drawn = in_folder(), []
+    monkeypatch.setattr(run.Run, "finish", lambda _, panels, **__: drawn.append(panels))
+    words = [*sums_arguments(tiny_sums), *ONCE]
+    run_in(folder, monkeypatch, *words, "--rewards.verifier", "letters:letters")
+    assert drawn[0]["held-out accuracy, greedy"][0] == "eval/letters:letters"
+    assert "groups without a signal" not in drawn[0]
+    kinds = drawn[0]["held-out accuracy by kind, greedy"]
+    assert kinds and all(re.fullmatch(r"eval/letters:letters_steps_\d", name) for name in kinds)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_learns_something_through_its_flag(tiny_sums, in_folder, monkeypatch, capsys, way):
     common = [*sums_arguments(tiny_sums), *ONCE, "--rewards.verifier", "letters:letters", "--rewards.kl_coef", "0.1"]
