@@ -344,7 +344,9 @@ def draw(args: Args) -> int:
     return 0
 
 
-def draw_curve(axes: Axes, updates: pd.DataFrame, part: str, variant: str, column: str, **style: Any) -> None:
+def draw_curve(
+    axes: Axes, updates: pd.DataFrame, part: str, variant: str, column: str, *, band: bool = True, **style: Any
+) -> None:
     """Mean over seeds at each update, each seed smoothed over LAST updates, and the 95 % interval as a band."""
     own = updates[(updates["part"] == part) & (updates["variant"] == variant)]
     seeds = own.pivot(index="step", columns="seed", values=column).rolling(LAST, center=True, min_periods=1).mean()
@@ -352,7 +354,8 @@ def draw_curve(axes: Axes, updates: pd.DataFrame, part: str, variant: str, colum
     steps = seeds.dropna().index
     (line,) = axes.plot(steps, means, label=variant, linewidth=1.6, **style)
     low, high = (pd.Series(means) + sign * pd.Series(halves) for sign in (-1, 1))
-    axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.13, linewidth=0)
+    if band:
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.13, linewidth=0)
 
 
 def finish_panel(axes: Axes, title: str, xlabel: str = "update") -> None:
@@ -383,15 +386,22 @@ def draw_estimators(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
 
 
 def draw_lengths(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
-    """Tokens of wrong and of right responses over updates."""
+    """Tokens of wrong responses over updates; and how many more than Dr. GRPO's of the same seed, wrong and right."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = figure.subplots(1, 3)
-    names = list(runs.loc[runs["part"] == "lengths", "variant"].unique())
-    for axes, (title, column) in zip(panels, LENGTH_PANELS.items(), strict=True):
-        for name in names:
-            color = COLORS[name.startswith("dr_grpo")]
-            style = "-" if "own" in name else "--"
-            draw_curve(axes, updates, "lengths", name, column, color=color, linestyle=style)
+    own = updates[updates["part"] == "lengths"]
+    base = own[own["variant"] == DR_GRPO].set_index(["seed", "step"])
+    more = own.set_index(["seed", "step"])
+    for column in (WRONG_LENGTH, RIGHT_LENGTH):
+        more[column] = more[column] - base[column].reindex(more.index)
+    more = more.reset_index()
+    for axes, (title, (column, differences)) in zip(panels, LENGTH_PANELS.items(), strict=True):
+        for name in runs.loc[runs["part"] == "lengths", "variant"].unique():
+            if not differences or name != DR_GRPO:
+                style = {"color": COLORS[name.startswith("dr_grpo")], "linestyle": "-" if "own" in name else "--"}
+                draw_curve(axes, more if differences else own, "lengths", name, column, band=differences, **style)
+        if differences:
+            axes.axhline(0, color=COLORS[1], linestyle="--", linewidth=1.6)
         finish_panel(axes, title)
     panels[0].legend(fontsize=8, frameon=False)
     return figure
@@ -412,16 +422,21 @@ def draw_penalties(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
             color = {"k1": "#0072b2", "k2": "#d55e00", "k3": "#009e73"}.get(name[:2], "#888888")
             draw_curve(axes, updates, part, name, TRUE_KL, color=color, linestyle="--" if "loss" in name else "-")
         finish_panel(axes, titles[part])
-        axes.set_ylim(bottom=0)
+        if part == "alone":  # one of them goes far
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=0.1)
+        else:
+            axes.set_ylim(bottom=0)
     panels[0].set_ylabel("KL from the reference (nats per response)", fontsize=9)
     panels[0].legend(fontsize=8, frameon=False)
     return figure
 
 
-LENGTH_PANELS = {
-    "tokens of wrong responses": WRONG_LENGTH,
-    "tokens of right responses": RIGHT_LENGTH,
-    "right samples": RIGHT,
+DR_GRPO = "dr_grpo, greatest length"
+LENGTH_PANELS = {  # metric; whether it is the difference from Dr. GRPO that is drawn
+    "tokens of wrong responses": (WRONG_LENGTH, False),
+    "wrong ones: more than Dr. GRPO's": (WRONG_LENGTH, True),
+    "right ones: more than Dr. GRPO's": (RIGHT_LENGTH, True),
 }
 PICTURES = {
     "estimators": ("estimators", draw_estimators),
