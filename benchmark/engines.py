@@ -85,11 +85,11 @@ def our_logprobs(model: Any, prompts: torch.Tensor, responses: torch.Tensor, pad
 def compare_logprobs(args: Args, spec: engine.Spec, prompts: torch.Tensor, length: int) -> tuple[list[Check], dict]:
     """Steps 1 and 2; and facts about them."""
     model, started = models.load_base_model(spec), time.monotonic()
-    vllm, noise = engine.VLLM(spec), torch.Generator().manual_seed(1)
+    vllm, generator = engine.VLLM(spec), torch.Generator().manual_seed(1)
     facts: dict[str, Any] = {"vllm": vllm.vllm_version, "seconds to start": time.monotonic() - started}
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    moved = {name: x + 0.2 * x.std() * torch.randn(x.shape, generator=noise) for name, x in start.items()}
-    uniforms = torch.rand(len(prompts), length, generator=noise).numpy()
+    moved = {name: x + 0.2 * x.std() * torch.randn(x.shape, generator=generator) for name, x in start.items()}
+    uniforms = torch.rand(len(prompts), length, generator=generator).numpy()
     checks, answers = [], []
     for number, (name, weights, others) in enumerate(
         (("its weights", start, moved), ("other weights", moved, start), ("its weights again", start, moved))
@@ -113,7 +113,7 @@ def compare_logprobs(args: Args, spec: engine.Spec, prompts: torch.Tensor, lengt
     checks.append(Check("control: responses that other weights change", changed, 0, above=True))
 
     # 2. One prompt, many times; the model has its first weights, and then the others.
-    noise = torch.rand(args.draws, 1, generator=noise).numpy()
+    noise = torch.rand(args.draws, 1, generator=generator).numpy()
     first = vllm.sample(prompts[:1].numpy(), args.draws, noise, TEMPERATURE, 2).responses[:, 0]
     seen = torch.bincount(torch.tensor(first), minlength=spec.pad).double() / args.draws
     ids, distances = torch.arange(spec.pad)[:, None], []
@@ -209,8 +209,8 @@ def main(args: Args) -> int:
     ids = problems.task_ids(settings.task, tokenizer, models.load_base_model(settings).generation_config)
     held_out = problems.read_problems(settings.task, tokenizer, "test", args.rows)
     prompts = held_out.batch(list(range(args.rows)), ids.pad)
-    python = str(args.python.absolute())
-    spec = engine.Spec(settings.base_model, "float32", ids.pad, ids.stops, vllm_python=python)
+    python, length = str(args.python.absolute()), settings.task.prompt_length + settings.task.response_length
+    spec = engine.Spec(settings.base_model, "float32", ids.pad, ids.stops, vllm_python=python, length=length)
     checks, facts = compare_logprobs(args, spec, prompts, settings.task.response_length)
     print("", markdown(check_table(checks)), sep="\n")
     rows = train(args) if args.seeds else []

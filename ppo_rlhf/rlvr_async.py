@@ -170,7 +170,7 @@ class Batches:
     def __exit__(self, *_: object) -> None:
         if self.is_main:
             self.workers.close()
-            self.learner.run.meta["workers_lost"] = self.workers.lost
+            self.learner.run.meta |= {"workers_lost": self.workers.lost, "vllm": self.workers.ours.get("vllm", "")}
 
     def publish(self, version: int) -> None:
         """Make the policy's weights known as this version; forget those that no batch needs any more."""
@@ -291,7 +291,8 @@ class Workers:
         self.spec = engine.Spec(
             str(folder.absolute()) if folder.is_dir() else args.base_model,
             *(args.dtype, ids.pad, ids.stops, args.trust_remote_code, args.lora, args.seed, torch.get_num_threads()),
-            args.vllm_python,
+            os.path.abspath(args.vllm_python) if "/" in args.vllm_python else args.vllm_python,
+            args.task.prompt_length + args.task.response_length,
         )
         kind = engine.VLLM if args.engine == "vllm" else engine.BuiltIn
         default = float(setup.accelerator.device.type == "cuda")
@@ -309,13 +310,13 @@ class Workers:
         return self.threads.submit(self.answer, weights, piece)
 
     def answer(self, weights: Any, piece: tuple) -> engine.Sampled:
-        worker = self.free.get()
+        worker, there = self.free.get(), self.ray.exceptions
         try:
             for _ in range(LIVES):
                 worker = worker or self.start()
                 try:
                     return self.answer_of(worker, weights, piece)
-                except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
+                except (there.RayActorError, there.GetTimeoutError, engine.Lost) as error:
                     self.ray.kill(worker.actor)
                     worker = None
                     if self.closed:
@@ -350,8 +351,8 @@ class Workers:
         """Refuse a worker that has another package or other libraries."""
         if other := [name for name, value in self.ours.items() if name != "place" and theirs.get(name) != value]:
             raise InputError(
-                f"a worker ({theirs['place']}) has {other[0]} {theirs.get(other[0])}, the learner "
-                f"{self.ours[other[0]]}; install the same on all machines"
+                f"a worker ({theirs['place']}) has {other[0]} {theirs.get(other[0])}, the learner or another "
+                f"worker {self.ours[other[0]]}; install the same on all machines"
             )
         self.ours = theirs | self.ours  # a version of vLLM too, which the next must have
 
@@ -476,7 +477,8 @@ def correct(
     metrics = {f"async/{name}": value.item() for name, value in rlvr_policy.mismatch(prox, mu, mask).items()}
     age = (number - versions).double()
     if not age.any():
-        check_sampler((prox - mu).abs()[mask].mean().item(), args.dtype)
+        # [V94] Where both have the same weights.
+        engine.check_gap((prox - mu).abs()[mask].mean().item(), args.dtype)
     metrics |= {"async/staleness_mean": age.mean().item(), "async/staleness_max": age.max().item()}
     metrics |= {"async/weight_mean": mean.item()}
     metrics |= {"async/clipped_share": (each >= args.correction_cap).double().mean().item()}
@@ -491,17 +493,6 @@ def correct(
         trained = dataclasses.replace(trained, logprobs=batch.sampler_logprobs)
     # [V83] Decoupled: the clip is around prox, the weight leads from mu to prox.   core_algos.py#L1237
     return trained, weights[mine] if way == "decoupled" else None, metrics
-
-
-def check_sampler(gap: float, dtype: str) -> None:
-    """Refuse a sampler whose log-probs are not the learner's, although both have the same weights. gap: in nats."""
-    # [V94] The mean, for single tokens that are unlikely may differ more in bfloat16.
-    limit = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.1}[dtype]
-    if not gap <= limit:
-        raise InputError(
-            f"a sampler with the learner's weights finds other log-probs than the learner: {gap:.2g} nats off in the "
-            f"mean, {limit:g} are too many; another model, temperature or generation config?"
-        )
 
 
 def correction_of(args: Args) -> str:
@@ -531,16 +522,20 @@ def check_arguments(args: Args) -> None:
             f"{cli.flag('engine')} vllm goes with {cli.flag('lora.rank')} 0, and {cli.flag('dtype')} float32 or "
             f"bfloat16"
         )
+    if args.engine == "vllm" and not 0.01 <= args.task.temperature <= 2:
+        raise InputError(f"{cli.flag('task.temperature')} {args.task.temperature}: vLLM takes 0.01 to 2")
+    if args.engine == "vllm" and args.gpus_per_worker not in (None, 1):
+        raise InputError(f"{cli.flag('gpus_per_worker')} {args.gpus_per_worker}: vLLM takes a whole GPU")
     if args.ppo.filter_groups and args.staleness:
         raise InputError(
             f"{cli.flag('ppo.filter_groups')} goes with {cli.flag('staleness')} 0: which rounds a batch needs, "
             f"and so what could be sampled ahead for it, is known only when the batch before it is full"
         )
-    if args.correction == "none" and args.staleness:
+    if args.correction == "none" and (args.staleness or args.engine == "vllm"):
         # [V82] As open-instruct does.
         run.say(
-            f"{cli.flag('correction')} none: the ratio starts at 1 although older weights have sampled, and nothing "
-            f"makes up for that"
+            f"{cli.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
+            f"and nothing makes up for that"
         )
 
 

@@ -3,16 +3,19 @@
 benchmark/engines.py tries vLLM itself.
 """
 
+import dataclasses
+import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ppo_rlhf.lib import engine, models, run
+from ppo_rlhf.lib import engine, engine_vllm, models, problems, run
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.rlvr_async import Args, check_arguments, check_sampler, correction_of
+from ppo_rlhf.rlvr_async import Args, check_arguments, correction_of
 
 FAKE = str(Path(__file__).with_name("fake_vllm"))
 PAD, STOP = 30, 0
@@ -24,7 +27,7 @@ def stand_in(monkeypatch):
 
 
 def spec_of(world: Path, **settings) -> engine.Spec:
-    return engine.Spec(f"{world}/model", "float32", PAD, (STOP,), vllm_python=sys.executable, **settings)
+    return engine.Spec(f"{world}/model", "float32", PAD, (STOP,), vllm_python=sys.executable, length=24, **settings)
 
 
 def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_loaded(tiny_sums):
@@ -55,6 +58,10 @@ def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_loaded(tiny_su
         drawn.append(responses)
     assert (drawn[0] == drawn[2]).all() and (drawn[0] != drawn[1]).any()  # noise and weights settle what is drawn
     assert len({tuple(row) for row in drawn[0]}) > 2  # each response has its own
+    likeliest = vllm.sample(prompts, 1, noise[:2], problems.GREEDY, 7).responses[:, 0]
+    with torch.no_grad():
+        expected = [model(torch.tensor([ids])).logits[0, -1, :PAD].argmax() for ids in ([5, 7], [3, 9, 8, 4])]
+    assert likeliest.tolist() == expected
     again = vllm.sample(prompts[1:], 3, noise[3:], 0.7, 7)
     assert (again.responses == drawn[2][3:]).all()  # whatever else is asked for beside it
     assert vllm.describe() == engine.description() | {"vllm": "0.0.fake"}
@@ -65,15 +72,28 @@ def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_loaded(tiny_su
     with pytest.raises(RuntimeError, match=f"{name} is missing"):
         vllm.load({other: array for other, array in weights.items() if other != name}, 8)
     assert vllm.process.poll() is None
+    vllm.process.kill()
+    with pytest.raises(engine.Lost, match="ended by signal 9"):
+        vllm.load(weights, 8)
+
+
+def test_vllm_ends_with_who_asks(tiny_sums):
+    vllm = engine.VLLM(spec_of(tiny_sums))
     vllm.pipe.close()
-    assert vllm.process.wait(60) == 0  # it ends with who asks
+    assert vllm.process.wait(60) == 0
+    ours, theirs = Pipe()  # and in the middle of an answer: here it is asked nothing, and its parent is another
+    command = [sys.executable, engine_vllm.__file__, str(theirs.fileno()), "1"]
+    assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == 1
+    ours.close()
 
 
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        ({"FAKE_VLLM": "leaves at once"}, "vLLM has ended: for keys and values"),
+        ({"FAKE_VLLM": "leaves at once"}, "vLLM has ended: MemoryError: there is no room$"),
         ({"FAKE_VLLM": "remembers"}, "vLLM has ended: RuntimeError: vLLM did not give up what the old weights had"),
+        ({"FAKE_VLLM": "bends"}, "finds other log-probs than the learner"),
+        ({"FAKE_VLLM": "keeps the old weights"}, "finds other log-probs than the learner"),
         ({"PYTHONPATH": ""}, "vLLM has ended: ModuleNotFoundError: No module named 'vllm'"),
     ],
 )
@@ -81,9 +101,8 @@ def test_what_ends_vllm_is_said_in_one_line(tiny_sums, monkeypatch, trouble, wor
     for name, value in trouble.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=words) as caught:
-        vllm = engine.VLLM(spec_of(tiny_sums))
-        vllm.load({name: np.zeros(tensor.shape, np.float32) for name, tensor in vllm.parameters.items()}, 0)
-    assert "\n" not in str(caught.value) and f"--vllm_python {sys.executable}" in str(caught.value)
+        engine.VLLM(spec_of(tiny_sums))
+    assert "\n" not in str(caught.value)
 
 
 def test_bad_input_about_vllm_is_refused(tiny_sums):
@@ -96,14 +115,18 @@ def test_bad_input_about_vllm_is_refused(tiny_sums):
         check_arguments(Args(**vllm, dtype="float64"))
     with pytest.raises(InputError, match=r"--engine vllm goes with --lora.rank 0, and --dtype float32 or"):
         check_arguments(Args(**vllm, lora=models.LoraArgs(rank=4)))
-    check_arguments(Args(**vllm, dtype="bfloat16"))
+    check_arguments(Args(**vllm, dtype="bfloat16", gpus_per_worker=1))
+    with pytest.raises(InputError, match=r"--gpus_per_worker 0.5: vLLM takes a whole GPU"):
+        check_arguments(Args(**vllm, gpus_per_worker=0.5))
+    with pytest.raises(InputError, match=r"--task.temperature 3: vLLM takes 0.01 to 2"):
+        check_arguments(Args(**vllm, task=dataclasses.replace(Args().task, temperature=3)))
     # Without staleness, only what the learner samples itself needs no correction.
     assert [correction_of(Args(staleness=0, **more)) for more in ({}, vllm)] == ["none", "decoupled"]
 
 
 def test_a_sampler_must_find_the_learners_log_probs():
-    for dtype, gap in (("float32", 9e-4), ("bfloat16", 0.05)):
-        check_sampler(gap, dtype)
+    for dtype, gap in (("float32", 9e-4), ("bfloat16", 0.04)):
+        engine.check_gap(gap, dtype)
         for wrong in (4 * gap, float("nan")):
             with pytest.raises(InputError, match="finds other log-probs than the learner"):
-                check_sampler(wrong, dtype)
+                engine.check_gap(wrong, dtype)

@@ -222,14 +222,14 @@ def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_
 
 
 @pytest.mark.parametrize("bends", [False, True])
-def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, monkeypatch, tmp_path, bends):
+def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, tmp_path, bends):
     """A stand-in for vLLM; as a negative control, one whose own settings bend the distribution."""
     interpreter = tmp_path / "python"
     interpreter.touch(0o755)
     interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={FAKE} FAKE_VLLM={"bends" * bends} exec {sys.executable} "$@"\n')
     words = ["--engine", "vllm", "--vllm_python", str(interpreter), "--staleness", "0"]
     if bends:
-        with pytest.raises(InputError, match="a sampler with the learner's weights finds other log-probs"):
+        with pytest.raises(InputError, match="a worker cannot start: a sampler with the learner's weights finds"):
             train_by(rlvr_async, tiny_sums, tmp_path / "run", *words)
         return
     rows = numbers_of(train_by(rlvr_async, tiny_sums, tmp_path / "run", *words))

@@ -92,6 +92,7 @@ MAY_CHANGE = {
     "local_rollout_batch_size",
     "workers",
     "ray_address",
+    "vllm_python",
     "gpus_per_worker",
     "time_out",
 }

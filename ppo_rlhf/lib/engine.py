@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -23,10 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
 
-from ppo_rlhf.lib import lm, models, precision, processes, run
+from ppo_rlhf.lib import lm, models, precision, problems, processes, run
 from ppo_rlhf.lib.cli import flag
 from ppo_rlhf.lib.errors import InputError
 
@@ -45,7 +45,9 @@ class Spec:
     lora: models.LoraArgs = field(default_factory=models.LoraArgs)
     seed: int = 1
     threads: int = 1  # of PyTorch on a CPU: with another number, sums are rounded otherwise
-    vllm_python: str = ""  # interpreter of an environment with vLLM
+    # Of vLLM alone: the interpreter of its environment, and the most tokens of a prompt with its response.
+    vllm_python: str = ""
+    length: int = 0
 
 
 class Sampled(NamedTuple):
@@ -102,42 +104,71 @@ class BuiltIn:
         return Sampled(responses.cpu().numpy(), logprobs.cpu().numpy(), finished.numpy(), versions)
 
 
+class Lost(RuntimeError):
+    """An engine was ended from outside. Another may do what it had to do."""
+
+
 class VLLM:
     """Samples with vLLM, in a process of its own with the Python of another environment: see engine_vllm.py.
 
-    It draws from the same distribution, but not the same responses: a response's noise only gives its seed.
+    It draws from the same distribution, but not the same responses: a response's noise only gives its seed. And what
+    vLLM has read before may change how it rounds, so a run is not repeated bit for bit.
     """
 
     def __init__(self, spec: Spec):
         self.spec, self.version = spec, -1
         with models.model_errors(spec.base_model) as (path, revision):
-            config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=spec.trust_remote_code)
-            model = models.without_weights(AutoModelForCausalLM, config, torch.float32, spec.trust_remote_code)
-        model.tie_weights()
-        self.parameters, self.vocab_size = dict(model.named_parameters()), model.get_input_embeddings().num_embeddings
+            config = {"model": path, "revision": revision, "trust_remote_code": spec.trust_remote_code}
         self.pipe, theirs = Pipe()
-        command = [spec.vllm_python, str(Path(__file__).with_name("engine_vllm.py")), str(theirs.fileno())]
+        script, descriptor = Path(__file__).with_name("engine_vllm.py"), theirs.fileno()
+        command = [spec.vllm_python, str(script), str(descriptor), str(os.getpid())]
         environment = os.environ | {"OMP_NUM_THREADS": str(spec.threads)}
         self.words = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         try:
             self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdout=self.words, stderr=self.words
+                command, pass_fds=[descriptor], env=environment, stdout=self.words, stderr=self.words
             )
         except OSError as error:
             raise InputError(f"{flag('vllm_python')} {spec.vllm_python}: {error.strerror}") from error
         theirs.close()
-        settings = {"model": path, "revision": revision, "dtype": spec.dtype, "seed": spec.seed}
-        self.vllm_version = self.ask("start", settings | {"trust_remote_code": spec.trust_remote_code})
+        settings = config | {"dtype": spec.dtype, "seed": spec.seed, "max_model_len": spec.length}
+        self.vllm_version = self.ask("start", spec.pad, settings)
+        self.check()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Refuse a vLLM that does not take weights as they are, or says other log-probs than those of a response."""
+        torch.set_num_threads(self.spec.threads)
+        model = models.load_base_model(self.spec).eval()
+        self.parameters = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
+        # [V94] [V92] One prompt, weights that no file has, and a forward pass of ours.
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+        self.load({name: parameter.float().numpy() for name, parameter in model.named_parameters()}, 0)
+        width = max(1, self.spec.length // 2)
+        prompt, noise = np.arange(width)[None] % self.spec.pad, np.random.default_rng(0).random((4, min(width, 8)))
+        found, gaps = self.sample(prompt, 4, noise, 0.7, 0), []
+        for ids, theirs in zip(found.responses, found.logprobs, strict=True):
+            drawn = torch.tensor(ids[ids != self.spec.pad])
+            with precision.mixed_precision(torch.device("cpu"), enabled=self.spec.dtype == "bfloat16"):
+                logits = model(torch.cat([torch.tensor(prompt[0]), drawn])[None]).logits[0, width - 1 : -1]
+            ours = (logits[:, : self.spec.pad].float() / 0.7).log_softmax(1).gather(1, drawn[:, None])[:, 0]
+            gaps.append((ours - torch.tensor(theirs[: len(drawn)])).abs())
+        check_gap(torch.cat(gaps).mean().item(), self.spec.dtype)
+        self.version = -1
 
     def ask(self, *question: Any) -> Any:
-        """What the other process answers."""
+        """What the other process answers. Raises Lost if it was killed, an InputError if it has ended by itself."""
         try:
             self.pipe.send(question)
             return self.pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            self.process.wait()
+            if self.process.wait() < 0:
+                raise Lost(f"vLLM was ended by signal {-self.process.returncode}") from error
             self.words.seek(0)
-            last = (self.words.read().strip().splitlines() or [f"exit status {self.process.returncode}"])[-1]
+            lines = [line.strip() for line in self.words if line.strip()] or [f"status {self.process.returncode}"]
+            said = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit): ", line)]
+            last = (said or lines)[-1]
             raise InputError(f"{flag('vllm_python')} {self.spec.vllm_python}: vLLM has ended: {last}") from error
 
     def describe(self) -> dict[str, str]:
@@ -155,16 +186,29 @@ class VLLM:
         spec, rows = self.spec, prompts.repeat(n, 0)
         # [V93] The seed is the episode's own, so a piece that was lost is asked for again with the same.
         seeds = [int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:7]) for row in noise]
-        settings = {"temperature": temperature, "max_tokens": noise.shape[1], "stop_token_ids": list(spec.stops)}
-        if spec.pad < self.vocab_size:  # rows of the output layer that stand for nothing
-            settings["allowed_token_ids"] = list(range(spec.pad))
+        # vLLM takes any other temperature below 0.01 for 0.01.
+        settings = {"temperature": 0.0 if temperature <= problems.GREEDY else temperature}
+        settings |= {"max_tokens": noise.shape[1], "stop_token_ids": list(spec.stops)}
         answers = self.ask("sample", [row[row != spec.pad].tolist() for row in rows], seeds, settings)
         responses, logprobs = np.full(noise.shape, spec.pad), np.zeros(noise.shape, np.float32)
         for row, (ids, theirs) in enumerate(answers):
+            if len(ids) < noise.shape[1] and not {*ids[-1:]} & {*spec.stops}:
+                raise RuntimeError(f"vLLM has cut a response after {len(ids)} of {noise.shape[1]} tokens")
             responses[row, : len(ids)], logprobs[row, : len(ids)] = ids, theirs
         # [V91] Weights change between calls alone, as above.
         versions = np.full((len(rows), 2), version)
         return Sampled(responses, logprobs, np.isin(responses, spec.stops).any(1), versions)
+
+
+def check_gap(gap: float, dtype: str) -> None:
+    """Refuse an engine whose log-probs are not ours, although the weights are the same. gap: the mean, in nats."""
+    # [V94] In bfloat16 the mean is 0.02 for the small world's model, and single tokens are much further off.
+    limit = 0.05 if dtype == "bfloat16" else 1e-3
+    if not gap <= limit:
+        raise InputError(
+            f"a sampler with the learner's weights finds other log-probs than the learner: {gap:.2g} nats off in the "
+            f"mean, {limit:g} are too many"
+        )
 
 
 def check_version(asked: int, loaded: int) -> None:
@@ -172,7 +216,7 @@ def check_version(asked: int, loaded: int) -> None:
         raise RuntimeError(f"version {asked} of the weights is asked for, but version {loaded} is loaded")
 
 
-def check_names(weights: Weights, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_names(weights: Weights, parameters: Mapping[str, Tensor]) -> None:
     """Refuse weights that are not those of the model, by name and shape."""
     # [V92] A name that is missing or unknown is an error, not a warning: the old weights would sample on.
     if odd := sorted(set(weights) ^ set(parameters)):

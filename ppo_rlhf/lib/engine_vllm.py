@@ -6,24 +6,28 @@ It answers what it is asked through a pipe, and ends with whoever asks, or with 
 
 import os
 import sys
+import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 Answers = list[tuple[list[int], list[float]]]
 
 
-def start(settings: dict[str, Any]) -> tuple[Any, str]:
-    """vLLM with a model, and its version."""
-    # One process, so that weights are handed over as they are. The rest is for a CPU: processes share the cores.
+def start(vocab_size: int, settings: dict[str, Any]) -> tuple[Any, str]:
+    """vLLM with a model of random weights that draws ids below vocab_size; and its version."""
+    # One process, so that weights are handed over as they are. On a CPU: no cores of its own, 1 GiB for keys.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    for name, value in {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }.items():
-        os.environ.setdefault(name, value)  # the first in GiB
+    wishes = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {name: value for name, value in wishes.items() if name not in os.environ}
     import torch
     import vllm
+
+    def cut_logits(model: Any) -> None:
+        """Rows of the output layer above the tokenizer's ids stand for nothing."""
+        for module in model.modules():
+            if type(module).__name__ == "LogitsProcessor":
+                module.org_vocab_size = vocab_size
 
     on_gpu = torch.cuda.is_available()
     own = {
@@ -33,9 +37,13 @@ def start(settings: dict[str, Any]) -> tuple[Any, str]:
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,  # ids go in and come out
         "enforce_eager": not on_gpu,
-        "enable_chunked_prefill": on_gpu,  # a prompt that is read in parts sets a seed's generator back: not on a CPU
+        # A prompt that is read in parts sets its seed's generator back, which a CPU's cannot.
+        "enable_chunked_prefill": on_gpu,
+        "load_format": "dummy",  # weights come by `load` alone, so that it cannot fail unseen
     }
-    return vllm.LLM(**settings, **own), vllm.__version__
+    llm = vllm.LLM(**settings, **own)
+    llm.apply_model(cut_logits)
+    return llm, vllm.__version__
 
 
 def load(llm: Any, weights: dict[str, Any]) -> None:
@@ -75,8 +83,16 @@ def sample(llm: Any, prompts: list[list[int]], seeds: list[int], settings: dict[
     return found
 
 
+def leave_with(parent: int) -> None:
+    """End this process when its parent has gone, even in the middle of an answer."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     """Answer, until there is nobody to ask."""
+    threading.Thread(target=leave_with, args=[int(sys.argv[2])], daemon=True).start()
     pipe, llm = Connection(int(sys.argv[1])), None
     while True:
         try:
