@@ -373,7 +373,7 @@ def draw_estimators(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
     names = list(own["variant"].unique())
     colors = dict(zip(names, itertools.cycle(mpl.color_sequences["tab10"])))
     for name in names:
-        draw_curve(curves, updates, "estimators", name, RIGHT, color=colors[name])
+        draw_curve(curves, updates, "estimators", name, RIGHT, band=False, color=colors[name])
     finish_panel(curves, "right samples, problems not seen before")
     curves.legend(fontsize=8, frameon=False)
     for i, name in enumerate(reversed(names)):
@@ -420,18 +420,19 @@ def draw_penalties(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
     for axes, part in zip(panels, parts, strict=True):
         for name in runs.loc[runs["part"] == part, "variant"].unique():
             color = {"k1": "#0072b2", "k2": "#d55e00", "k3": "#009e73"}.get(name[:2], "#888888")
-            draw_curve(axes, updates, part, name, TRUE_KL, color=color, linestyle="--" if "loss" in name else "-")
+            style = {"color": color, "linestyle": "--" if "loss" in name else "-"}
+            draw_curve(axes, updates, part, name, TRUE_KL, band=(part, name) not in FAR, **style)
         finish_panel(axes, titles[part])
-        if part == "alone":  # one of them goes far
-            axes.set_yscale("log")
-            axes.set_ylim(bottom=0.1)
-        else:
-            axes.set_ylim(bottom=0)
+        others = updates[(updates["part"] == part) & (updates["variant"] != FAR[0][1])]
+        axes.set_ylim(0, 1.5 * others.groupby(["variant", "step"])[TRUE_KL].mean().max())
     panels[0].set_ylabel("KL from the reference (nats per response)", fontsize=9)
     panels[0].legend(fontsize=8, frameon=False)
+    if none := [line for line in panels[-1].lines if line.get_label() == "none"]:
+        panels[-1].legend(handles=none, fontsize=8, frameon=False)
     return figure
 
 
+FAR = (("alone", "k1 in the loss"), ("beside", "k1 in the loss"))  # these go out of the picture
 DR_GRPO = "dr_grpo, greatest length"
 LENGTH_PANELS = {  # metric; whether it is the difference from Dr. GRPO that is drawn
     "tokens of wrong responses": (WRONG_LENGTH, False),

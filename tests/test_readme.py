@@ -125,6 +125,62 @@ def test_over_optimisation():
             assert round(accuracy[key]) in (79, 80)
 
 
+def interval_of(values: pd.Series) -> tuple[float, float]:
+    """Mean, and half of the 95 % interval."""
+    assert len(values) in (5, 20)
+    found = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return values.mean(), (found.high - found.low) / 2
+
+
+def table_under(header: str) -> dict[str, list[str]]:
+    """The cells of a table of docs/results.md by the first of each row. header: how its first line begins."""
+    lines = RESULTS[RESULTS.index(header) :].splitlines()[2:]
+    rows = [line.strip("| ").split(" |") for line in lines[: lines.index("")]]
+    return {first: [cell.strip() for cell in cells] for first, *cells in rows}
+
+
+def check_cell(cell: str, values: pd.Series, places: int) -> None:
+    numbers = [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
+    assert numbers == pytest.approx(interval_of(values), abs=0.51 * 10**-places), cell
+
+
+LENGTHS = ("grpo, own length", "dr_grpo, own length", "grpo, greatest length")  # rows of the page
+
+
+def test_tables_of_the_estimators():
+    folder = ROOT / "benchmark/results/estimators"
+    runs, updates = (pd.read_csv(folder / f"{name}.csv") for name in ("runs", "updates"))
+    assert set(runs["commit"].dropna()) == {
+        re.search(r"of both sections, at commit (\w+);", " ".join(RESULTS.split()))[1]
+    }
+    parts = {part: own.groupby("variant") for part, own in runs.groupby("part")}
+    rows = table_under("| `--ppo.advantage` | right, samples (%)")
+    assert {name.strip("`") for name in rows} == set(rlvr_policy.ESTIMATORS) == set(parts["estimators"].groups)
+    for name, cells in rows.items():
+        own = parts["estimators"].get_group(name.strip("`"))
+        for cell, column in zip(cells, ("samples", "greedy"), strict=True):
+            check_cell(cell, 100 * own[column], 1)
+
+    rows = table_under("| | tokens more, wrong responses")
+    for name, cells in zip(LENGTHS, rows.values(), strict=True):
+        for cell, right in zip(cells, ("incorrect", "correct"), strict=True):
+            means = updates.groupby(["part", "variant", "seed"])[f"val/sequence_lengths_{right}"].mean()["lengths"]
+            check_cell(cell, means[name] - means["dr_grpo, greatest length"], 2)
+
+    rows, kl = table_under("| penalty | three tokens: 0.40"), "objective/true_kl"
+    assert set(rows) == set(estimators.PENALTIES)
+    for name, (exact, alone, beside, right) in rows.items():
+        own = parts["beside"].get_group(name)
+        check_cell(beside, own[kl], 2)
+        check_cell(right, 100 * own["samples"], 1)
+        assert (name == "none") == (exact == "") == (alone == "")
+        for cell, part in ((exact, "exact"), (alone, "alone")):
+            if cell:
+                check_cell(cell, parts[part].get_group(name)[kl], 2)
+    starts = runs[runs["part"].isin(["exact", "alone"])].groupby("part")["first_kl"].mean()
+    assert starts.round(2).to_dict() == {"exact": 0.40, "alone": 1.48}
+
+
 def effects_of_ablations() -> dict[str, dict[str, tuple[float, float]]]:
     """Of each ablation and effect: mean and half of the 95 % interval, from the committed numbers of single runs."""
     runs = pd.read_csv(ROOT / "benchmark/results/ablations/ablations.csv").set_index("seed")
