@@ -144,6 +144,35 @@ def check_cell(cell: str, values: pd.Series, places: int) -> None:
     assert numbers == pytest.approx(interval_of(values), abs=0.51 * 10**-places), cell
 
 
+def test_demo_of_chapter_3():
+    """Before and after: the first row of the metrics, and meta.json."""
+    folder, page = ROOT / "static/demo-rlvr", (ROOT / "docs/chapter3.md").read_text()
+    meta = json.loads((folder / "meta.json").read_text())
+    after, before = meta["results"], pd.read_csv(folder / "metrics.csv").iloc[0]
+    assert f"at commit {meta['commit'][:7]}, seed {meta['args']['seed']}" in page and meta["sizes"]["updates"] == 70
+    names = {"the likeliest response |": "gsm8k_strict", "tokens of the likeliest": "length"}
+    names |= {f"pass@{k}": f"pass@{k}" for k in (1, 2, 4, 8, 16)}
+    names |= {f"{k} step": f"gsm8k_strict_steps_{k}" for k in (1, 2, 3, 4)}
+    table = page[page.index("| | language model | after 70") :].split("\n\n")[0]
+    for words, name in names.items():
+        scale = 1 if name == "length" else 100
+        (row,) = [line for line in table.splitlines() if re.search(rf"{re.escape(words)}(?!\d)", line)]
+        numbers = [float(cell.removesuffix(" %")) for cell in row.strip("| ").split(" | ")[1:]]
+        assert numbers == pytest.approx([scale * x[f"eval/{name}"] for x in (before, after)], abs=0.051), row
+    for name, numbers in {"gsm8k_strict": "from 56.6 % to 85.7 %", "mean@16": "from 44.7 % to 78.1 %"}.items():
+        rounded = "from {:.1f} % to {:.1f} %".format(*(100 * x[f"eval/{name}"] for x in (before, after)))
+        assert rounded == numbers and numbers in README
+    for name, numbers in {"mean_standard_error": (1.7, 1.4), "standard_error": (2.2, 1.5)}.items():
+        assert numbers == tuple(round(100 * x[f"eval/{name}"], 1) for x in (before, after))
+    solved = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+    solved = {row["prompt"].strip(): row for row in solved}
+    shown = [line.strip("| ").split(" | ") for line in page.splitlines() if "#### " in line and line.startswith("|")]
+    assert len(shown) == 3
+    for problem, *samples in shown:
+        found = [" ".join(solved[problem][f"a_{which}_sample"].split()) for which in ("right", "wrong")]
+        assert [sample.replace("\\*", "*") for sample in samples] == found
+
+
 LENGTHS = ("grpo, own length", "dr_grpo, own length", "grpo, greatest length")  # rows of the page
 
 
