@@ -1,4 +1,4 @@
-"""Rollouts and learner apart: chapter 3, asynchronous, and still the same numbers each time.
+"""Rollouts and learner apart: chapter 3, asynchronous, and still the same numbers each time (but for vLLM's).
 
 rlvr_policy.py samples and trains in turn, so that one of the two always waits. Here workers, processes of their own
 on this machine or others, sample ahead while the learner trains. With staleness K, the batch of update t is sampled
@@ -10,12 +10,12 @@ becomes of them.
     a. publish the weights: version t
     b. ask for batch t + K, of version t          pieces ->      wait for a piece: prompts, noise, version
     c. wait for batch t, of version t - K                        load that version, if it is another
-       1. to 4. of rlvr_policy.py, but for       <- answers      sample: ids, their log-probs, the version
-       the sampling, and 5.
+       1. to 5. of rlvr_policy.py, but for       <- answers      sample: ids, their log-probs, the version
+       the sampling
     d. correct for the age of the weights
        6. to 8. of rlvr_policy.py
 
-Time goes from left to right; v1 are the weights after the first update:
+Time goes from left to right; v1 is the weights after the first update:
 
     K = 0   workers   | batch 0, v0 |          | batch 1, v1 |          | batch 2, v2 |
             learner                 | update 0 |             | update 1 |             | update 2 |
@@ -31,8 +31,7 @@ Marks like [V81] name an implementation detail. The original is volcengine/verl 
 stand beside the mark. See docs/details.
 
     pip install 'ppo-rlhf[async]'
-    python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2
-    torchrun --nproc_per_node 4 ppo_rlhf/rlvr_async.py --preset gsm8k-grpo --workers 4 --ray_address auto
+    python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
     python ppo_rlhf/rlvr_async.py --resume runs/<run>           # go on after an interruption
 """
 
@@ -68,8 +67,8 @@ from ppo_rlhf.lib.errors import InputError
 class Args(rlvr_policy.Args):
     exp_name: str = "rlvr_async"
     staleness: int = 1
-    """updates by which the weights that sample a batch are older than those that it trains, once there were so many;
-    0: sampling and training take turns"""
+    """how many updates old the weights are that sample a batch, fewer at the start; 0: sampling and training take
+    turns"""
     workers: int = 1
     """processes that sample"""
     engine: Literal["built-in", "vllm"] = "built-in"
@@ -154,7 +153,7 @@ class Batches:
         self.learner, self.ray, self.is_main = learner, ray, learner.accelerator.is_main_process
         self.staleness = learner.setup.args.staleness
         self.asked: dict[int, list[list[Future]]] = {}  # of each round the pieces of each process
-        self.next = learner.rounds  # round to ask for
+        self.next = learner.rounds  # round to ask for; without filter_groups, each update has one
         self.versions: dict[int, Any] = {}  # published weights
         self.waiting = self.publishing = 0.0  # seconds
 
@@ -199,50 +198,52 @@ class Batches:
         while self.next <= number:
             self.ask(self.next, self.version_of(self.next))
 
-    def ask(self, number: int, version: int) -> None:
-        setup, self.next = self.learner.setup, number + 1
+    def ask(self, round_number: int, version: int) -> None:
+        setup, self.next = self.learner.setup, round_number + 1
         if not self.is_main:
             return
         chunk, weights = setup.sizes.local_rollout_batch, self.versions[version]
         copies = (math.gcd(chunk, setup.args.ppo.samples_per_prompt), 1)  # rows of one prompt; a greedy one is alone
-        self.asked[number] = [[] for _ in range(setup.accelerator.num_processes)]
-        for rank, pieces in enumerate(self.asked[number]):
-            _, _, requests = rlvr_policy.draw_round(setup, number, rank)
+        self.asked[round_number] = [[] for _ in range(setup.accelerator.num_processes)]
+        for rank, pieces in enumerate(self.asked[round_number]):
+            _, _, requests = rlvr_policy.draw_round(setup, round_number, rank)
             for n, (contexts, noise, temperature) in zip(copies, requests, strict=False):
                 # As many rows at a time as the learner would sample, so that all sums are rounded alike.
                 for prompts, uniforms in zip(contexts.split(chunk), noise.split(chunk), strict=True):
                     pieces.append(self.workers.ask(weights, prompts[::n], n, uniforms, temperature, version))
 
-    def roll_out(self, number: int) -> rlvr_policy.Rollout:
+    def roll_out(self, round_number: int) -> rlvr_policy.Rollout:
         """A round, sampled elsewhere."""
         learner, version = self.learner, self.version_of(self.current)
-        if number >= self.next:
-            self.ask(number, version)
-        answers = iter(self.take(number, version))
+        if round_number >= self.next:
+            self.ask(round_number, version)
+        answers = iter(self.take(round_number, version))
         # rollout() asks for what was asked for, in the same order.
         parts = (learner.setup, learner.actor_critic, learner.reference, lambda *_, **__: next(answers))
-        return rlvr_policy.rollout(*parts, number, version=version)
+        return rlvr_policy.rollout(*parts, round_number, version=version)
 
-    def take(self, number: int, version: int) -> list[tuple[Tensor, Tensor]]:
+    def take(self, round_number: int, version: int) -> list[tuple[Tensor, Tensor]]:
         """Responses and their log-probs, piece by piece, of this process; waits for them."""
         started, accelerator, stops = time.monotonic(), self.learner.accelerator, self.learner.setup.ids.stops
 
         def wait() -> list[list[engine.Sampled]]:
-            return [[piece.result() for piece in pieces] for pieces in self.asked.pop(number)]
+            return [[piece.result() for piece in pieces] for pieces in self.asked.pop(round_number)]
 
         mine = from_main(wait)[accelerator.process_index]
         for piece in mine:
             # [V91] Of one version from the first token to the last; the engine and we see the same ends.
             stopped = rlvr_policy.response_mask(torch.tensor(piece.responses), stops)[1]
             if (piece.versions != version).any() or (piece.finished != stopped.numpy()).any():
-                raise RuntimeError(f"round {number}: a worker has answered with other weights or ends than we see")
+                raise RuntimeError(
+                    f"round {round_number}: a worker has answered with other weights or ends than we see"
+                )
         self.waiting += run.seconds_since(started)
         # [V82] The sampler's own log-probs stay beside those that the learner's forward pass finds.
         tensors = ((torch.tensor(piece.responses), torch.tensor(piece.logprobs)) for piece in mine)
         return [(ids.to(accelerator.device), logprobs.to(accelerator.device)) for ids, logprobs in tensors]
 
     def kept_versions(self) -> dict[str, dict[str, Tensor]]:
-        """For a checkpoint: the weights that sample what the next updates train on, but for those that learn on."""
+        """For a checkpoint: the weights that sample for the next updates, without the newest, which it has anyway."""
         kept = {
             v: self.workers.wait(self.versions[v]) for v in self.versions if v >= self.version_of(self.current + 1)
         }
@@ -405,7 +406,7 @@ def connect(args: Args) -> tuple[Any, bool]:
 
 @contextlib.contextmanager
 def last_words(accelerator: Accelerator) -> Iterator[None]:
-    """Where Ray's own processes are lost, it ends this one at once, within its library: another process says so."""
+    """If Ray's own processes die, its library ends this one without a word; a second process stands by to say so."""
     if not accelerator.is_main_process:
         yield
         return

@@ -37,7 +37,7 @@ def start(vocab_size: int, settings: dict[str, Any]) -> tuple[Any, str]:
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,  # ids go in and come out
         "enforce_eager": not on_gpu,
-        # A prompt that is read in parts sets its seed's generator back, which a CPU's cannot.
+        # vLLM rewinds the generator of a prompt that is read in parts; on a CPU it cannot.
         "enable_chunked_prefill": on_gpu,
         "load_format": "dummy",  # weights come by `load` alone, so that it cannot fail unseen
     }
@@ -70,7 +70,7 @@ def sample(llm: Any, prompts: list[list[int]], seeds: list[int], settings: dict[
     """Ids up to the first stop id, and their log-probs, of one response to each prompt with a seed of its own."""
     from vllm import SamplingParams
 
-    # [V14] Every field that would bend the distribution is said, for a field that is not takes another's default.
+    # [V14] Every field that would bend the distribution is given; one that is left out takes another's default.
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "detokenize": False}
     # [V94] 0: of the token that was drawn, and of no others.
