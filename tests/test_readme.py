@@ -210,6 +210,22 @@ def test_tables_of_the_estimators():
     assert starts.round(2).to_dict() == {"exact": 0.40, "alone": 1.48}
 
 
+def test_table_of_staleness():
+    runs = pd.read_csv(ROOT / "benchmark/results/staleness/runs.csv", dtype={"commit": str})
+    page = RESULTS[RESULTS.index("## What staleness does") : RESULTS.index("## Speed")]
+    assert set(runs["commit"]) == {re.search(r"at commit (\w+)", page)[1]}
+    rows = [line.strip("| ").split(" |") for line in page.splitlines() if re.match(r"\| \d \|", line)]
+    assert len(rows) == 13 == len(staleness.VARIANTS)
+    fresh = 100 * runs[runs["staleness"] == 0].set_index("seed")["samples"]
+    for age, way, right, beside, *off in rows:
+        own = runs[(runs["staleness"] == int(age)) & (runs["way"] == (way.strip(" `") or "any"))].set_index("seed")
+        check_cell(right, 100 * own["samples"], 1)
+        if age != "0":
+            check_cell(beside, 100 * own["samples"] - fresh, 1)
+            check_cell(off[0], own["async/kl"], 4)
+            check_cell(off[1], own["async/ess"], 3)
+
+
 def effects_of_ablations() -> dict[str, dict[str, tuple[float, float]]]:
     """Of each ablation and effect: mean and half of the 95 % interval, from the committed numbers of single runs."""
     runs = pd.read_csv(ROOT / "benchmark/results/ablations/ablations.csv").set_index("seed")
