@@ -532,6 +532,12 @@ def check_arguments(args: Args) -> None:
             f"{cli.flag('ppo.filter_groups')} goes with {cli.flag('staleness')} 0: which rounds a batch needs, "
             f"and so what could be sampled ahead for it, is known only when the batch before it is full"
         )
+    threads, busy, cores = torch.get_num_threads(), args.workers + (args.staleness > 0), os.cpu_count() or 1
+    if busy * threads > cores and not args.ray_address and not torch.cuda.is_available():
+        run.say(
+            f"{busy} processes of {threads} threads each share {cores} cores and slow each other down; "
+            f"PPO_RLHF_THREADS={max(1, cores // busy)} would be faster"
+        )
     if args.correction == "none" and (args.staleness or args.engine == "vllm"):
         # [V82] As open-instruct does.
         run.say(

@@ -362,6 +362,15 @@ def test_rays_own_troubles_end_in_one_line(monkeypatch):
         rlvr_async.connect(Args())
 
 
+@pytest.mark.parametrize(("staleness", "workers", "crowded"), [(0, 1, False), (1, 1, True), (0, 2, True)])
+def test_more_threads_than_cores_are_said(monkeypatch, capsys, staleness, workers, crowded):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    rlvr_async.check_arguments(Args(staleness=staleness, workers=workers))
+    words = "2 processes of 2 threads each share 2 cores and slow each other down; PPO_RLHF_THREADS=1"
+    assert (words in capsys.readouterr().out) == crowded
+
+
 WITNESSED = """
 import os, sys
 from types import SimpleNamespace
