@@ -501,6 +501,12 @@ def test_flags_exist():
         assert flag in known or f"policy.{flag}" in known, flag
 
 
+def test_our_names_beside_those_of_others_are_flags():
+    rows = (ROOT / "docs/chapter3.md").read_text().split("### What others call them")[1].split("## ")[0].splitlines()
+    ours = [name for row in rows[7:] for name in re.findall(r"`([\w.]+)`", row.split(" | ")[0])]
+    assert len(ours) > 40 and set(ours) <= flags_of(rlvr_async), set(ours) - flags_of(rlvr_async)
+
+
 def test_flags_of_the_benchmark_exist():
     scripts = (
         ablations,
