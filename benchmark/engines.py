@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import tyro
-from ablations import interval
 from compare import markdown, read_numbers
+from estimators import EVALUATION, GREEDY, QUIET, RIGHT, SAMPLES, cell
 from interop import Check, check_table, exit_status
 
 import benchmark
@@ -134,24 +135,14 @@ def compare_logprobs(args: Args, spec: engine.Spec, prompts: torch.Tensor, lengt
 
 def train(args: Args) -> list[dict[str, Any]]:
     """Step 3: one row for each run."""
-    jobs = []
-    for seed in range(1, args.seeds + 1):
-        for name in ENGINES:
-            words = f"--engine {name}"
-            if name == "vllm":
-                words += f" --vllm_python {shlex.quote(str(args.python.absolute()))}"
-            script = shlex.quote(str(ROOT / "ppo_rlhf/rlvr_async.py"))
-            quiet = "--eval_samples 2 --eval_interval 0 --log_interval 0 --trace_interval 0 --save_interval 0"
-            experiment = benchmark.Args(
-                name=name,
-                command=f"python {script} {args.policy} {quiet} {words}",
-                num_seeds=1,
-                start_seed=seed,
-                folder=args.folder,
-            )
-            jobs += benchmark.find_jobs(experiment)
-    launcher = benchmark.Args(name="engines")
-    benchmark.run_here(launcher, jobs)
+    script, jobs = shlex.quote(str(ROOT / "ppo_rlhf/rlvr_async.py")), []
+    where = {"built-in": "", "vllm": f" --vllm_python {shlex.quote(str(args.python.absolute()))}"}
+    for name in ENGINES:
+        command = f"python {script} {args.policy} {EVALUATION} {QUIET} --engine {name}{where[name]}"
+        experiment = benchmark.Args(name=name, command=command, num_seeds=args.seeds, folder=args.folder)
+        jobs += benchmark.find_jobs(experiment)
+    jobs.sort(key=lambda job: job.seed)  # both engines with one seed first
+    benchmark.run_here(benchmark.Args(name="engines"), jobs)
     rows = []
     for name in ENGINES:
         for seed in range(1, args.seeds + 1):
@@ -159,16 +150,15 @@ def train(args: Args) -> list[dict[str, Any]]:
                 meta, table = read_meta(file.parent), read_numbers(file.with_name("metrics.csv"))
                 if not meta["finished"]:
                     raise InputError(f"{file.parent} is not finished")
-                right = table["objective/verifiable_correct_rate"]
+                right = table[RIGHT]
                 rows.append(
                     {
                         "engine": name,
                         "seed": seed,
-                        "samples": meta["results"]["eval/mean@2"],
-                        "greedy": meta["results"]["eval/gsm8k_strict"],
+                        "samples": meta["results"][SAMPLES],
+                        "greedy": meta["results"][GREEDY],
                         "first": right.iloc[:3].mean(),
                         "last": right.iloc[-3:].mean(),
-                        "ess": table["async/ess"].iloc[1:].mean(),
                         "first_gap": table["async/largest_gap"].iloc[0],
                     }
                 )
@@ -177,26 +167,14 @@ def train(args: Args) -> list[dict[str, Any]]:
 
 def table_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     """One row for each engine: means with 95 % intervals over seeds."""
-    table = []
-    for name in ENGINES:
-        own = [row for row in rows if row["engine"] == name]
-
-        def cell(key: str, scale: float = 100, own: list = own) -> str:
-            mean, half = interval([scale * row[key] for row in own])
-            return f"{mean:.1f} ± {half:.1f}"
-
-        table.append(
-            {
-                "engine": f"`{name}`",
-                "seeds": str(len(own)),
-                "right in the first updates (%)": cell("first"),
-                "in the last": cell("last"),
-                "held out, samples": cell("samples"),
-                "held out, greedy": cell("greedy"),
-                "first update: largest gap of log-probs": f"{max(row['first_gap'] for row in own):.1g}",
-            }
-        )
-    return table
+    columns = {"right in the first updates (%)": "first", "in the last": "last"}
+    columns |= {"held out, samples": "samples", "held out, greedy": "greedy"}
+    return [
+        {"engine": f"`{name}`", "seeds": str(len(own))}
+        | {title: cell(100 * own[column], ".1f") for title, column in columns.items()}
+        | {"first update: largest gap of log-probs": f"{own['first_gap'].max():.1g}"}
+        for name, own in pd.DataFrame(rows).groupby("engine", sort=False)
+    ]
 
 
 def main(args: Args) -> int:

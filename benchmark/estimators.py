@@ -317,21 +317,28 @@ def table_of(runs: pd.DataFrame) -> list[dict[str, str]]:
 
 def report(args: Args) -> int:
     """Write tables and pictures of what is finished."""
-    runs, updates = read_runs(args)
-    args.output.mkdir(parents=True, exist_ok=True)
-    runs.to_csv(args.output / "runs.csv", index=False, float_format="%.6g")
-    updates.to_csv(args.output / "updates.csv", index=False, float_format="%.5g")
+    keep_tables(args.output, *read_runs(args))
     return draw(args)
+
+
+def keep_tables(folder: Path, runs: pd.DataFrame, updates: pd.DataFrame) -> None:
+    """runs.csv and updates.csv of a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs.to_csv(folder / "runs.csv", index=False, float_format="%.6g")
+    updates.to_csv(folder / "updates.csv", index=False, float_format="%.5g")
+
+
+def kept_tables(folder: Path) -> list[pd.DataFrame]:
+    """Both of them, as they were kept."""
+    try:
+        return [pd.read_csv(folder / f"{name}.csv", dtype={"commit": str}) for name in ("runs", "updates")]
+    except OSError as error:
+        raise InputError(f"--output {folder}: {error}") from error
 
 
 def draw(args: Args) -> int:
     """Table and pictures once more, from runs.csv and updates.csv."""
-    try:
-        runs, updates = (
-            pd.read_csv(args.output / f"{name}.csv", dtype={"commit": str}) for name in ("runs", "updates")
-        )
-    except OSError as error:
-        raise InputError(f"--output {args.output}: {error}") from error
+    runs, updates = kept_tables(args.output)
     text = markdown(table_of(runs))
     commits = ", ".join(sorted(set(runs["commit"].dropna())))
     (args.output / "estimators.md").write_text(f"{text}\n± is a 95 % interval over seeds. commit: {commits}\n")

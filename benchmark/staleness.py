@@ -31,7 +31,18 @@ import pandas as pd
 import tyro
 from ablations import interval
 from compare import markdown, read_numbers
-from estimators import EVALUATION, GREEDY, QUIET, RIGHT, SAMPLES, advantage, cell, finish_panel
+from estimators import (
+    EVALUATION,
+    GREEDY,
+    QUIET,
+    RIGHT,
+    SAMPLES,
+    advantage,
+    cell,
+    finish_panel,
+    keep_tables,
+    kept_tables,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -165,21 +176,13 @@ def table_of(runs: pd.DataFrame) -> list[dict[str, str]]:
 
 def report(args: Args) -> int:
     """Write table and picture of what is finished."""
-    runs, updates = read_runs(args)
-    args.output.mkdir(parents=True, exist_ok=True)
-    runs.to_csv(args.output / "runs.csv", index=False, float_format="%.6g")
-    updates.to_csv(args.output / "updates.csv", index=False, float_format="%.5g")
+    keep_tables(args.output, *read_runs(args))
     return draw(args)
 
 
 def draw(args: Args) -> int:
     """Table and picture once more, from runs.csv and updates.csv."""
-    try:
-        runs, updates = (
-            pd.read_csv(args.output / f"{name}.csv", dtype={"commit": str}) for name in ("runs", "updates")
-        )
-    except OSError as error:
-        raise InputError(f"--output {args.output}: {error}") from error
+    runs, updates = kept_tables(args.output)
     text = markdown(table_of(runs))
     commits, rates = (", ".join(sorted(set(runs[name].astype(str)))) for name in ("commit", "lr"))
     words = f"± is a 95 % interval over seeds. learning rate: {rates}; commit: {commits}"

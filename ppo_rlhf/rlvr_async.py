@@ -462,6 +462,7 @@ def correct(
     number: of the update. Every process must call this, and all find the same of the whole batch.
     """
     whole = (batch.logprobs, batch.sampler_logprobs, batch.mask, batch.versions)
+    # (batch, response_length) the first three, (batch,) the last
     prox, mu, mask, versions = (accelerator.gather(tensor.contiguous()) for tensor in whole)
     mine = slice(accelerator.process_index * len(batch.mask), (accelerator.process_index + 1) * len(batch.mask))
     # Capped weights, of each token or of its response.
