@@ -95,22 +95,18 @@ class Args:
     """folder that gets staleness.png"""
     policy: str = "--preset sums --ppo.total_episodes 4096 --ppo.batch_size 128"
     """what all runs have in common: arguments of rlvr_async.py"""
-    lr: float = 3e-4
-    """learning rate of all runs: how far an update moves the policy, and so how far off old weights are"""
-    prefix: str = ""
-    """what the command of each run begins with, such as `nice -n 10`"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
 
 
 def arguments(args: Args, variant: Variant) -> str:
     """Those of rlvr_async.py, but for the seed."""
-    return f"{advantage('rloo')} --ppo.lr {args.lr:g} {args.policy} {EVALUATION} {QUIET} {variant.words}"
+    return f"{advantage('rloo')} {args.policy} {EVALUATION} {QUIET} {variant.words}"
 
 
 def jobs_of(args: Args, variant: Variant, seeds: Iterable[int]) -> list[benchmark.Job]:
     """The jobs of one variant, one for each seed."""
-    command = f"{args.prefix} python {shlex.quote(str(SCRIPT))} {arguments(args, variant)}".strip()
+    command = f"python {shlex.quote(str(SCRIPT))} {arguments(args, variant)}"
     common = {"name": variant.name, "command": command, "num_seeds": 1, "folder": args.folder}
     experiments = (benchmark.Args(**common, start_seed=seed, any_commit=args.any_commit) for seed in seeds)
     return [job for experiment in experiments for job in benchmark.find_jobs(experiment)]

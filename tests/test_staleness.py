@@ -28,11 +28,11 @@ def test_arguments_differ_in_age_and_way_alone(tmp_path):
     """As the script itself reads them from the command of a job: 32 updates of groups of 8, no critic, no penalty."""
     common = []
     for variant in staleness.VARIANTS:
-        args = staleness.Args(folder=tmp_path, lr=0.001, prefix="nice -n 10")
+        args = staleness.Args(folder=tmp_path, policy=f"{staleness.Args.policy} --ppo.lr 0.001")
         (job,) = staleness.jobs_of(args, variant, [3])
-        *before, script = (words := shlex.split(job.command))[:5]
-        assert before == ["nice", "-n", "10", "python"] and script == rlvr_async.__file__ and job.seed == 3
-        read = cli.parse_args(rlvr_async.PRESETS, words[5:])
+        python, script, *words = shlex.split(job.command)
+        assert (python, script, job.seed) == ("python", rlvr_async.__file__, 3)
+        read = cli.parse_args(rlvr_async.PRESETS, words)
         rlvr_async.check_arguments(read)
         rlvr_policy.check_arguments(read)
         assert (read.staleness, read.correction) == (variant.staleness, variant.way if variant.staleness else "none")
@@ -145,7 +145,7 @@ def test_finished_runs_are_not_run_again(tmp_path):
     assert result.status == 0, result
     assert len(pd.read_csv(tmp_path / "out/runs.csv")) == 13
     assert not list((tmp_path / "bench").glob("*/*/log.txt"))
-    result = launch(staleness.__file__, "run", *where, "--lr", "1e-3", folder=tmp_path)
+    result = launch(staleness.__file__, "run", *where, "--policy", "--preset sums --ppo.lr 1e-3", folder=tmp_path)
     assert result.status == 2 and "another command's run" in result.stderr
 
 
