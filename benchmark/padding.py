@@ -40,7 +40,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf import tldr_policy, train_policy
-from ppo_rlhf.lib import lm, posts, processes, texts
+from ppo_rlhf.lib import lm, posts, processes, texts, unpadded
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.run import commit, cpu_name
@@ -113,6 +113,7 @@ def padded() -> Iterator[None]:
                 lambda model, tokens, pad_id, columns, _: lm.read_tokens(model, tokens, pad_id, columns),
             ),
             (lm, "generate_until", generate),
+            (processes, "reads_no_padding", lambda model: False),
         ):
             stack.enter_context(patch.object(where, name, replacement))
         yield
@@ -126,6 +127,8 @@ def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], f
         config.activation_function = "gelu_pytorch_tanh"  # as load_pretrained sets it
     count = 4 if case.chapter == 2 else 3
     networks = [AutoModelForCausalLM.from_config(config).eval().to(device) for _ in range(count)]  # no dropout
+    for network in networks:
+        unpadded.prepare(network)
     vocab = pad = config.vocab_size
     query_lengths = spread_lengths(*case.queries, case.batch)
     response_lengths = spread_lengths(*case.responses, case.batch)

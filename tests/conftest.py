@@ -86,7 +86,7 @@ def tokenizer_with_a_hole(tiny_tokenizer):
 def tiny_models():
     """A function (architecture, rows, seed) -> causal language model with random weights, and large ones.
 
-    architecture: gpt2, gpt_neox, llama or qwen2. rows: of the embedding; the tiny tokenizer has 29 tokens.
+    architecture: one of those below. rows: of the embedding; the tiny tokenizer has 29 tokens.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,7 +95,10 @@ def tiny_models():
         "gpt2": {"activation_function": "gelu_new", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
         "gpt_neox": {"intermediate_size": 32},
         "llama": {"intermediate_size": 32, "num_key_value_heads": 2},
+        "mistral": {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 4},
+        "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0},
         "qwen2": {"intermediate_size": 32, "num_key_value_heads": 2},
+        "qwen3": {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 4},
     }
 
     def make(architecture: str, rows: int = VOCAB, seed: int = 0):

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ppo_rlhf.lib import errors, files, hub, lm, precision, processes
+from ppo_rlhf.lib import errors, files, hub, lm, precision, processes, unpadded
 from ppo_rlhf.lib.errors import InputError, flag
 
 
@@ -119,6 +119,7 @@ def load_pretrained(
             model.source = base_model
         else:
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
+        unpadded.prepare(model)
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
             setattr(model.config, name, value)

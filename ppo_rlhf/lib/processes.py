@@ -359,6 +359,8 @@ def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: 
             starts.append(end)
     elif rows:
         starts = list(range(0, count, rows))
+    elif reads_no_padding(model):
+        starts = [0]
     else:
         starts = starts_that_pay(ordered, uses * cost_of_pass(model))
     passes = list(order.tensor_split(starts[1:]))
@@ -371,6 +373,11 @@ def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: 
     return [Pass(rows, longest=max(lengths[rows].tolist())) for rows in passes]
 
 
+def reads_no_padding(model: nn.Module) -> bool:
+    """Whether lib/unpadded.py reads for this model, or for one that is part of it: one pass is then best."""
+    return any(getattr(part, "reads_no_padding", False) for part in model.modules())
+
+
 # What a pass costs beside its tokens: weights are read, kernels launched, however few tokens there are. The smaller
 # the model, the more tokens it could read while kernels are launched. The GPU's numbers are estimates.
 COST_OF_WEIGHTS = {"cpu": 96, "cuda": 512}  # tokens
@@ -379,9 +386,16 @@ COST_OF_LAUNCHES = {"cpu": 10**8, "cuda": 2 * 10**11}  # tokens times parameters
 
 def cost_of_pass(model: nn.Module) -> int:
     """What a pass of a model costs beside its tokens, in tokens."""
-    parameters = list(model.parameters())
-    kind = "cpu" if parameters[0].device.type == "cpu" else "cuda"
-    return COST_OF_WEIGHTS[kind] + COST_OF_LAUNCHES[kind] // sum(parameter.numel() for parameter in parameters)
+    return COST_OF_WEIGHTS[kind_of_device(model)] + cost_of_launches(model)
+
+
+def cost_of_launches(model: nn.Module) -> int:
+    """What it costs to launch a model's kernels, in tokens."""
+    return COST_OF_LAUNCHES[kind_of_device(model)] // sum(parameter.numel() for parameter in model.parameters())
+
+
+def kind_of_device(model: nn.Module) -> str:
+    return "cpu" if next(model.parameters()).device.type == "cpu" else "cuda"
 
 
 def starts_that_pay(ordered: list[int], cost: int) -> list[int]:
