@@ -1,16 +1,17 @@
-"""What reading no padding is worth: updates of PPO in passes of similar rows, beside the same updates padded.
+"""What reading no padding is worth: updates of PPO as the scripts make them, beside the same updates padded.
 
     python benchmark/padding.py                                     # all cases, about half an hour on two quiet cores
     python benchmark/padding.py --cases tales --kernels --output padding.json
 
 A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
-is timed: generation, log-probs and values, reference, reward model, and the epochs of PPO. `padded` reads every row
-at the longest of its batch and samples as many tokens as a response may have, which is what this project did before
-and what TRL does. Both go by turns in one process, after a turn that does not count; a ratio compares two of the same
-turn. Two bounds: tokens with padding over tokens
-without, which nothing that saves padding alone can beat, were all time spent on tokens; and `even`, measured in the
-same turns: the same tokens in rows of one length, which have no padding to save. Optimiser steps, what a pass costs
-however short it is, and each step of sampling are in it, so that what is left between `passes` and `even` is what
+is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. `ours` reads as the scripts
+do: wide models without padding, small ones in passes of similar rows. `padded` reads every row at the longest of its
+batch and samples as many tokens as a response may have, which is what TRL does. All go by turns in one process, after
+a turn that does not count; a ratio compares two of the same turn.
+
+Two bounds: tokens with padding over tokens without, which nothing that saves padding alone can beat, were all time
+spent on tokens; and `even`, measured in the same turns: the same tokens in rows of one length, which have no padding
+to save. Optimiser steps and each step of sampling are in it, so that what is left between `ours` and `even` is what
 unequal lengths still cost.
 
 The lengths: `tales` and `gpt2` have queries of 24 to 64 tokens, mean 50, as prose cut at sentence ends has under
@@ -83,7 +84,7 @@ class Args:
     device: Literal["cpu", "cuda"] = "cpu"
     """where"""
     kernels: bool = False
-    """profile an update of each case, in passes, and say where its time goes"""
+    """profile an update of each case, as the scripts make it, and say where its time goes"""
     output: Path | None = None
     """file that gets everything measured, as JSON"""
 
@@ -238,7 +239,7 @@ def main(args: Args) -> None:
         case = CASES[name]
         update, bound = make_update(case, torch.device(args.device))
         even_update, _ = make_update(even(case), torch.device(args.device))
-        seconds: dict[str, list[float]] = {"padded": [], "passes": [], "even": []}
+        seconds: dict[str, list[float]] = {"padded": [], "ours": [], "even": []}
         for turn in range(args.turns + 1):
             for way in seconds:
                 with padded() if way == "padded" else contextlib.nullcontext():
@@ -250,7 +251,7 @@ def main(args: Args) -> None:
                         seconds[way].append(time.perf_counter() - started)
         ratios, possible = (
             [before / after for before, after in zip(seconds["padded"], seconds[way], strict=True)]
-            for way in ("passes", "even")
+            for way in ("ours", "even")
         )
         ratio, most = statistics.median(ratios), statistics.median(possible)
         measured[name] = {"bound": bound, "seconds": seconds, "ratio": ratio, "even": most}
@@ -261,7 +262,7 @@ def main(args: Args) -> None:
             {
                 "": name,
                 "padded, s": f"{statistics.median(seconds['padded']):.3g}",
-                "passes, s": f"{statistics.median(seconds['passes']):.3g}",
+                "ours, s": f"{statistics.median(seconds['ours']):.3g}",
                 "times as fast": f"{ratio:.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
                 "even rows": f"{most:.2f} [{min(possible):.2f}, {max(possible):.2f}]",
                 "tokens": f"{bound:.2f}",

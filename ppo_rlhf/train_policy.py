@@ -897,8 +897,8 @@ def load_policy_and_reference(
     if args.gradient_checkpointing:
         models.checkpoint_layers(lm_backbone)
     if args.compile:
-        lm_backbone.base_model.compile(dynamic=False)
-        reference.base_model.compile(dynamic=False)
+        models.compile_backbone(lm_backbone)
+        models.compile_backbone(reference)
     policy = PolicyWithValueHead(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
     return policy.to(device, dtype), reference
 
@@ -912,7 +912,7 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
         return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True).to(device)
     if args.compile:
-        reward_model.lm_backbone.base_model.compile(dynamic=False)
+        models.compile_backbone(reward_model.lm_backbone)
 
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor) -> Tensor:

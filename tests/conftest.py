@@ -96,7 +96,6 @@ def tiny_models():
         "gpt_neox": {"intermediate_size": 32},
         "llama": {"intermediate_size": 32, "num_key_value_heads": 2},
         "mistral": {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 4},
-        "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0},
         "qwen2": {"intermediate_size": 32, "num_key_value_heads": 2},
         "qwen3": {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 4},
     }

@@ -22,7 +22,7 @@ def any_width(monkeypatch):
 
 
 def in_groups_of(cost: int, monkeypatch) -> None:
-    monkeypatch.setattr(processes, "cost_of_launches", lambda model: cost)
+    monkeypatch.setitem(unpadded.COST_OF_GROUP, "cpu", cost)
 
 
 def hard_rows() -> torch.Tensor:
@@ -36,19 +36,21 @@ def hard_rows() -> torch.Tensor:
 # ---- Groups ----------------------------------------------------------------------------------------------------
 
 
-def test_groups_by_hand():
-    one_length_each = unpadded.plan_groups([5, 5, 3, 1], 0, torch.device("cpu"))
+def test_groups_by_hand(monkeypatch):
+    one_length_each = unpadded.plan_groups([5, 5, 3, 1], torch.device("cpu"))
     assert [(group.rows, group.longest, group.tokens) for group in one_length_each] == [
         (2, 5, 10),
         (1, 3, 3),
         (1, 1, 1),
     ]
-    assert all(group.spread is None and group.collect is None for group in one_length_each)
-    (all_together,) = unpadded.plan_groups([4, 2, 1], 100, torch.device("cpu"))
-    assert (all_together.rows, all_together.longest, all_together.tokens) == (3, 4, 7)
-    assert all_together.collect.tolist() == [0, 1, 2, 3, 4, 5, 8]
-    spread = all_together.spread.view(3, 4)
-    assert spread[0].tolist() == [0, 1, 2, 3] and spread[1, :2].tolist() == [4, 5] and spread[2, :1].tolist() == [6]
+    assert all(group.from_line is None and group.to_line is None for group in one_length_each)
+    in_groups_of(100, monkeypatch)
+    (together,) = unpadded.plan_groups([4, 2, 1], torch.device("cpu"))
+    assert (together.rows, together.longest, together.tokens) == (3, 4, 7)
+    assert together.to_line.tolist() == [0, 1, 2, 3, 4, 5, 8]
+    rows = together.from_line.view(3, 4)
+    assert rows[0].tolist() == [0, 1, 2, 3] and rows[1, :2].tolist() == [4, 5] and rows[2, :1].tolist() == [6]
+    assert rows.max() < 7
 
 
 def test_what_is_prepared(tiny_models, any_width, monkeypatch):
@@ -87,7 +89,17 @@ def test_one_pass_unless_its_size_is_limited(tiny_models, any_width, monkeypatch
     unpadded.prepare(model)
     assert [one.rows.tolist() for one in processes.plan_passes(lengths, model)] == [[0, 3, 1, 2]]
     assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, rows=2)] == [[0, 3], [1, 2]]
-    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=20)] == [[0], [3, 1], [2]]
+    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=20)] == [[0], [3, 1, 2]]
+    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=12)] == [[0], [3], [1, 2]]
+
+
+def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
+    """A line of tokens has another length each time."""
+    model, compiled = tiny_models("gpt2"), []
+    unpadded.prepare(model)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
+    models.compile_backbone(model)
+    assert compiled == [model.base_model] and not processes.reads_no_padding(model)
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------
@@ -137,9 +149,10 @@ def test_a_row_that_sees_its_neighbour_is_noticed(tiny_models, any_width, monkey
 
 
 @pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, checkpointing):
+@pytest.mark.parametrize(("cost", "checkpointing"), [(0, False), (7, True)])
+def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, cost, checkpointing):
     """Each chapter's updates: the same numbers and gradients, and no padding is read."""
+    in_groups_of(cost, monkeypatch)
     update, model, real = case(tiny_models)
     if checkpointing:
         for network in networks_in(model):
@@ -225,3 +238,53 @@ def test_it_samples_the_same(tiny_models, any_width, monkeypatch, architecture, 
     assert counted.tokens == int((contexts != PAD).sum()) + 1
     for one, other in zip(sample(), expected, strict=True):
         assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
+    """The same model with a sliding window, which is to be as long as the longest row at least."""
+    config = type(model.config).from_dict(model.config.to_dict() | {"sliding_window": window})
+    windowed = type(model)(config).double()
+    windowed.load_state_dict(model.state_dict())
+    return windowed
+
+
+@pytest.mark.parametrize("more", [0, 7, -40], ids=["as long as all tokens", "longer", "shorter"])
+def test_a_window_longer_than_a_row_may_be_shorter_than_the_line(tiny_models, any_width, more):
+    model, contexts = tiny_models("mistral").double(), hard_rows()[:, :-RESPONSE]
+    windowed = with_window(model, int((contexts != PAD).sum()) + more)
+    unpadded.prepare(windowed)
+    uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected, found = (lm.generate(each, contexts, uniforms, PAD, VOCAB, TEMPERATURE) for each in (model, windowed))
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", unpadded.TRIED)
+def test_bfloat16(tiny_models, any_width, architecture):
+    """Where rotary positions leave queries and keys in float32: what is read is what is sampled, but for rounding."""
+    model, contexts = tiny_models(architecture), hard_rows()[:, :-RESPONSE]
+    unpadded.prepare(model)
+    uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        responses, sampled, _ = lm.generate(model, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
+        rows = torch.cat([contexts, responses], dim=1)
+        read, _ = lm.response_statistics(model, rows, PAD, contexts.shape[1], TEMPERATURE, VOCAB)
+    assert 0 < (read - sampled).abs().mean() < 0.05
+
+
+def test_adapters_read_no_padding_either(tiny_models, any_width):
+    model, tokens = tiny_models("llama").double(), hard_rows()
+    before = lm.read_tokens(model, tokens, PAD, slice(None))
+    unpadded.prepare(model)
+    adapters = models.add_adapters(model, models.LoraArgs(rank=4, target_modules="all-linear"), 1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    counted = Read(model)
+    found = lm.read_tokens(model, tokens, PAD, slice(None))
+    assert counted.tokens == int((tokens != PAD).sum()) + 1
+    model.base_model.reads_no_padding = False
+    assert_close(found, lm.read_tokens(model, tokens, PAD, slice(None)), atol=1e-4, rtol=1e-4)
+    assert (found - before).abs().max() > 0.1
+    with adapters.disable_adapter():
+        assert_close(lm.read_tokens(model, tokens, PAD, slice(None)), before, atol=1e-4, rtol=1e-4)

@@ -296,10 +296,10 @@ def read_contexts(
             past_key_values=own,
             use_cache=True,
         ).last_hidden_state
-        cache.take(own, len(contexts), rows.unsqueeze(1), columns[real], length)
+        cache.take(own, len(contexts), rows, real)
         return hidden_states[:, -1]
 
-    rows, columns = (torch.arange(size, device=contexts.device) for size in contexts.shape)
+    rows = torch.arange(len(contexts), device=contexts.device)
     return processes.in_passes(read, passes, rows, tokens, mask, position_ids), mask, cache
 
 

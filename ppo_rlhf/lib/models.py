@@ -324,6 +324,7 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         tensor.copy_(processes.full_tensor(tensors[name]))
+    unpadded.prepare(whole)
     return whole.eval()
 
 
@@ -526,6 +527,12 @@ def checkpoint_layers(network: nn.Module) -> None:
 
     for layer in layers(network):
         layer.forward = checkpointed(layer.forward)
+
+
+def compile_backbone(lm_backbone: PreTrainedModel) -> None:
+    """Compile a language model. It reads padding, since each line of tokens without it would be compiled anew."""
+    lm_backbone.base_model.reads_no_padding = False
+    lm_backbone.base_model.compile(dynamic=False)
 
 
 # ---- Adapters --------------------------------------------------------------------------------------------------

@@ -32,15 +32,11 @@ class KeyValueCache(StaticCache):
         # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
-    def take(self, other: StaticCache, batch: int, rows: Tensor, columns: Tensor, end: int) -> None:
-        """Copy another cache to these rows and columns of the batch's; the next token comes to column `end`.
-
-        rows, columns: broadcast to (rows of the other, its tokens); those beyond stay behind.
-        """
-        tokens = torch.broadcast_shapes(rows.shape, columns.shape)[-1]
+    def take(self, other: StaticCache, batch: int, rows: Tensor, columns: slice) -> None:
+        """Copy the cache of some rows to these columns of the batch's. The next token comes behind the columns."""
         for layer, part in zip(self.layers, other.layers, strict=True):
-            keys, values = (states[:, :, :tokens].transpose(1, 2) for states in (part.keys, part.values))
             if not layer.is_initialized:
-                layer.lazy_initialization(*(x[:1, :, :1].expand(batch, -1, -1, -1) for x in (part.keys, part.values)))
-            layer.keys[rows, :, columns], layer.values[rows, :, columns] = keys, values
-            layer.cumulative_length.fill_(end)
+                states = (part.keys, part.values)
+                layer.lazy_initialization(*(x.new_empty(batch, *x.shape[1:]) for x in states))
+            layer.keys[rows, :, columns], layer.values[rows, :, columns] = part.keys, part.values
+            layer.cumulative_length.fill_(columns.stop)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import errors
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
@@ -345,21 +346,24 @@ def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: 
     """Divide rows into passes of similar length, the longest first, so that little of what a model reads is padding.
 
     lengths: tokens of each row (rows,), on the CPU, so that nothing waits for a device. rows, tokens: how many a pass
-    has at most, padding included; with neither, there are as many passes as pay. model: what reads them. uses: how
-    often it is called in a pass, for each token if it generates. Where weights are sharded, every process makes
-    equally many passes, and all must call this.
+    has at most, padding included if it is read; with neither, there are as many passes as pay, and one where no
+    padding is read. model: what reads them. uses: how often it is called in a pass, for each token if it generates.
+    Where weights are sharded, every process makes equally many passes, and all must call this.
     """
     order = lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
     if not count:
         return []
+    unpadded = reads_no_padding(model)
     if tokens:
-        starts = [0]
-        while (end := starts[-1] + min(rows or count, max(1, tokens // max(1, ordered[starts[-1]])))) < count:
-            starts.append(end)
+        starts, used = [0], 0
+        for i, length in enumerate(ordered):
+            used = used + length if unpadded else ordered[starts[-1]] * (i + 1 - starts[-1])
+            if i > starts[-1] and (used > tokens or i - starts[-1] == (rows or count)):
+                starts, used = [*starts, i], length
     elif rows:
         starts = list(range(0, count, rows))
-    elif reads_no_padding(model):
+    elif unpadded:
         starts = [0]
     else:
         starts = starts_that_pay(ordered, uses * cost_of_pass(model))
@@ -374,8 +378,9 @@ def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: 
 
 
 def reads_no_padding(model: nn.Module) -> bool:
-    """Whether lib/unpadded.py reads for this model, or for one that is part of it: one pass is then best."""
-    return any(getattr(part, "reads_no_padding", False) for part in model.modules())
+    """Whether lib/unpadded.py reads for this language model, or for all that are part of this network."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is part.base_model]
+    return bool(parts) and all(getattr(part, "reads_no_padding", False) for part in parts)
 
 
 # What a pass costs beside its tokens: weights are read, kernels launched, however few tokens there are. The smaller
@@ -386,16 +391,9 @@ COST_OF_LAUNCHES = {"cpu": 10**8, "cuda": 2 * 10**11}  # tokens times parameters
 
 def cost_of_pass(model: nn.Module) -> int:
     """What a pass of a model costs beside its tokens, in tokens."""
-    return COST_OF_WEIGHTS[kind_of_device(model)] + cost_of_launches(model)
-
-
-def cost_of_launches(model: nn.Module) -> int:
-    """What it costs to launch a model's kernels, in tokens."""
-    return COST_OF_LAUNCHES[kind_of_device(model)] // sum(parameter.numel() for parameter in model.parameters())
-
-
-def kind_of_device(model: nn.Module) -> str:
-    return "cpu" if next(model.parameters()).device.type == "cpu" else "cuda"
+    parameters = list(model.parameters())
+    kind = "cpu" if parameters[0].device.type == "cpu" else "cuda"
+    return COST_OF_WEIGHTS[kind] + COST_OF_LAUNCHES[kind] // sum(parameter.numel() for parameter in parameters)
 
 
 def starts_that_pay(ordered: list[int], cost: int) -> list[int]:

@@ -2,12 +2,15 @@
 
 Embeddings, matrix products and norms see one line of tokens. Attention sees rows again, a few of similar length at a
 time. What is small beside a model's matrix products is then all that unequal lengths cost.
+
+Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -16,17 +19,20 @@ from transformers.masking_utils import sdpa_mask
 from ppo_rlhf.lib import precision, processes
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
-TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")  # by the tests
+TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
 # Cutting rows out costs copies, which grow with the width; it saves matrix products, which grow with its square.
 # On a CPU, GPT-2 (768 wide) gains all that there is to gain; the small models of the worlds (128) gain nothing.
 LEAST_WIDTH = 512
+# What a group costs attention, in tokens of padding that it may save. The GPU's number is an estimate.
+COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 
 
 def prepare(model: PreTrainedModel) -> None:
     """Let a model be read without padding from now on, if it is one of those that were tried, and wide enough."""
     config = model.config
+    tried = config.model_type in TRIED and type(model).__module__.startswith("transformers.")
     wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
-    if wide and config.model_type in TRIED and config._attn_implementation in ("sdpa", NAME):
+    if tried and wide and config._attn_implementation in ("sdpa", NAME):
         model.set_attn_implementation(NAME)
         model.base_model.reads_no_padding = True
 
@@ -38,23 +44,25 @@ class Group:
     rows: int
     longest: int
     tokens: int
-    spread: Tensor | None  # (rows * longest,): which of the group's tokens stands there; None: rows are of one length
-    collect: Tensor | None  # (tokens,): where each token stands
+    from_line: Tensor | None  # (rows * longest,): which of the group's tokens stands there; None: there is no padding
+    to_line: Tensor | None  # (tokens,): where each token stands
 
 
-def plan_groups(lengths: list[int], cost: int, device: torch.device) -> list[Group]:
-    """Divide rows, the longest first, into groups. lengths: tokens of each row; cost: of another group, in tokens."""
+def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
+    """Divide rows, the longest first, into groups. lengths: tokens of each row."""
+    cost = COST_OF_GROUP["cpu" if device.type == "cpu" else "cuda"]
     groups = []
     for start, end in pairwise([*processes.starts_that_pay(lengths, cost), len(lengths)]):
-        longest, tokens = lengths[start], sum(lengths[start:end])
-        shape = (end - start, longest)
-        if tokens == shape[0] * longest:
-            groups.append(Group(*shape, tokens, None, None))
-            continue
-        real = torch.arange(longest) < torch.tensor(lengths[start:end]).unsqueeze(1)  # (rows, longest)
-        collect = real.flatten().nonzero()[:, 0]
-        spread = torch.zeros(real.numel(), dtype=torch.long).index_copy(0, collect, torch.arange(tokens))
-        groups.append(Group(*shape, tokens, spread.to(device), collect.to(device)))
+        own = torch.tensor(lengths[start:end])
+        rows, longest, tokens = len(own), lengths[start], int(own.sum())
+        from_line = to_line = None
+        if tokens < rows * longest:
+            to_line = (torch.arange(longest) < own.unsqueeze(1)).flatten().nonzero()[:, 0]
+            from_line = (
+                (torch.arange(rows * longest) % tokens).index_copy(0, to_line, torch.arange(tokens)).to(device)
+            )
+            to_line = to_line.to(device)
+        groups.append(Group(rows, longest, tokens, from_line, to_line))
     return groups
 
 
@@ -67,29 +75,50 @@ def attention(
     row_groups: list[Group] | None = None,
     **settings,
 ) -> tuple[Tensor, None]:
-    """The library's attention, for each group by itself; without groups, as it is.
+    """The library's attention; with groups, that of each by itself.
 
-    query, key, value: (1, heads, tokens, head width), the groups' tokens behind one another. Returns (1, tokens,
-    heads, head width).
+    query, key, value: (1, heads, tokens, head width), the groups' tokens behind one another; key and value may have
+    fewer heads. Returns (1, tokens, heads, head width).
     """
     if row_groups is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     outputs, sizes = [], [group.tokens for group in row_groups]
-    for group, *line in zip(
-        row_groups, *(states[0].split(sizes, dim=1) for states in (query, key, value)), strict=True
-    ):
-        if group.spread is not None:
-            line = [states.index_select(1, group.spread) for states in line]
-        rows = [states.unflatten(1, (group.rows, group.longest)).transpose(0, 1) for states in line]
-        output = sdpa_attention_forward(module, *rows, None, **settings)[0].flatten(
-            0, 1
-        )  # (rows * longest, heads, ...)
-        outputs.append(output if group.collect is None else output.index_select(0, group.collect))
+    line = [states[0].to(value.dtype).split(sizes, dim=1) for states in (query, key, value)]
+    for group, *parts in zip(row_groups, *line, strict=True):  # parts: three of (heads, tokens, head width)
+        if group.from_line is not None:
+            parts = [states.index_select(1, group.from_line) for states in parts]
+        rows = [states.unflatten(1, (group.rows, group.longest)).transpose(0, 1) for states in parts]
+        rows = [states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in rows]
+        output = F.scaled_dot_product_attention(*rows, is_causal=True, scale=settings["scaling"])
+        padded = output.transpose(1, 2).flatten(0, 1)  # (rows * longest, heads, head width)
+        outputs.append(padded if group.to_line is None else padded.index_select(0, group.to_line))
     return torch.cat(outputs).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class LineCache:
+    """Puts keys and values of a line's tokens where they belong in the cache of a batch."""
+
+    def __init__(self, cache: precision.KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
+        """rows, columns: of each token (tokens,) in the batch, whose next token comes to column `length`."""
+        self.cache, self.batch, self.length, self.places = cache, batch, length, (rows, slice(None), columns)
+
+    def get_seq_length(self, *_) -> int:
+        return 0
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """keys, values: (1, heads, tokens and one for the padding, head width). They are all that attention sees."""
+        layer, tokens = self.cache.layers[layer_idx], len(self.places[0])
+        keys = keys.to(values.dtype)
+        if not layer.is_initialized:
+            layer.lazy_initialization(*(states[:, :, :1].expand(self.batch, -1, -1, -1) for states in (keys, values)))
+        layer.keys[self.places] = keys[0, :, :tokens].transpose(0, 1)
+        layer.values[self.places] = values[0, :, :tokens].transpose(0, 1)
+        layer.cumulative_length.fill_(self.length)
+        return keys, values
 
 
 def read(
@@ -104,24 +133,21 @@ def read(
     input_ids, position_ids, mask: (batch, length), True for real tokens, each of which sees those before it in its
     row; padding sees nothing but itself. cache: empty, gets keys and values of the real tokens, in their columns.
     """
-    lengths, order = mask.sum(1).sort(descending=True, stable=True)
-    ends, real = lengths.cumsum(0), mask[order]
-    # Where each token stands in the line. All padding is one token, at its end: id 0 at position 0, alone.
-    first = torch.empty_like(ends).index_copy(0, order, ends - lengths)  # of each row
-    places = torch.where(mask, first.unsqueeze(1) + mask.cumsum(1) - 1, ends[-1])  # (batch, length)
-    line = [torch.cat([x[order][real], x.new_zeros(1)]).unsqueeze(0) for x in (input_ids, position_ids)]
-    cost = processes.cost_of_launches(lm_backbone)
-    groups = plan_groups([length for length in lengths.tolist() if length] + [1], cost, mask.device)
-    own = cache and precision.KeyValueCache(config=lm_backbone.config, max_cache_len=line[0].shape[1])
+    device, (batch, length) = mask.device, mask.shape
+    real = mask.cpu()  # the device is waited for once, here
+    lengths, order = real.sum(1).sort(descending=True, stable=True)
+    rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
+    rows, tokens = order[rows], len(rows)
+    # [D15] Padding sees itself alone. One token, id 0 at position 0, stands for all of it at the end of the line.
+    places = torch.full((batch, length), tokens).index_put((rows, columns), torch.arange(tokens))
+    rows, columns, places = rows.to(device), columns.to(device), places.to(device)
+    line = [F.pad(numbers[rows, columns], (0, 1)).unsqueeze(0) for numbers in (input_ids, position_ids)]
     hidden_states = lm_backbone.base_model(
         input_ids=line[0],
         position_ids=line[1],
         attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
-        row_groups=groups,
-        past_key_values=own,
+        row_groups=plan_groups([*filter(None, lengths.tolist()), 1], device),
+        past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
         use_cache=cache is not None,
-    ).last_hidden_state[0]  # (tokens, width)
-    if cache is not None:
-        row, column = real.nonzero(as_tuple=True)
-        cache.take(own, len(mask), order[row], column, mask.shape[1])
+    ).last_hidden_state[0]  # (tokens + 1, width)
     return hidden_states.index_select(0, places.flatten()).unflatten(0, places.shape)
