@@ -73,7 +73,7 @@ class Args(cli.RunArgs):
     local_micro_batch_size: int = 0
     """labels per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
+    """tokens of such a pass, with the padding that it reads; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0
     """samples or labels per pass without gradients on one process; a memory knob; 0: the local rollout batch"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)

@@ -2,6 +2,7 @@
 
 `sharding/<rank>.json` has a row for each network that was given to `models.place`: how many parts of it FSDP wraps,
 which share of its numbers this process keeps, and the precisions of its weights. No process may read a whole network.
+With LEAST_WIDTH, networks that are so wide read no padding; `lines` has how many tokens each of their passes read.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.lib import models
+from ppo_rlhf.lib import models, unpadded
 
 place = models.place
 seen: list[dict] = []
@@ -32,6 +33,13 @@ def refuse(*_):
     raise AssertionError("a whole network")
 
 
+def counted_read(lm_backbone, input_ids, position_ids, mask, *cache):
+    lines.append(int(mask.sum()))
+    return read(lm_backbone, input_ids, position_ids, mask, *cache)
+
+
+unpadded.LEAST_WIDTH = int(os.environ.get("LEAST_WIDTH", unpadded.LEAST_WIDTH))
+lines, read, unpadded.read = [], unpadded.read, counted_read
 models.place = recorded_place
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     models.read_whole = refuse
@@ -40,3 +48,4 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 folder = Path("sharding")
 folder.mkdir(exist_ok=True)
 (folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(seen))
+(folder / f"lines-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(lines))

@@ -57,6 +57,15 @@ def test_each_process_keeps_half(reshard: str, alone: Path, tiny_posts: Path, tm
             assert network["dtypes"] == ["torch.float64"]
 
 
+@pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])
+def test_two_processes_that_read_no_padding(
+    environment: dict[str, str], alone: Path, tiny_posts: Path, tmp_path: Path
+):
+    check_same(run_two(tmp_path, *policy_words(tiny_posts), **environment, LEAST_WIDTH="1"), alone)
+    for rank in range(2):
+        assert len(json.loads((tmp_path / f"sharding/lines-{rank}.json").read_text())) > 4 * 4  # four minibatches
+
+
 def test_two_processes_without_sharding_keep_everything(alone: Path, tiny_posts: Path, tmp_path: Path):
     check_same(run_two(tmp_path, *policy_words(tiny_posts)), alone)
     networks = json.loads((tmp_path / "sharding/0.json").read_text())
