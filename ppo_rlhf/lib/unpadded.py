@@ -58,10 +58,8 @@ def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
         from_line = to_line = None
         if tokens < rows * longest:
             to_line = (torch.arange(longest) < own.unsqueeze(1)).flatten().nonzero()[:, 0]
-            from_line = (
-                (torch.arange(rows * longest) % tokens).index_copy(0, to_line, torch.arange(tokens)).to(device)
-            )
-            to_line = to_line.to(device)
+            from_line = (torch.arange(rows * longest) % tokens).index_copy(0, to_line, torch.arange(tokens))
+            from_line, to_line = from_line.to(device), to_line.to(device)
         groups.append(Group(rows, longest, tokens, from_line, to_line))
     return groups
 
@@ -82,13 +80,14 @@ def attention(
     """
     if row_groups is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    if key.shape[1] < query.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     outputs, sizes = [], [group.tokens for group in row_groups]
     line = [states[0].to(value.dtype).split(sizes, dim=1) for states in (query, key, value)]
     for group, *parts in zip(row_groups, *line, strict=True):  # parts: three of (heads, tokens, head width)
         if group.from_line is not None:
             parts = [states.index_select(1, group.from_line) for states in parts]
         rows = [states.unflatten(1, (group.rows, group.longest)).transpose(0, 1) for states in parts]
-        rows = [states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in rows]
         output = F.scaled_dot_product_attention(*rows, is_causal=True, scale=settings["scaling"])
         padded = output.transpose(1, 2).flatten(0, 1)  # (rows * longest, heads, head width)
         outputs.append(padded if group.to_line is None else padded.index_select(0, group.to_line))
