@@ -13,6 +13,7 @@ import compare
 import engines
 import estimators
 import interop
+import numpy as np
 import overoptimisation
 import padding
 import pandas as pd
@@ -505,6 +506,25 @@ def test_our_names_beside_those_of_others_are_flags():
     rows = (ROOT / "docs/chapter3.md").read_text().split("### What others call them")[1].split("## ")[0].splitlines()
     ours = [name for row in rows[7:] for name in re.findall(r"`([\w.]+)`", row.split(" | ")[0])]
     assert len(ours) > 40 and set(ours) <= flags_of(rlvr_async), set(ours) - flags_of(rlvr_async)
+
+
+def test_table_of_padding():
+    """Each row of the page is one of a report's, whose numbers follow from the seconds of its turns."""
+    lines = BENCHMARK[BENCHMARK.index("|  | padded, s") :].splitlines()
+    shown = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:6])}
+    assert list(shown) == ["tales", "posts", "gpt2", "pythia"]
+    for name, cells in shown.items():
+        wide = name in ("gpt2", "pythia")
+        file = ROOT / f"benchmark/results/padding{'-wide' if wide else ''}.json"
+        measured = json.loads(file.read_text())["measured"][name]
+        seconds = {way: np.array(turns) for way, turns in measured["seconds"].items()}
+        padded, ours, even = seconds["padded"], seconds["ours" if wide else "passes"], seconds["even"]
+        assert len(padded) == len(ours) == len(even) == 5
+        assert [float(cell) for cell in cells[:2]] == pytest.approx([np.median(padded), np.median(ours)], rel=0.01)
+        for cell, ratios in ((cells[2], padded / ours), (cells[3], padded / even)):
+            expected = [np.median(ratios), ratios.min(), ratios.max()]
+            assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(expected, abs=0.0051)
+        assert float(cells[4]) == pytest.approx(measured["bound"], abs=0.0051)
 
 
 def test_flags_of_the_benchmark_exist():

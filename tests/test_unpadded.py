@@ -62,7 +62,9 @@ def test_what_is_prepared(tiny_models, any_width, monkeypatch):
     eager, other = tiny_models("gpt2"), tiny_models("gpt2")
     eager.set_attn_implementation("eager")
     other.config.model_type = "another"
-    for refused in (eager, other):
+    code_of_its_own = tiny_models("gpt2")
+    code_of_its_own.__class__ = type("Own", (type(code_of_its_own),), {"__module__": "modeling_own"})
+    for refused in (eager, other, code_of_its_own):
         unpadded.prepare(refused)
         assert not processes.reads_no_padding(refused)
     narrow = tiny_models("gpt2")
