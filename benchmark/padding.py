@@ -114,21 +114,23 @@ def padded() -> Iterator[None]:
                 lambda model, tokens, pad_id, columns, _: lm.read_tokens(model, tokens, pad_id, columns),
             ),
             (lm, "generate_until", generate),
-            (processes, "reads_no_padding", lambda model: False),
         ):
             stack.enter_context(patch.object(where, name, replacement))
         yield
 
 
-def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], float]:
-    """A function that makes one update, and tokens with padding over tokens without."""
+def make_update(case: Case, device: torch.device, *, prepared: bool = True) -> tuple[Callable[[], None], float]:
+    """A function that makes one update, and tokens with padding over tokens without.
+
+    prepared: whether networks that are wide enough read no padding, as those that scripts load.
+    """
     torch.manual_seed(0)
     config = SHAPES[case.shape]()
     if hasattr(config, "activation_function"):
         config.activation_function = "gelu_pytorch_tanh"  # as load_pretrained sets it
     count = 4 if case.chapter == 2 else 3
     networks = [AutoModelForCausalLM.from_config(config).eval().to(device) for _ in range(count)]  # no dropout
-    for network in networks:
+    for network in networks if prepared else ():
         unpadded.prepare(network)
     vocab = pad = config.vocab_size
     query_lengths = spread_lengths(*case.queries, case.batch)
@@ -239,12 +241,14 @@ def main(args: Args) -> None:
         case = CASES[name]
         update, bound = make_update(case, torch.device(args.device))
         even_update, _ = make_update(even(case), torch.device(args.device))
-        seconds: dict[str, list[float]] = {"padded": [], "ours": [], "even": []}
+        padded_update, _ = make_update(case, torch.device(args.device), prepared=False)
+        updates = {"padded": padded_update, "ours": update, "even": even_update}
+        seconds: dict[str, list[float]] = {way: [] for way in updates}
         for turn in range(args.turns + 1):
-            for way in seconds:
+            for way, one_update in updates.items():
                 with padded() if way == "padded" else contextlib.nullcontext():
                     started = time.perf_counter()
-                    even_update() if way == "even" else update()
+                    one_update()
                     if args.device == "cuda":
                         torch.cuda.synchronize()
                     if turn:

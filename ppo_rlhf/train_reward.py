@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, precision, processes, run, texts, unpadded
+from ppo_rlhf.lib import cli, models, precision, processes, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -464,16 +464,13 @@ def generate(
     responses, logprobs, hidden_states = [], [], []
     # [D22] [D24] Always response_length tokens; no top-k, no top-p.   language/sample.py#L24-L84
     for column in range(uniforms.shape[1]):
-        if column == 0 and processes.reads_no_padding(lm_backbone):
-            hidden = unpadded.read(lm_backbone, tokens, position_ids, mask, cache)[:, -1]  # (batch, width)
-        else:
-            hidden = lm_backbone.base_model(
-                input_ids=tokens,
-                attention_mask=masks[column],
-                position_ids=position_ids,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[:, -1]  # (batch, width)
+        hidden = lm_backbone.base_model(
+            input_ids=tokens,
+            attention_mask=masks[column],
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
         #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
@@ -515,13 +512,10 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
     input_ids = tokens.masked_fill(~mask, 0)
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
     position_ids = mask.cumsum(1) - mask.long()
-    if processes.reads_no_padding(lm_backbone):
-        hidden_states = unpadded.read(lm_backbone, input_ids, position_ids, mask)
-    else:
-        attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
-        hidden_states = lm_backbone.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state  # (batch, sequence_length, width)
+    attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
+    hidden_states = lm_backbone.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state  # (batch, sequence_length, width)
     # [D16] Padding shows what the real token to its left shows: columns [0, 0, 0, 3].   language/model.py#L333-L341
     real_columns = torch.where(mask, torch.arange(tokens.shape[1], device=tokens.device), 0)
     last_real = real_columns.cummax(1).values[:, columns]  # (batch, selected columns)

@@ -531,7 +531,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 
 def compile_backbone(lm_backbone: PreTrainedModel) -> None:
     """Compile a language model. It reads padding, since each line of tokens without it would be compiled anew."""
-    lm_backbone.base_model.reads_no_padding = False
+    unpadded.undo(lm_backbone)
     lm_backbone.base_model.compile(dynamic=False)
 
 

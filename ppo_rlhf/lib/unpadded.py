@@ -3,11 +3,15 @@
 Embeddings, matrix products and norms see one line of tokens. Attention sees rows again, a few of similar length at a
 time. What is small beside a model's matrix products is then all that unequal lengths cost.
 
+A model that is prepared is called as before, with rows, their padding and a mask of four dimensions, and gives the
+same. What one token reads, and what comes without such a mask, is not touched.
+
 Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -15,26 +19,57 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf.lib import precision, processes
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
 # Cutting rows out costs copies, which grow with the width; it saves matrix products, which grow with its square.
-# On a CPU, GPT-2 (768 wide) gains all that there is to gain; the small models of the worlds (128) gain nothing.
+# On a CPU it pays with GPT-2 (768 wide), and does not with the small models of the worlds (128).
 LEAST_WIDTH = 512
 # What a group costs attention, in tokens of padding that it may save. The GPU's number is an estimate.
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Let a model be read without padding from now on, if it is one of those that were tried, and wide enough."""
-    config = model.config
+    """Let a model read no padding from now on, if it is one of those that were tried, and wide enough."""
+    config, backbone = model.config, model.base_model
     tried = config.model_type in TRIED and type(model).__module__.startswith("transformers.")
     wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
     if tried and wide and config._attn_implementation in ("sdpa", NAME):
         model.set_attn_implementation(NAME)
-        model.base_model.reads_no_padding = True
+        backbone.reads_no_padding, backbone.forward = True, MethodType(forward, backbone)
+
+
+def undo(model: PreTrainedModel) -> None:
+    """Let a model read padding again."""
+    if processes.reads_no_padding(model):
+        del model.base_model.reads_no_padding, model.base_model.forward
+
+
+def forward(
+    backbone: PreTrainedModel,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: precision.KeyValueCache | None = None,
+    **options,
+) -> BaseModelOutputWithPast:
+    """What a prepared model is called with: rows, (batch, length), and a mask (batch, 1, length, length or more)."""
+    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[2] > 1:
+        # The last position of a row sees all real tokens, and itself.
+        real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
+        return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values))
+    own = type(backbone).forward
+    return own(
+        backbone,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        **options,
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +156,7 @@ class LineCache:
 
 
 def read(
-    lm_backbone: PreTrainedModel,
+    backbone: PreTrainedModel,
     input_ids: Tensor,
     position_ids: Tensor,
     mask: Tensor,
@@ -141,12 +176,17 @@ def read(
     places = torch.full((batch, length), tokens).index_put((rows, columns), torch.arange(tokens))
     rows, columns, places = rows.to(device), columns.to(device), places.to(device)
     line = [F.pad(numbers[rows, columns], (0, 1)).unsqueeze(0) for numbers in (input_ids, position_ids)]
-    hidden_states = lm_backbone.base_model(
-        input_ids=line[0],
-        position_ids=line[1],
-        attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
-        row_groups=plan_groups([*filter(None, lengths.tolist()), 1], device),
-        past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
-        use_cache=cache is not None,
-    ).last_hidden_state[0]  # (tokens + 1, width)
+    hidden_states = (
+        type(backbone)
+        .forward(
+            backbone,
+            input_ids=line[0],
+            position_ids=line[1],
+            attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
+            row_groups=plan_groups([*lengths.tolist(), 1], device),
+            past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
+            use_cache=cache is not None,
+        )
+        .last_hidden_state[0]
+    )  # (tokens + 1, width)
     return hidden_states.index_select(0, places.flatten()).unflatten(0, places.shape)
