@@ -108,6 +108,9 @@ def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
     models.compile_backbone(model)
     assert compiled == [model.base_model] and not processes.reads_no_padding(model)
+    counted, tokens = Read(model), hard_rows()
+    lm.read_tokens(model, tokens, PAD, slice(None))
+    assert counted.tokens == tokens.numel()
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------

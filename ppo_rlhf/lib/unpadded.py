@@ -118,7 +118,7 @@ def attention(
     if key.shape[1] < query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     outputs, sizes = [], [group.tokens for group in row_groups]
-    line = [states[0].to(value.dtype).split(sizes, dim=1) for states in (query, key, value)]
+    line = [states[0].split(sizes, dim=1) for states in (query, key, value)]
     for group, *parts in zip(row_groups, *line, strict=True):  # parts: three of (heads, tokens, head width)
         if group.from_line is not None:
             parts = [states.index_select(1, group.from_line) for states in parts]
@@ -139,9 +139,6 @@ class LineCache:
     def __init__(self, cache: precision.KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
         """rows, columns: of each token (tokens,) in the batch, whose next token comes to column `length`."""
         self.cache, self.batch, self.length, self.places = cache, batch, length, (rows, slice(None), columns)
-
-    def get_seq_length(self, *_) -> int:
-        return 0
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """keys, values: (1, heads, tokens and one for the padding, head width). They are all that attention sees."""
