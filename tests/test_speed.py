@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import speed
+import speed_runs
 import torch
 from processes import launch
 from runs import metrics_of, only, policy_arguments, world_arguments
@@ -157,6 +158,33 @@ def test_flops_equal_those_that_pytorch_counts(name):
     assert in_chapter_3 == ours | {"scoring": ours["generation"]}
 
 
+@pytest.mark.parametrize("seconds, size", [(0.06, 256), (0.03, 512), (0.001, 2048)])
+def test_rate_of_matrix_products(monkeypatch, seconds, size):
+    """By a clock of its own: a product of 256 x 256 takes so many seconds, and twice as many at twice the size.
+
+    The first two products of a size warm up and take longer; of the five that follow the median counts.
+    """
+    now = 0.0
+
+    class Matrix:
+        def __init__(self, rows: int, columns: int, device: torch.device):
+            assert rows == columns and device.type == "cpu"
+            self.seconds = [seconds * rows / 256 * factor for factor in (7, 7, 1, 0.1, 0.2, 20, 3)]
+
+        def to(self, dtype: torch.dtype):
+            assert dtype == torch.bfloat16
+            return self
+
+        def __matmul__(self, other):
+            nonlocal now
+            now += self.seconds.pop(0)
+
+    monkeypatch.setattr(torch, "randn", Matrix)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    rate = speed_runs.matmul_rate(torch.device("cpu"), torch.bfloat16)
+    assert rate == pytest.approx(2 * size**3 / (seconds * size / 256))
+
+
 SMALL = [
     *("--batch_size", "16", "--query_length", "8", "--response_length", "8", "--epochs", "2"),
     *("--pairs", "1", "--updates", "2", "--device", "cpu"),
@@ -186,7 +214,7 @@ def test_speed_of_ours(tmp_path):
             assert set(phases) == {"generation", "scoring", "training"} and min(phases.values()) > 0
         assert 0 < sum(sum(phases.values()) for phases in run["phases"][1:]) < run["updates"][2] - run["updates"][0]
         assert 0 < run["start_to_first_update"] < 300
-        assert 1e8 < run["peak_memory"] < 1e10 and run["matmul_rate"] > 1e9
+        assert 1e8 < run["peak_memory"] < 1e10 and run["matmul_rate"] > 0
     assert [row[""] for row in report["speed"]] == ["ours, float32", "ours, bfloat16"]
     for table in (report["speed"], report["utilisation"]):
         for row in table:
