@@ -1,18 +1,19 @@
 """What reading no padding is worth: updates of PPO as the scripts make them, beside the same updates padded.
 
-    python benchmark/padding.py                                     # all cases, about half an hour on two quiet cores
+    python benchmark/padding.py                                     # all cases, most of an hour on two quiet cores
     python benchmark/padding.py --cases tales --kernels --output padding.json
 
 A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
-is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. `ours` reads as the scripts
-do: wide models without padding, small ones in passes of similar rows. `padded` reads every row at the longest of its
-batch and samples as many tokens as a response may have, which is what TRL does. All go by turns in one process, after
-a turn that does not count; a ratio compares two of the same turn.
+is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:
 
-Two bounds: tokens with padding over tokens without, which nothing that saves padding alone can beat, were all time
-spent on tokens; and `even`, measured in the same turns: the same tokens in rows of one length, which have no padding
-to save. Optimiser steps and each step of sampling are in it, so that what is left between `ours` and `even` is what
-unequal lengths still cost.
+    padded     every row at the longest of its batch, and as many tokens sampled as a response may have, as TRL does
+    passes     rows of similar length together, as the scripts read with small models
+    unpadded   the real tokens alone (lib/unpadded.py), as the scripts read with wide models; only measured with those
+    even       as many tokens in rows of one length, which have no padding to save
+
+All go by turns in one process, after a turn that does not count; a ratio compares two of the same turn. Two numbers
+say what could be gained: `even`, with optimiser steps and all else that saving padding does not save, and tokens with
+padding over tokens without. Attention grows faster than tokens, so that long rows may gain more than the latter.
 
 The lengths: `tales` and `gpt2` have queries of 24 to 64 tokens, mean 50, as prose cut at sentence ends has under
 GPT-2's tokenizer, and responses of 24 tokens; `tales` is the small model with the 512 episodes of `--preset
@@ -36,7 +37,7 @@ import torch
 import tyro
 from accelerate import Accelerator
 from compare import markdown
-from speed import SHAPES, spread_lengths
+from speed import SHAPES, spread, spread_lengths
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -84,7 +85,7 @@ class Args:
     device: Literal["cpu", "cuda"] = "cpu"
     """where"""
     kernels: bool = False
-    """profile an update of each case, as the scripts make it, and say where its time goes"""
+    """profile an update of each case, read as the scripts read, and say where its time goes"""
     output: Path | None = None
     """file that gets everything measured, as JSON"""
 
@@ -100,7 +101,7 @@ def padded() -> Iterator[None]:
         responses, logprobs, _ = lm.generate(model, contexts, uniforms, pad_id, vocab_size, temperature)
         return lm.truncate_at(responses, next(iter(stop_ids), None), 0, pad_id), logprobs
 
-    def read(model, tokens, pad_id, columns, longest) -> Tensor:
+    def read(model, tokens, pad_id, columns, _) -> Tensor:
         return lm.read_tokens(model, tokens, pad_id, columns)
 
     with contextlib.ExitStack() as stack:
@@ -108,21 +109,17 @@ def padded() -> Iterator[None]:
             (processes, "plan_passes", one_pass),
             (train_policy, "pack", lambda tokens, pad_id, longest: tokens),
             (lm, "pack", lambda tokens, pad_id, longest: tokens),
-            (
-                lm,
-                "read_packed",
-                lambda model, tokens, pad_id, columns, _: lm.read_tokens(model, tokens, pad_id, columns),
-            ),
+            (lm, "read_packed", read),
             (lm, "generate_until", generate),
         ):
             stack.enter_context(patch.object(where, name, replacement))
         yield
 
 
-def make_update(case: Case, device: torch.device, *, prepared: bool = True) -> tuple[Callable[[], None], float]:
+def make_update(case: Case, device: torch.device, *, prepared: bool) -> tuple[Callable[[], None], float]:
     """A function that makes one update, and tokens with padding over tokens without.
 
-    prepared: whether networks that are wide enough read no padding, as those that scripts load.
+    prepared: whether the networks read no padding, as wide ones do that scripts load.
     """
     torch.manual_seed(0)
     config = SHAPES[case.shape]()
@@ -219,15 +216,31 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
     return update
 
 
-def kernel_table(update: Callable[[], None]) -> list[dict[str, str]]:
-    """The ten kernels that take most of the time of an update, and the rest."""
+# Kinds of kernels, by how the names of PyTorch's operations begin.
+KINDS = {
+    "matrix products": ("mm", "addmm", "bmm"),
+    "attention": ("_scaled_dot_product",),
+    "GELU": ("gelu",),
+    "copies": ("copy_", "cat", "index", "gather"),
+    "layer norm, sums, additions": ("native_layer_norm", "sum", "add"),
+    "optimiser": ("_fused_adam",),
+    "the rest": ("",),
+}
+
+
+def kind_of(operation: str) -> str:
+    name = operation.removeprefix("aten::")
+    return next(kind for kind, begins in KINDS.items() if name.startswith(begins))
+
+
+def kernel_shares(update: Callable[[], None]) -> dict[str, float]:
+    """The share of an update's time that each kind of kernel takes, forward and backward."""
     with torch.profiler.profile() as profiled:
         update()
-    seconds = {row.key: row.self_cpu_time_total + row.self_device_time_total for row in profiled.key_averages()}
-    first = sorted(seconds, key=seconds.get, reverse=True)[:10]
-    shares = {name: seconds[name] / sum(seconds.values()) for name in first}
-    shares |= {"the rest": 1 - sum(shares.values())}
-    return [{"kernel": name, "share of the time": f"{share:.1%}"} for name, share in shares.items()]
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for row in profiled.key_averages():
+        seconds[kind_of(row.key)] += row.self_cpu_time_total + row.self_device_time_total
+    return {kind: time / sum(seconds.values()) for kind, time in seconds.items()}
 
 
 def main(args: Args) -> None:
@@ -236,13 +249,16 @@ def main(args: Args) -> None:
     if args.output and args.output.exists():
         raise InputError(f"--output {args.output} exists; remove it or choose another name")
     processes.keep_freed_memory()
-    rows, measured = [], {}
+    device, rows, measured = torch.device(args.device), [], {}
     for name in args.cases:
         case = CASES[name]
-        update, bound = make_update(case, torch.device(args.device))
-        even_update, _ = make_update(even(case), torch.device(args.device))
-        padded_update, _ = make_update(case, torch.device(args.device), prepared=False)
-        updates = {"padded": padded_update, "ours": update, "even": even_update}
+        updates = {}
+        updates["padded"], tokens = make_update(case, device, prepared=False)
+        updates["passes"], _ = make_update(case, device, prepared=False)
+        if SHAPES[case.shape]().hidden_size >= unpadded.LEAST_WIDTH:
+            updates["unpadded"], _ = make_update(case, device, prepared=True)
+        ours = updates[list(updates)[-1]]
+        updates["even"], _ = make_update(even(case), device, prepared=False)
         seconds: dict[str, list[float]] = {way: [] for way in updates}
         for turn in range(args.turns + 1):
             for way, one_update in updates.items():
@@ -253,29 +269,21 @@ def main(args: Args) -> None:
                         torch.cuda.synchronize()
                     if turn:
                         seconds[way].append(time.perf_counter() - started)
-        ratios, possible = (
-            [before / after for before, after in zip(seconds["padded"], seconds[way], strict=True)]
-            for way in ("ours", "even")
-        )
-        ratio, most = statistics.median(ratios), statistics.median(possible)
-        measured[name] = {"bound": bound, "seconds": seconds, "ratio": ratio, "even": most}
-        if args.kernels:
-            measured[name]["kernels"] = kernel_table(update)
-            print(markdown(measured[name]["kernels"]))
-        rows.append(
-            {
-                "": name,
-                "padded, s": f"{statistics.median(seconds['padded']):.3g}",
-                "ours, s": f"{statistics.median(seconds['ours']):.3g}",
-                "times as fast": f"{ratio:.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
-                "even rows": f"{most:.2f} [{min(possible):.2f}, {max(possible):.2f}]",
-                "tokens": f"{bound:.2f}",
-                "gain, of even rows'": f"{(ratio - 1) / (most - 1):.0%}",
-                "gain, of tokens'": f"{(ratio - 1) / (bound - 1):.0%}",
-            }
-        )
+        gains = {
+            way: spread([before / after for before, after in zip(seconds["padded"], seconds[way], strict=True)])
+            for way in updates
+        }
+        row = {"": name, "padded, s": f"{statistics.median(seconds['padded']):.3g}"}
+        row |= {way: gains.get(way, "") for way in ("passes", "unpadded", "even")}
+        rows.append(row | {"tokens": f"{tokens:.2f}"})
         print(markdown([rows[-1]]), flush=True)
+        measured[name] = {"tokens": tokens, "seconds": seconds}
+        if args.kernels:
+            measured[name]["kernels"] = kernel_shares(ours)
     print(markdown(rows))
+    if args.kernels:
+        shares = {name: case["kernels"] for name, case in measured.items()}
+        print(markdown([{"": kind} | {name: f"{shares[name][kind]:.0%}" for name in shares} for kind in KINDS]))
     if args.output:
         machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "device": args.device}
         report = {"commit": commit(), "machine": machine, "torch": version("torch"), "table": rows}

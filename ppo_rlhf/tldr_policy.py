@@ -107,7 +107,7 @@ class PpoArgs:
     local_micro_batch_size: int = 0
     """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
-    """tokens of such a pass, with the padding that it reads; a memory knob; 0: any number"""
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 

@@ -67,7 +67,7 @@ class Args(cli.RunArgs):
     local_micro_batch_size: int = 0
     """posts per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
-    """tokens of such a pass, with the padding that it reads; a memory knob; 0: any number"""
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 64
     """posts that one process summarises at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)

@@ -73,7 +73,7 @@ class Args(cli.RunArgs):
     local_micro_batch_size: int = 0
     """labels per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
-    """tokens of such a pass, with the padding that it reads; a memory knob; 0: any number"""
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0
     """samples or labels per pass without gradients on one process; a memory knob; 0: the local rollout batch"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
@@ -513,6 +513,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
     position_ids = mask.cumsum(1) - mask.long()
     attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
+    # A wide model gets the same from the real tokens alone: lib/unpadded.py has replaced what is called here.
     hidden_states = lm_backbone.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state  # (batch, sequence_length, width)

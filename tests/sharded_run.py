@@ -2,15 +2,18 @@
 
 `sharding/<rank>.json` has a row for each network that was given to `models.place`: how many parts of it FSDP wraps,
 which share of its numbers this process keeps, and the precisions of its weights. No process may read a whole network.
-With LEAST_WIDTH, networks that are so wide read no padding; `lines` has how many tokens each of their passes read.
+With LEAST_WIDTH, networks that are so wide read no padding; `lines-<rank>.json` has how many of their passes sampled,
+trained, and did neither.
 """
 
 import json
 import os
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -33,13 +36,13 @@ def refuse(*_):
     raise AssertionError("a whole network")
 
 
-def counted_read(lm_backbone, input_ids, position_ids, mask, *cache):
-    lines.append(int(mask.sum()))
-    return read(lm_backbone, input_ids, position_ids, mask, *cache)
+def counted_read(lm_backbone, input_ids, position_ids, mask, cache=None):
+    lines["sampled" if cache is not None else "trained" if torch.is_grad_enabled() else "scored"] += 1
+    return read(lm_backbone, input_ids, position_ids, mask, cache)
 
 
 unpadded.LEAST_WIDTH = int(os.environ.get("LEAST_WIDTH", unpadded.LEAST_WIDTH))
-lines, read, unpadded.read = [], unpadded.read, counted_read
+lines, read, unpadded.read = Counter(), unpadded.read, counted_read
 models.place = recorded_place
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     models.read_whole = refuse

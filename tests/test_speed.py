@@ -214,7 +214,7 @@ def test_speed_of_ours(tmp_path):
             assert set(phases) == {"generation", "scoring", "training"} and min(phases.values()) > 0
         assert 0 < sum(sum(phases.values()) for phases in run["phases"][1:]) < run["updates"][2] - run["updates"][0]
         assert 0 < run["start_to_first_update"] < 300
-        assert 1e8 < run["peak_memory"] < 1e10 and run["matmul_rate"] > 0
+        assert 1e8 < run["peak_memory"] < 1e10
     assert [row[""] for row in report["speed"]] == ["ours, float32", "ours, bfloat16"]
     for table in (report["speed"], report["utilisation"]):
         for row in table:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import GPT2Model, GPTNeoXModel, PreTrainedModel
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import lm, models, processes, unpadded
+from ppo_rlhf.lib import lm, models, precision, processes, unpadded
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all
 
@@ -97,8 +97,8 @@ def test_one_pass_unless_its_size_is_limited(tiny_models, any_width, monkeypatch
     unpadded.prepare(model)
     assert [one.rows.tolist() for one in processes.plan_passes(lengths, model)] == [[0, 3, 1, 2]]
     assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, rows=2)] == [[0, 3], [1, 2]]
-    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=20)] == [[0], [3, 1, 2]]
-    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=12)] == [[0], [3], [1, 2]]
+    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=27)] == [[0], [3, 1, 2]]
+    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=26)] == [[0], [3, 1], [2]]
 
 
 def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
@@ -108,6 +108,7 @@ def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
     models.compile_backbone(model)
     assert compiled == [model.base_model] and not processes.reads_no_padding(model)
+    assert model.config._attn_implementation == "sdpa"
     counted, tokens = Read(model), hard_rows()
     lm.read_tokens(model, tokens, PAD, slice(None))
     assert counted.tokens == tokens.numel()
@@ -143,6 +144,57 @@ def test_it_reads_the_same(tiny_models, any_width, monkeypatch, architecture, co
         assert_close(one, other, atol=tolerance, rtol=tolerance)
     for script in (train_policy, train_reward):
         assert script.read_tokens(model, tokens, PAD, slice(None)).equal(found[0])
+
+
+def test_without_padding_nothing_stands_in_for_it(tiny_models, any_width, monkeypatch):
+    """Rows of one length are one group, whatever a group costs: nothing is copied."""
+    model, tokens = tiny_models("gpt2").double(), hard_rows().clamp(max=PAD - 1)
+    expected = lm.read_tokens(model, tokens, PAD, slice(None))
+    unpadded.prepare(model)
+    counted, plan, groups = Read(model), unpadded.plan_groups, []
+    monkeypatch.setattr(unpadded, "plan_groups", lambda *arguments: groups.append(plan(*arguments)) or groups[-1])
+    for cost in COSTS:
+        in_groups_of(cost, monkeypatch)
+        assert_close(lm.read_tokens(model, tokens, PAD, slice(None)), expected, atol=1e-10, rtol=1e-10)
+    assert counted.tokens == len(COSTS) * tokens.numel()
+    assert groups == [[unpadded.Group(*tokens.shape, tokens.numel(), None, None)]] * len(COSTS)
+
+
+def test_other_calls_reach_the_library(tiny_models, any_width):
+    """A mask of another kind, and whatever else is asked for."""
+    model, tokens = tiny_models("llama").double(), hard_rows()[[3, 3]]
+    mask = lm.causal_mask(tokens != PAD, torch.float64)
+    ids, positions = tokens.masked_fill(tokens == PAD, 0), torch.arange(tokens.shape[1]).expand_as(tokens)
+    arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    calls = {
+        "no mask": arguments | {"attention_mask": None},
+        "two dimensions": arguments | {"attention_mask": (tokens != PAD).long()},
+        "True and False": arguments | {"attention_mask": mask == 0},
+        "one for all rows": arguments | {"attention_mask": mask[:1]},
+        "embeddings": arguments | {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(ids)},
+        "cached": arguments | {"attention_mask": torch.cat([mask, mask], dim=3), "use_cache": True},
+        "more": arguments | {"output_hidden_states": True},
+    }
+
+    def answer(call: dict) -> torch.Tensor:
+        if call.get("use_cache"):
+            cache = precision.KeyValueCache(config=model.config, max_cache_len=2 * tokens.shape[1])
+            room = torch.nn.functional.pad(mask, (0, tokens.shape[1]), value=torch.finfo(mask.dtype).min)
+            before = arguments | {"attention_mask": room, "output_hidden_states": False}
+            model.base_model(**before, past_key_values=cache, use_cache=True)
+            call = call | {"past_key_values": cache}
+        return model.base_model(**call)
+
+    expected = {name: answer(call) for name, call in calls.items()}
+    unpadded.prepare(model)
+    counted = Read(model)  # it does not see embeddings
+    for name, call in calls.items():
+        found = answer(call)
+        assert_close(found.last_hidden_state, expected[name].last_hidden_state, atol=1e-10, rtol=1e-10, msg=name)
+    assert len(found.hidden_states) == model.config.num_hidden_layers + 1
+    assert counted.tokens == 7 * tokens.numel()  # what fills the cache counts too
+    model.base_model(**arguments, use_cache=False)
+    assert counted.tokens == 7 * tokens.numel() + read_tokens_of(tokens)
 
 
 def test_a_row_that_sees_its_neighbour_is_noticed(tiny_models, any_width, monkeypatch):
@@ -244,9 +296,13 @@ def test_it_samples_the_same(tiny_models, any_width, monkeypatch, architecture, 
     expected = sample()
     in_groups_of(cost, monkeypatch)
     unpadded.prepare(model)
-    counted = Read(model)
-    lm.read_contexts(model, lm.left_pad(contexts, PAD), PAD, 9)
-    assert counted.tokens == read_tokens_of(lm.left_pad(contexts, PAD))
+    counted, packed = Read(model), lm.left_pad(contexts, PAD)
+    lm.read_contexts(model, packed, PAD, 9)
+    assert counted.tokens == read_tokens_of(packed)
+    for module in (lm, train_policy, train_reward):
+        counted.tokens = 0
+        module.generate(*arguments)
+        assert counted.tokens == read_tokens_of(packed) + 8 * ROWS  # and one for each token but the last
     for one, other in zip(sample(), expected, strict=True):
         assert_close(one, other, atol=1e-6, rtol=0)
 
@@ -259,10 +315,13 @@ def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
     return windowed
 
 
-@pytest.mark.parametrize("more", [0, 7, -40], ids=["as long as all tokens", "longer", "shorter"])
-def test_a_window_longer_than_a_row_may_be_shorter_than_the_line(tiny_models, any_width, more):
+@pytest.mark.parametrize("window", ["a row", "shorter", "as long as all tokens", "longer"])
+def test_a_window_as_long_as_a_row_may_be_shorter_than_the_line(tiny_models, any_width, window):
     model, contexts = tiny_models("mistral").double(), hard_rows()[:, :-RESPONSE]
-    windowed = with_window(model, int((contexts != PAD).sum()) + more)
+    row, line = contexts.shape[1] + 9, int((contexts != PAD).sum())
+    lengths = {"a row": row, "shorter": line - 40, "as long as all tokens": line, "longer": line + 7}
+    assert sorted(lengths.values()) == list(lengths.values())
+    windowed = with_window(model, lengths[window])
     unpadded.prepare(windowed)
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected, found = (lm.generate(each, contexts, uniforms, PAD, VOCAB, TEMPERATURE) for each in (model, windowed))

@@ -119,7 +119,7 @@ def load_pretrained(
             model.source = base_model
         else:
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
-        unpadded.prepare(model)
+        unpadded.prepare(model)  # replaces how a wide model reads rows
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
             setattr(model.config, name, value)

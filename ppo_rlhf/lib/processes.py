@@ -346,24 +346,21 @@ def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: 
     """Divide rows into passes of similar length, the longest first, so that little of what a model reads is padding.
 
     lengths: tokens of each row (rows,), on the CPU, so that nothing waits for a device. rows, tokens: how many a pass
-    has at most, padding included if it is read; with neither, there are as many passes as pay, and one where no
-    padding is read. model: what reads them. uses: how often it is called in a pass, for each token if it generates.
+    has at most, padding included; with neither, there are as many passes as pay, and one where no padding is read.
+    model: what reads them. uses: how often it is called in a pass, for each token if it generates.
     Where weights are sharded, every process makes equally many passes, and all must call this.
     """
     order = lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
     if not count:
         return []
-    unpadded = reads_no_padding(model)
-    if tokens:
-        starts, used = [0], 0
-        for i, length in enumerate(ordered):
-            used = used + length if unpadded else ordered[starts[-1]] * (i + 1 - starts[-1])
-            if i > starts[-1] and (used > tokens or i - starts[-1] == (rows or count)):
-                starts, used = [*starts, i], length
+    if tokens:  # masks and hidden states are padded, even where nothing else is
+        starts = [0]
+        while (end := starts[-1] + min(rows or count, max(1, tokens // max(1, ordered[starts[-1]])))) < count:
+            starts.append(end)
     elif rows:
         starts = list(range(0, count, rows))
-    elif unpadded:
+    elif reads_no_padding(model):
         starts = [0]
     else:
         starts = starts_that_pay(ordered, uses * cost_of_pass(model))

@@ -3,10 +3,9 @@
 Embeddings, matrix products and norms see one line of tokens. Attention sees rows again, a few of similar length at a
 time. What is small beside a model's matrix products is then all that unequal lengths cost.
 
-A model that is prepared is called as before, with rows, their padding and a mask of four dimensions, and gives the
-same. What one token reads, and what comes without such a mask, is not touched.
-
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+A model that is prepared is called as before, with rows, their padding and a mask of four dimensions. What it gives
+at real tokens and in the last column is the same; what it gives at other padding nobody looks at. Calls of any other
+kind, such as that with one new token for each row, reach the library's own method.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,8 @@ TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tes
 # Cutting rows out costs copies, which grow with the width; it saves matrix products, which grow with its square.
 # On a CPU it pays with GPT-2 (768 wide), and does not with the small models of the worlds (128).
 LEAST_WIDTH = 512
-# What a group costs attention, in tokens of padding that it may save. The GPU's number is an estimate.
+# What a group costs attention, in tokens of padding that it may save. On a CPU 0 was fastest with 32 rows of GPT-2's
+# shape and 8 of Pythia 160M's. The GPU's number is an estimate.
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 
 
@@ -45,6 +45,7 @@ def prepare(model: PreTrainedModel) -> None:
 def undo(model: PreTrainedModel) -> None:
     """Let a model read padding again."""
     if processes.reads_no_padding(model):
+        model.set_attn_implementation("sdpa")
         del model.base_model.reads_no_padding, model.base_model.forward
 
 
@@ -56,11 +57,14 @@ def forward(
     past_key_values: precision.KeyValueCache | None = None,
     **options,
 ) -> BaseModelOutputWithPast:
-    """What a prepared model is called with: rows, (batch, length), and a mask (batch, 1, length, length or more)."""
-    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[2] > 1:
-        # The last position of a row sees all real tokens, and itself.
-        real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
-        return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values))
+    """What takes the place of a prepared model's own method. Rows (batch, length) come with `lm.causal_mask`."""
+    nothing_cached = past_key_values is None or not past_key_values.is_initialized
+    if nothing_cached and attention_mask is not None and not options.keys() - {"use_cache"}:
+        batch, length = input_ids.shape
+        if attention_mask.is_floating_point() and attention_mask.shape[:3] == (batch, 1, length):
+            # The last position of a row sees all real tokens, and itself: what stands there is read, padding or not.
+            real = attention_mask[:, 0, -1, :length] == 0
+            return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values))
     own = type(backbone).forward
     return own(
         backbone,
@@ -93,6 +97,7 @@ def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
         from_line = to_line = None
         if tokens < rows * longest:
             to_line = (torch.arange(longest) < own.unsqueeze(1)).flatten().nonzero()[:, 0]
+            # Padding is hidden, so any of the tokens may stand there.
             from_line = (torch.arange(rows * longest) % tokens).index_copy(0, to_line, torch.arange(tokens))
             from_line, to_line = from_line.to(device), to_line.to(device)
         groups.append(Group(rows, longest, tokens, from_line, to_line))
@@ -138,16 +143,17 @@ class LineCache:
 
     def __init__(self, cache: precision.KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
         """rows, columns: of each token (tokens,) in the batch, whose next token comes to column `length`."""
-        self.cache, self.batch, self.length, self.places = cache, batch, length, (rows, slice(None), columns)
+        self.cache, self.batch, self.length = cache, batch, length
+        self.tokens, self.places = len(rows), (rows, slice(None), columns)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """keys, values: (1, heads, tokens and one for the padding, head width). They are all that attention sees."""
-        layer, tokens = self.cache.layers[layer_idx], len(self.places[0])
+        """keys, values: (1, heads, a line's tokens, head width). They are all that attention sees, and come back."""
+        layer = self.cache.layers[layer_idx]
         keys = keys.to(values.dtype)
         if not layer.is_initialized:
             layer.lazy_initialization(*(states[:, :, :1].expand(self.batch, -1, -1, -1) for states in (keys, values)))
-        layer.keys[self.places] = keys[0, :, :tokens].transpose(0, 1)
-        layer.values[self.places] = values[0, :, :tokens].transpose(0, 1)
+        layer.keys[self.places] = keys[0, :, : self.tokens].transpose(0, 1)
+        layer.values[self.places] = values[0, :, : self.tokens].transpose(0, 1)
         layer.cumulative_length.fill_(self.length)
         return keys, values
 
@@ -162,17 +168,19 @@ def read(
     """Final hidden states (batch, length, width) of a prepared model.
 
     input_ids, position_ids, mask: (batch, length), True for real tokens, each of which sees those before it in its
-    row; padding sees nothing but itself. cache: empty, gets keys and values of the real tokens, in their columns.
+    row. What is given for padding is never looked at: id 0 at position 0. cache: empty, gets keys and values of the
+    real tokens, in their columns.
     """
     device, (batch, length) = mask.device, mask.shape
-    real = mask.cpu()  # the device is waited for once, here
+    real = mask.cpu()  # waits for the device: how long rows are decides what is computed
     lengths, order = real.sum(1).sort(descending=True, stable=True)
     rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
     rows, tokens = order[rows], len(rows)
-    # [D15] Padding sees itself alone. One token, id 0 at position 0, stands for all of it at the end of the line.
+    # One token, which sees itself alone, stands for all padding at the end of the line.
+    stand_in = [1] if tokens < batch * length else []  # its length
     places = torch.full((batch, length), tokens).index_put((rows, columns), torch.arange(tokens))
     rows, columns, places = rows.to(device), columns.to(device), places.to(device)
-    line = [F.pad(numbers[rows, columns], (0, 1)).unsqueeze(0) for numbers in (input_ids, position_ids)]
+    line = [F.pad(numbers[rows, columns], (0, len(stand_in))).unsqueeze(0) for numbers in (input_ids, position_ids)]
     hidden_states = (
         type(backbone)
         .forward(
@@ -180,10 +188,10 @@ def read(
             input_ids=line[0],
             position_ids=line[1],
             attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
-            row_groups=plan_groups([*lengths.tolist(), 1], device),
+            row_groups=plan_groups([*lengths.tolist(), *stand_in], device),
             past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
             use_cache=cache is not None,
         )
         .last_hidden_state[0]
-    )  # (tokens + 1, width)
+    )  # (the line's tokens, width)
     return hidden_states.index_select(0, places.flatten()).unflatten(0, places.shape)
