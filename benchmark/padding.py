@@ -252,9 +252,8 @@ def main(args: Args) -> None:
     device, rows, measured = torch.device(args.device), [], {}
     for name in args.cases:
         case = CASES[name]
-        updates = {}
-        updates["padded"], tokens = make_update(case, device, prepared=False)
-        updates["passes"], _ = make_update(case, device, prepared=False)
+        plain, tokens = make_update(case, device, prepared=False)
+        updates = {"padded": plain, "passes": plain}
         if SHAPES[case.shape]().hidden_size >= unpadded.LEAST_WIDTH:
             updates["unpadded"], _ = make_update(case, device, prepared=True)
         ours = updates[list(updates)[-1]]
@@ -280,15 +279,15 @@ def main(args: Args) -> None:
         measured[name] = {"tokens": tokens, "seconds": seconds}
         if args.kernels:
             measured[name]["kernels"] = kernel_shares(ours)
+        if args.output:
+            machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "device": args.device}
+            report = {"commit": commit(), "machine": machine, "torch": version("torch"), "table": rows}
+            cases = {name: asdict(CASES[name]) for name in measured}
+            write_json(args.output, report | {"cases": cases, "measured": measured})
     print(markdown(rows))
     if args.kernels:
         shares = {name: case["kernels"] for name, case in measured.items()}
         print(markdown([{"": kind} | {name: f"{shares[name][kind]:.0%}" for name in shares} for kind in KINDS]))
-    if args.output:
-        machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "device": args.device}
-        report = {"commit": commit(), "machine": machine, "torch": version("torch"), "table": rows}
-        cases = {name: asdict(CASES[name]) for name in args.cases}
-        write_json(args.output, report | {"cases": cases, "measured": measured})
 
 
 if __name__ == "__main__":
