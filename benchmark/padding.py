@@ -1,7 +1,7 @@
 """What reading no padding is worth: updates of PPO as the scripts make them, beside the same updates padded.
 
-    python benchmark/padding.py                                     # all cases, most of an hour on two quiet cores
-    python benchmark/padding.py --cases tales --kernels --output padding.json
+    python benchmark/padding.py --cases tales gpt2 posts             # twenty minutes on two quiet cores
+    python benchmark/padding.py --cases pythia --kernels             # half an hour, most of 24 GB
 
 A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
 is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:

@@ -26,9 +26,8 @@ attends to; a backward pass has twice that. An episode needs
                   chapter 3, which has neither here, one: the policy reads its response
     training      per epoch, forward and backward over query and response, logits at the response
 
-What an implementation computes beyond that does not count. The rate is that of square products of 2048 rows
-(on a GPU 8192; fewer on a CPU that needs long for one) in the precision of the run, measured at the end of each run
-of ours.
+What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a
+GPU 8192, on a slow CPU fewer) rows in the precision of the run, measured at the end of each run of ours.
 
 Chapter 3 is GRPO without a KL penalty. Its responses end where the model ends them, and so differ in length: that of
 sums writes 5 to 88 tokens, and random weights are given a chance of ending that is the same at every token.

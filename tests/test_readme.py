@@ -510,21 +510,36 @@ def test_our_names_beside_those_of_others_are_flags():
 
 def test_table_of_padding():
     """Each row of the page is one of a report's, whose numbers follow from the seconds of its turns."""
-    lines = BENCHMARK[BENCHMARK.index("|  | padded, s") :].splitlines()
-    shown = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:6])}
-    assert list(shown) == ["tales", "posts", "gpt2", "pythia"]
+    results = ROOT / "benchmark/results"
+    report, wide = (json.loads((results / f"{name}.json").read_text()) for name in ("padding", "padding-wide"))
+    assert re.fullmatch("[0-9a-f]{40}", report["commit"])
+    pythia = wide["measured"]["pythia"]
+    pythia["seconds"]["unpadded"] = pythia["seconds"].pop("ours")
+    measured = report["measured"] | {"pythia": pythia | {"tokens": pythia["bound"]}}
+    page = " ".join(BENCHMARK.split())
+    assert f"the first three were measured at {report['commit'][:7]}, the last at {wide['commit'][:7]}" in page
+
+    def table_after(head: str) -> list[list[str]]:
+        lines = BENCHMARK[BENCHMARK.index(head) :].split("\n\n")[0].splitlines()
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+    shown = {row[0]: row[1:] for row in table_after("|  | padded, s")}
+    assert list(shown) == ["tales", "gpt2", "posts", "pythia"] == list(measured)
     for name, cells in shown.items():
-        wide = name in ("gpt2", "pythia")
-        file = ROOT / f"benchmark/results/padding{'-wide' if wide else ''}.json"
-        measured = json.loads(file.read_text())["measured"][name]
-        seconds = {way: np.array(turns) for way, turns in measured["seconds"].items()}
-        padded, ours, even = seconds["padded"], seconds["ours" if wide else "passes"], seconds["even"]
-        assert len(padded) == len(ours) == len(even) == 5
-        assert [float(cell) for cell in cells[:2]] == pytest.approx([np.median(padded), np.median(ours)], rel=0.01)
-        for cell, ratios in ((cells[2], padded / ours), (cells[3], padded / even)):
-            expected = [np.median(ratios), ratios.min(), ratios.max()]
+        seconds = {way: np.array(turns) for way, turns in measured[name]["seconds"].items()}
+        assert {len(turns) for turns in seconds.values()} == {5}
+        assert float(cells[0]) == pytest.approx(np.median(seconds["padded"]), rel=0.01)
+        for cell, way in zip(cells[1:4], ("passes", "unpadded", "even"), strict=True):
+            ratios = seconds["padded"] / seconds[way] if way in seconds else np.array([])
+            expected = [np.median(ratios), ratios.min(), ratios.max()] if len(ratios) else []
             assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(expected, abs=0.0051)
-        assert float(cells[4]) == pytest.approx(measured["bound"], abs=0.0051)
+        assert float(cells[4]) == pytest.approx(measured[name]["tokens"], abs=0.0051)
+    of_pythia = dict.fromkeys(padding.KINDS, 0.0)  # its report names the ten kernels that took most
+    for row in pythia["kernels"]:
+        of_pythia[padding.kind_of(row["kernel"])] += float(row["share of the time"].rstrip("%")) / 100
+    shares = {name: of_pythia if name == "pythia" else measured[name]["kernels"] for name in shown}
+    kernels = {row[0]: row[1:] for row in table_after("|  | tales | gpt2 | posts | pythia |")}
+    assert kernels == {kind: [f"{shares[name][kind]:.0%}" for name in shown] for kind in padding.KINDS}
 
 
 def test_flags_of_the_benchmark_exist():
