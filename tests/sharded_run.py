@@ -2,8 +2,8 @@
 
 `sharding/<rank>.json` has a row for each network that was given to `models.place`: how many parts of it FSDP wraps,
 which share of its numbers this process keeps, and the precisions of its weights. No process may read a whole network.
-With LEAST_WIDTH, networks that are so wide read no padding; `lines-<rank>.json` has how many of their passes sampled,
-trained, and did neither.
+With LEAST_WIDTH, networks that are so wide read no padding; `passes-<rank>.json` has how many of their passes
+sampled, trained, and did neither.
 """
 
 import json
@@ -37,12 +37,12 @@ def refuse(*_):
 
 
 def counted_read(lm_backbone, input_ids, position_ids, mask, cache=None):
-    lines["sampled" if cache is not None else "trained" if torch.is_grad_enabled() else "scored"] += 1
+    passes["sampled" if cache is not None else "trained" if torch.is_grad_enabled() else "scored"] += 1
     return read(lm_backbone, input_ids, position_ids, mask, cache)
 
 
 unpadded.LEAST_WIDTH = int(os.environ.get("LEAST_WIDTH", unpadded.LEAST_WIDTH))
-lines, read, unpadded.read = Counter(), unpadded.read, counted_read
+passes, read, unpadded.read = Counter(), unpadded.read, counted_read
 models.place = recorded_place
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     models.read_whole = refuse
@@ -51,4 +51,4 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 folder = Path("sharding")
 folder.mkdir(exist_ok=True)
 (folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(seen))
-(folder / f"lines-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(lines))
+(folder / f"passes-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(passes))

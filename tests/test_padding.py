@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ppo_rlhf.lib import processes, unpadded
+from ppo_rlhf.lib.errors import InputError
 
 # Queries of 4, 6 and 8 tokens.
 CASES = {
@@ -46,18 +47,20 @@ def test_what_is_read(small, monkeypatch):
     """Three rows: 33 tokens with padding and 27 without, of the queries alone 24 and 18."""
     case = CASES["tales"]
     even = tokens_read(padding.even(case), monkeypatch, prepared=False)
-    # 2 tokens are sampled from one at a time; all rows are read for values, the reference, the reward, two epochs
-    reads = (even - 18 - 3 * 2) // 27
-    assert reads in (4, 5) and even == 18 + 3 * 2 + 27 * reads
+    reads = 4  # of all: the reference, the reward model, two epochs; two of three sampled tokens are read besides
+    assert even == 18 + 3 * 2 + 27 * reads
     assert tokens_read(case, monkeypatch, prepared=False) == even
     assert tokens_read(case, monkeypatch, prepared=False, padded=True) == 24 + 3 * 2 + 33 * reads
     assert tokens_read(case, monkeypatch, prepared=True) == even + 1 + reads  # a token for the padding of each
 
 
 def test_padded_knows_no_end(small, monkeypatch):
-    case = CASES["posts"]
-    packed, everything = (tokens_read(case, monkeypatch, prepared=False, padded=padded) for padded in (False, True))
-    assert everything > 3 * (8 + 6) * 4 and packed < 0.8 * everything
+    """Rows of 8 + 6 columns, of which 24 tokens are real: 18 of the queries, and responses of 1, 2 and 3."""
+    case, reads = CASES["posts"], 8  # of policy and critic for log-probs, reference, reward, two epochs of both
+    everything = tokens_read(case, monkeypatch, prepared=False, padded=True)
+    assert everything == 3 * 8 + 3 * 5 + 3 * (8 + 6) * reads
+    packed = tokens_read(case, monkeypatch, prepared=False)
+    assert packed == 18 + 3 * 3 + 24 * reads  # rows are looked at after 4 tokens, of which three are read
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -80,6 +83,11 @@ def test_report(small, tmp_path, capsys, monkeypatch, wide):
     assert report["measured"]["tales"]["tokens"] == pytest.approx(33 / 27)
     assert report["measured"]["posts"]["tokens"] == pytest.approx(3 * (8 + 6) / (18 + 6))
     assert report["table"][0]["tokens"] == "1.22"
+
+
+def test_kernels_of_a_cpu_only():
+    with pytest.raises(InputError, match="--kernels goes with --device cpu"):
+        padding.main(padding.Args(device="cuda", kernels=True))
 
 
 def test_kinds_of_kernels():

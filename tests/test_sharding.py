@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,9 @@ def test_two_processes_that_read_no_padding(
 ):
     check_same(run_two(tmp_path, *policy_words(tiny_posts), **environment, LEAST_WIDTH="1"), alone)
     for rank in range(2):
-        lines = json.loads((tmp_path / f"sharding/lines-{rank}.json").read_text())
-        assert lines["trained"] == 2 * 4 * 2 * 2  # policy and critic: updates, epochs, minibatches
-        assert lines["sampled"] >= 4 and lines["scored"] >= 2 * 4  # each rollout; the reference's and the critic's
+        passes = Counter(json.loads((tmp_path / f"sharding/passes-{rank}.json").read_text()))
+        assert passes["trained"] == 2 * 4 * 2 * 2  # policy and critic: updates, epochs, minibatches
+        assert passes["sampled"] >= 4 and passes["scored"] >= 2 * 4  # each rollout; the reference's and the critic's
 
 
 def test_two_processes_without_sharding_keep_everything(alone: Path, tiny_posts: Path, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Rows that are read behind one another, without padding, read as they do in rows."""
 
+import copy
 import json
 
 import pytest
@@ -8,7 +9,8 @@ import test_golden_tldr
 import torch
 from test_passes import PAD, RESPONSE, ROWS, TEMPERATURE, UPDATES, VOCAB, Read, networks_in, numbers, ragged
 from torch.testing import assert_close
-from transformers import GPT2Model, GPTNeoXModel, PreTrainedModel
+from transformers import DynamicCache, GPT2Model, GPTNeoXModel, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import lm, models, precision, processes, unpadded
@@ -108,7 +110,6 @@ def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
     models.compile_backbone(model)
     assert compiled == [model.base_model] and not processes.reads_no_padding(model)
-    assert model.config._attn_implementation == "sdpa"
     counted, tokens = Read(model), hard_rows()
     lm.read_tokens(model, tokens, PAD, slice(None))
     assert counted.tokens == tokens.numel()
@@ -165,36 +166,42 @@ def test_other_calls_reach_the_library(tiny_models, any_width):
     model, tokens = tiny_models("llama").double(), hard_rows()[[3, 3]]
     mask = lm.causal_mask(tokens != PAD, torch.float64)
     ids, positions = tokens.masked_fill(tokens == PAD, 0), torch.arange(tokens.shape[1]).expand_as(tokens)
-    arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
+    room = torch.nn.functional.pad(mask, (0, tokens.shape[1]), value=torch.finfo(mask.dtype).min)
     calls = {
+        "no positions": {name: value for name, value in arguments.items() if name != "position_ids"},
+        "one row of positions": arguments | {"position_ids": positions[:1]},
+        "another cache": arguments | {"past_key_values": DynamicCache(config=model.config), "use_cache": True},
+        "a cache of the library's own": arguments | {"use_cache": True},
         "no mask": arguments | {"attention_mask": None},
         "two dimensions": arguments | {"attention_mask": (tokens != PAD).long()},
         "True and False": arguments | {"attention_mask": mask == 0},
         "one for all rows": arguments | {"attention_mask": mask[:1]},
-        "embeddings": arguments | {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(ids)},
-        "cached": arguments | {"attention_mask": torch.cat([mask, mask], dim=3), "use_cache": True},
+        "embeddings": arguments | {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(ids).detach()},
+        "filled": arguments | {"attention_mask": torch.cat([mask, mask], dim=3), "use_cache": True},
         "more": arguments | {"output_hidden_states": True},
     }
 
-    def answer(call: dict) -> torch.Tensor:
-        if call.get("use_cache"):
+    def answer(name: str) -> BaseModelOutputWithPast:
+        call = copy.deepcopy(calls[name])
+        if name == "filled":
             cache = precision.KeyValueCache(config=model.config, max_cache_len=2 * tokens.shape[1])
-            room = torch.nn.functional.pad(mask, (0, tokens.shape[1]), value=torch.finfo(mask.dtype).min)
-            before = arguments | {"attention_mask": room, "output_hidden_states": False}
-            model.base_model(**before, past_key_values=cache, use_cache=True)
-            call = call | {"past_key_values": cache}
+            before = {"attention_mask": room, "use_cache": True, "output_hidden_states": False}
+            model.base_model(**arguments | before, past_key_values=cache)
+            call["past_key_values"] = cache
         return model.base_model(**call)
 
-    expected = {name: answer(call) for name, call in calls.items()}
+    expected = {name: answer(name) for name in calls}
     unpadded.prepare(model)
     counted = Read(model)  # it does not see embeddings
-    for name, call in calls.items():
-        found = answer(call)
+    for name in calls:
+        found = answer(name)
         assert_close(found.last_hidden_state, expected[name].last_hidden_state, atol=1e-10, rtol=1e-10, msg=name)
+        assert (found.past_key_values is None) == (expected[name].past_key_values is None), name
     assert len(found.hidden_states) == model.config.num_hidden_layers + 1
-    assert counted.tokens == 7 * tokens.numel()  # what fills the cache counts too
-    model.base_model(**arguments, use_cache=False)
-    assert counted.tokens == 7 * tokens.numel() + read_tokens_of(tokens)
+    assert counted.tokens == 11 * tokens.numel()  # what fills the cache counts too
+    model.base_model(**arguments)
+    assert counted.tokens == 11 * tokens.numel() + read_tokens_of(tokens)
 
 
 def test_a_row_that_sees_its_neighbour_is_noticed(tiny_models, any_width, monkeypatch):

@@ -43,28 +43,25 @@ def prepare(model: PreTrainedModel) -> None:
 
 
 def undo(model: PreTrainedModel) -> None:
-    """Let a model read padding again."""
+    """Let a model read padding again. Its attention stays, and is the library's where it is given no groups."""
     if processes.reads_no_padding(model):
-        model.set_attn_implementation("sdpa")
         del model.base_model.reads_no_padding, model.base_model.forward
 
 
 def forward(
     backbone: PreTrainedModel,
     input_ids: Tensor | None = None,
+    *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     past_key_values: precision.KeyValueCache | None = None,
     **options,
 ) -> BaseModelOutputWithPast:
-    """What takes the place of a prepared model's own method. Rows (batch, length) come with `lm.causal_mask`."""
-    nothing_cached = past_key_values is None or not past_key_values.is_initialized
-    if nothing_cached and attention_mask is not None and not options.keys() - {"use_cache"}:
-        batch, length = input_ids.shape
-        if attention_mask.is_floating_point() and attention_mask.shape[:3] == (batch, 1, length):
-            # The last position of a row sees all real tokens, and itself: what stands there is read, padding or not.
-            real = attention_mask[:, 0, -1, :length] == 0
-            return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values))
+    """What takes the place of a prepared model's own method. A mask of numbers is taken for `lm.causal_mask`."""
+    if reads_rows(input_ids, attention_mask, position_ids, past_key_values, **options):
+        # The last position of a row sees all real tokens, and itself: what stands there is read, padding or not.
+        real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
+        return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values))
     own = type(backbone).forward
     return own(
         backbone,
@@ -74,6 +71,19 @@ def forward(
         past_key_values=past_key_values,
         **options,
     )
+
+
+def reads_rows(input_ids, attention_mask, position_ids, past_key_values, use_cache=None, **more) -> bool:
+    """Whether a model is called with rows, as the scripts do: with a cache that is empty, or told to make none."""
+    if more or input_ids is None or attention_mask is None or position_ids is None:
+        return False
+    if isinstance(past_key_values, precision.KeyValueCache):
+        cache_fits = not past_key_values.is_initialized
+    else:
+        cache_fits = past_key_values is None and use_cache is False
+    batch, length = input_ids.shape
+    mask_fits = attention_mask.is_floating_point() and attention_mask.shape[:3] == (batch, 1, length)
+    return cache_fits and mask_fits and position_ids.shape == input_ids.shape
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ def attention(
     """The library's attention; with groups, that of each by itself.
 
     query, key, value: (1, heads, tokens, head width), the groups' tokens behind one another; key and value may have
-    fewer heads. Returns (1, tokens, heads, head width).
+    fewer heads. Returns (1, tokens, heads, head width). There is no dropout, which `load_pretrained` sets to 0.
     """
     if row_groups is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
