@@ -86,6 +86,61 @@ def reads_rows(input_ids, attention_mask, position_ids, past_key_values, use_cac
     return cache_fits and mask_fits and position_ids.shape == input_ids.shape
 
 
+def read(
+    backbone: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    mask: Tensor,
+    cache: precision.KeyValueCache | None = None,
+) -> Tensor:
+    """Final hidden states (batch, length, width) of a prepared model.
+
+    input_ids, position_ids, mask: (batch, length), True for real tokens, each of which sees those before it in its
+    row. What is given for padding is never looked at: id 0 at position 0. cache: empty, gets keys and values of the
+    real tokens, in their columns.
+    """
+    device, (batch, length) = mask.device, mask.shape
+    real = mask.cpu()  # waits for the device: how long rows are decides what is computed
+    lengths, order = real.sum(1).sort(descending=True, stable=True)
+    rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
+    rows, tokens = order[rows], len(rows)
+    # One token, which sees itself alone, stands for all padding at the end of the line.
+    stand_in = [1] if tokens < batch * length else []  # its length
+    places = torch.full((batch, length), tokens).index_put((rows, columns), torch.arange(tokens))
+    rows, columns, places = rows.to(device), columns.to(device), places.to(device)
+    line = [F.pad(numbers[rows, columns], (0, len(stand_in))).unsqueeze(0) for numbers in (input_ids, position_ids)]
+    answer = type(backbone).forward(
+        backbone,
+        input_ids=line[0],
+        position_ids=line[1],
+        attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
+        row_groups=plan_groups([*lengths.tolist(), *stand_in], device),
+        past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
+        use_cache=cache is not None,
+    )
+    hidden_states = answer.last_hidden_state[0]  # (the line's tokens, width)
+    return hidden_states.index_select(0, places.flatten()).unflatten(0, places.shape)
+
+
+class LineCache:
+    """Puts keys and values of a line's tokens where they belong in the cache of a batch."""
+
+    def __init__(self, cache: precision.KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
+        """rows, columns: of each token (tokens,) in the batch, whose next token comes to column `length`."""
+        self.cache, self.batch, self.length = cache, batch, length
+        self.tokens, self.places = len(rows), (rows, slice(None), columns)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """keys, values: (1, heads, a line's tokens, head width). They are all that attention sees, and come back."""
+        layer = self.cache.layers[layer_idx]
+        keys = keys.to(values.dtype)
+        layer.lazy_initialization(*(states[:, :, :1].expand(self.batch, -1, -1, -1) for states in (keys, values)))
+        layer.keys[self.places] = keys[0, :, : self.tokens].transpose(0, 1)
+        layer.values[self.places] = values[0, :, : self.tokens].transpose(0, 1)
+        layer.cumulative_length.fill_(self.length)
+        return keys, values
+
+
 @dataclass(frozen=True)
 class Group:
     """Rows that attention sees together, padded on the right, where a causal mask hides it."""
@@ -146,62 +201,3 @@ def attention(
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-class LineCache:
-    """Puts keys and values of a line's tokens where they belong in the cache of a batch."""
-
-    def __init__(self, cache: precision.KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
-        """rows, columns: of each token (tokens,) in the batch, whose next token comes to column `length`."""
-        self.cache, self.batch, self.length = cache, batch, length
-        self.tokens, self.places = len(rows), (rows, slice(None), columns)
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """keys, values: (1, heads, a line's tokens, head width). They are all that attention sees, and come back."""
-        layer = self.cache.layers[layer_idx]
-        keys = keys.to(values.dtype)
-        if not layer.is_initialized:
-            layer.lazy_initialization(*(states[:, :, :1].expand(self.batch, -1, -1, -1) for states in (keys, values)))
-        layer.keys[self.places] = keys[0, :, : self.tokens].transpose(0, 1)
-        layer.values[self.places] = values[0, :, : self.tokens].transpose(0, 1)
-        layer.cumulative_length.fill_(self.length)
-        return keys, values
-
-
-def read(
-    backbone: PreTrainedModel,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    mask: Tensor,
-    cache: precision.KeyValueCache | None = None,
-) -> Tensor:
-    """Final hidden states (batch, length, width) of a prepared model.
-
-    input_ids, position_ids, mask: (batch, length), True for real tokens, each of which sees those before it in its
-    row. What is given for padding is never looked at: id 0 at position 0. cache: empty, gets keys and values of the
-    real tokens, in their columns.
-    """
-    device, (batch, length) = mask.device, mask.shape
-    real = mask.cpu()  # waits for the device: how long rows are decides what is computed
-    lengths, order = real.sum(1).sort(descending=True, stable=True)
-    rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
-    rows, tokens = order[rows], len(rows)
-    # One token, which sees itself alone, stands for all padding at the end of the line.
-    stand_in = [1] if tokens < batch * length else []  # its length
-    places = torch.full((batch, length), tokens).index_put((rows, columns), torch.arange(tokens))
-    rows, columns, places = rows.to(device), columns.to(device), places.to(device)
-    line = [F.pad(numbers[rows, columns], (0, len(stand_in))).unsqueeze(0) for numbers in (input_ids, position_ids)]
-    hidden_states = (
-        type(backbone)
-        .forward(
-            backbone,
-            input_ids=line[0],
-            position_ids=line[1],
-            attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
-            row_groups=plan_groups([*lengths.tolist(), *stand_in], device),
-            past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
-            use_cache=cache is not None,
-        )
-        .last_hidden_state[0]
-    )  # (the line's tokens, width)
-    return hidden_states.index_select(0, places.flatten()).unflatten(0, places.shape)
