@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -39,7 +40,7 @@ from accelerate import Accelerator
 from compare import markdown
 from speed import SHAPES, spread, spread_lengths
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppo_rlhf import tldr_policy, train_policy
 from ppo_rlhf.lib import lm, posts, processes, texts, unpadded
@@ -116,19 +117,24 @@ def padded() -> Iterator[None]:
         yield
 
 
-def make_update(case: Case, device: torch.device, *, prepared: bool) -> tuple[Callable[[], None], float]:
-    """A function that makes one update, and tokens with padding over tokens without.
+@contextlib.contextmanager
+def prepared(networks: list[PreTrainedModel]) -> Iterator[None]:
+    """Networks read no padding, if they are wide."""
+    for network in networks:
+        unpadded.prepare(network)
+    yield
+    for network in networks:
+        unpadded.undo(network)
 
-    prepared: whether the networks read no padding, as wide ones do that scripts load.
-    """
+
+def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], list[PreTrainedModel], float]:
+    """A function that makes one update, the networks that it uses, and tokens with padding over tokens without."""
     torch.manual_seed(0)
     config = SHAPES[case.shape]()
     if hasattr(config, "activation_function"):
         config.activation_function = "gelu_pytorch_tanh"  # as load_pretrained sets it
     count = 4 if case.chapter == 2 else 3
     networks = [AutoModelForCausalLM.from_config(config).eval().to(device) for _ in range(count)]  # no dropout
-    for network in networks if prepared else ():
-        unpadded.prepare(network)
     vocab = pad = config.vocab_size
     query_lengths = spread_lengths(*case.queries, case.batch)
     response_lengths = spread_lengths(*case.responses, case.batch)
@@ -140,10 +146,8 @@ def make_update(case: Case, device: torch.device, *, prepared: bool) -> tuple[Ca
         uniforms.scatter_(1, response_lengths.unsqueeze(1) - 1, 0.0)  # the stop token, id 0
     queries_on, uniforms = queries.to(device), uniforms.to(device)
     update = update_of_chapter_1 if case.chapter == 1 else update_of_chapter_2
-    real = int((query_lengths + response_lengths).sum())
-    return update(case, networks, queries, queries_on, uniforms, pad), case.batch * (
-        len(columns) + case.response_length
-    ) / real
+    tokens, real = case.batch * (len(columns) + case.response_length), int((query_lengths + response_lengths).sum())
+    return update(case, networks, queries, queries_on, uniforms, pad), networks, tokens / real
 
 
 def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> Callable[[], None]:
@@ -259,15 +263,16 @@ def main(args: Args) -> None:
     device, rows, measured = torch.device(args.device), [], {}
     for name in args.cases:
         case = CASES[name]
-        plain, tokens = make_update(case, device, prepared=False)
-        updates = {"padded": plain, "passes": plain}
-        if SHAPES[case.shape]().hidden_size >= unpadded.LEAST_WIDTH:
-            updates["unpadded"], _ = make_update(case, device, prepared=True)
-        updates["even"], _ = make_update(even(case), device, prepared=False)
-        seconds: dict[str, list[float]] = {way: [] for way in updates}
+        ragged, networks, tokens = make_update(case, device)
+        even_rows, _, _ = make_update(even(case), device)
+        wide = SHAPES[case.shape]().hidden_size >= unpadded.LEAST_WIDTH
+        ways = ["padded", "passes", *(["unpadded"] if wide else []), "even"]
+        reading = {"padded": padded, "unpadded": partial(prepared, networks)}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(args.turns + 1):
-            for way, one_update in updates.items():
-                with padded() if way == "padded" else contextlib.nullcontext():
+            for way in ways:
+                one_update = even_rows if way == "even" else ragged
+                with reading.get(way, contextlib.nullcontext)():
                     started = time.perf_counter()
                     one_update()
                     if args.device == "cuda":
@@ -276,7 +281,7 @@ def main(args: Args) -> None:
                         seconds[way].append(time.perf_counter() - started)
         gains = {
             way: spread([before / after for before, after in zip(seconds["padded"], seconds[way], strict=True)])
-            for way in updates
+            for way in ways
         }
         row = {"": name, "padded, s": f"{statistics.median(seconds['padded']):.3g}"}
         row |= {way: gains.get(way, "") for way in ("passes", "unpadded", "even")}
@@ -284,7 +289,8 @@ def main(args: Args) -> None:
         print(markdown([rows[-1]]), flush=True)
         measured[name] = {"tokens": tokens, "seconds": seconds}
         if args.kernels:
-            measured[name]["kernels"] = kernel_shares(updates.get("unpadded", plain))
+            with prepared(networks):
+                measured[name]["kernels"] = kernel_shares(ragged)
         if args.output:
             cases = {name: asdict(CASES[name]) for name in measured}
             write_json(args.output, about | {"table": rows, "cases": cases, "measured": measured})

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from functools import partial
 
 import padding
 import pytest
@@ -27,9 +28,10 @@ def small(monkeypatch):
     monkeypatch.setattr(processes, "keep_freed_memory", lambda: None)
 
 
-def tokens_read(case: padding.Case, monkeypatch, *, prepared: bool, padded: bool = False) -> int:
+def tokens_read(case: padding.Case, monkeypatch, way: str) -> int:
     """What all networks read in an update, in tokens."""
-    update, _ = padding.make_update(case, torch.device("cpu"), prepared=prepared)
+    update, networks, _ = padding.make_update(case, torch.device("cpu"))
+    reading = {"padded": padding.padded, "unpadded": partial(padding.prepared, networks)}
     count, embed = 0, torch.nn.Embedding.forward
 
     def counted(module: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
@@ -37,29 +39,30 @@ def tokens_read(case: padding.Case, monkeypatch, *, prepared: bool, padded: bool
         count += ids.numel() if module.num_embeddings != 128 else 0  # tokens, not positions
         return embed(module, ids)
 
-    with monkeypatch.context() as patched, padding.padded() if padded else contextlib.nullcontext():
+    with monkeypatch.context() as patched, reading.get(way, contextlib.nullcontext)():
         patched.setattr(torch.nn.Embedding, "forward", counted)
         update()
+    assert not any(processes.reads_no_padding(network) for network in networks)
     return count
 
 
 def test_what_is_read(small, monkeypatch):
     """Three rows: 33 tokens with padding and 27 without, of the queries alone 24 and 18."""
     case = CASES["tales"]
-    even = tokens_read(padding.even(case), monkeypatch, prepared=False)
+    even = tokens_read(padding.even(case), monkeypatch, "passes")
     reads = 4  # of all: the reference, the reward model, two epochs; two of three sampled tokens are read besides
     assert even == 18 + 3 * 2 + 27 * reads
-    assert tokens_read(case, monkeypatch, prepared=False) == even
-    assert tokens_read(case, monkeypatch, prepared=False, padded=True) == 24 + 3 * 2 + 33 * reads
-    assert tokens_read(case, monkeypatch, prepared=True) == even + 1 + reads  # a token for the padding of each
+    assert tokens_read(case, monkeypatch, "passes") == even
+    assert tokens_read(case, monkeypatch, "padded") == 24 + 3 * 2 + 33 * reads
+    assert tokens_read(case, monkeypatch, "unpadded") == even + 1 + reads  # a token for the padding of each
 
 
 def test_padded_knows_no_end(small, monkeypatch):
     """Rows of 8 + 6 columns, of which 24 tokens are real: 18 of the queries, and responses of 1, 2 and 3."""
     case, reads = CASES["posts"], 8  # of policy and critic for log-probs, reference, reward, two epochs of both
-    everything = tokens_read(case, monkeypatch, prepared=False, padded=True)
+    everything = tokens_read(case, monkeypatch, "padded")
     assert everything == 3 * 8 + 3 * 5 + 3 * (8 + 6) * reads
-    packed = tokens_read(case, monkeypatch, prepared=False)
+    packed = tokens_read(case, monkeypatch, "passes")
     assert packed == 18 + 3 * 3 + 24 * reads  # rows are looked at after 4 tokens, of which three are read
 
 
