@@ -1,7 +1,7 @@
 """What reading no padding is worth: updates of PPO as the scripts make them, beside the same updates padded.
 
-    python benchmark/padding.py --kernels                            # all but pythia
-    python benchmark/padding.py --kernels --cases pythia             # by itself, for want of memory
+    python benchmark/padding.py --cases tales gpt2 --kernels --output padding-chapter1.json
+    python benchmark/padding.py --cases posts pythia --kernels --output padding-chapter2.json
 
 A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
 is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:

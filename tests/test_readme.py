@@ -511,13 +511,12 @@ def test_our_names_beside_those_of_others_are_flags():
 def test_table_of_padding():
     """Each row of the page is one of a report's, whose numbers follow from the seconds of its turns."""
     results = ROOT / "benchmark/results"
-    report, wide = (json.loads((results / f"{name}.json").read_text()) for name in ("padding", "padding-wide"))
-    assert re.fullmatch("[0-9a-f]{40}", report["commit"])
-    pythia = wide["measured"]["pythia"]
-    pythia["seconds"]["unpadded"] = pythia["seconds"].pop("ours")
-    measured = report["measured"] | {"pythia": pythia | {"tokens": pythia["bound"]}}
+    reports = [json.loads((results / f"padding-chapter{chapter}.json").read_text()) for chapter in (1, 2)]
+    commits = [report["commit"] for report in reports]
+    assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in commits)
     page = " ".join(BENCHMARK.split())
-    assert f"the first three were measured at {report['commit'][:7]}, the last at {wide['commit'][:7]}" in page
+    assert f"chapter 1 was measured at {commits[0][:7]}, chapter 2 at {commits[1][:7]}" in page
+    measured = {name: reports[case.chapter - 1]["measured"][name] for name, case in padding.CASES.items()}
 
     def table_after(head: str) -> list[list[str]]:
         lines = BENCHMARK[BENCHMARK.index(head) :].split("\n\n")[0].splitlines()
@@ -534,12 +533,19 @@ def test_table_of_padding():
             expected = [np.median(ratios), ratios.min(), ratios.max()] if len(ratios) else []
             assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(expected, abs=0.0051)
         assert float(cells[4]) == pytest.approx(measured[name]["tokens"], abs=0.0051)
-    of_pythia = dict.fromkeys(padding.KINDS, 0.0)  # its report names the ten kernels that took most
-    for row in pythia["kernels"]:
-        of_pythia[padding.kind_of(row["kernel"])] += float(row["share of the time"].rstrip("%")) / 100
-    shares = {name: of_pythia if name == "pythia" else measured[name]["kernels"] for name in shown}
+    gained = {}
+    for name, way in [(name, way) for name in shown for way in ("passes", "unpadded")]:
+        if way in measured[name]["seconds"]:
+            seconds = {each: np.array(measured[name]["seconds"][each]) for each in ("padded", way, "even")}
+            gain, most = (np.median(seconds["padded"] / seconds[each]) - 1 for each in (way, "even"))
+            gained[name, way] = f"{100 * gain / most:.0f} %"
+    sentence = (
+        "GPT-2's shape gains {gpt2, unpadded} and Pythia's {pythia, unpadded} without padding, {gpt2, passes} and "
+        "{pythia, passes} in passes, and the small models {tales, passes} and {posts, passes}."
+    )
+    assert re.sub(r"{(\w+), (\w+)}", lambda found: gained[found.groups()], sentence) in page
     kernels = {row[0]: row[1:] for row in table_after("|  | tales | gpt2 | posts | pythia |")}
-    assert kernels == {kind: [f"{shares[name][kind]:.0%}" for name in shown] for kind in padding.KINDS}
+    assert kernels == {kind: [f"{measured[name]['kernels'][kind]:.0%}" for name in shown] for kind in padding.KINDS}
 
 
 def test_flags_of_the_benchmark_exist():
