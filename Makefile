@@ -1,12 +1,14 @@
 # make demo: the whole of chapter 1 on the tales world, offline once installed.
 # make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3, on word problems.    make test: the tests.
-# make check: lint, and whether the algorithm still holds, in less than a minute.
+# make fresh: both on a fresh Debian (root, Linux). make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# pip options for another build of torch, such as those that pytorch.org/get-started shows for a CPU.
+TORCH_OPTIONS ?=
 THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: demo demo-tldr demo-rlvr hub-check test check lint install
+.PHONY: demo demo-tldr demo-rlvr hub-check test check lint install fresh
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -47,15 +49,25 @@ lint: install
 
 install: $(VENV)/tested
 
-# The versions of poetry.lock. torch goes first, so that a CPU build that is at hand is not replaced.
-$(VENV)/installed: pyproject.toml poetry.lock
+PIP := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+
+# The versions of poetry.lock. torch goes first and alone, so that TORCH_OPTIONS concern nothing else and a build that
+# they chose is kept. constraints.py refuses a Python that is too old or too new before anything is downloaded.
+$(VENV)/installed: pyproject.toml poetry.lock .ci/constraints.py
+	@$(PYTHON) .ci/constraints.py > /dev/null
 	$(PYTHON) -m venv $(VENV)
-	$(PYTHON) .ci/constraints.py > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[report]'
-	touch $@
+	@$(PYTHON) .ci/constraints.py > $(VENV)/constraints.txt
+	@echo "Installing torch and its dependencies into $(VENV). This takes minutes; docs/running.md says how much is downloaded."
+	@$(PIP) --no-deps $(TORCH_OPTIONS) torch
+	@$(PIP) --editable '.[report]'
+	@touch $@
 
 # What the tests and benchmark/ need besides.
 $(VENV)/tested: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev,benchmark]'
-	touch $@
+	@echo "Installing what the tests need."
+	@$(PIP) --editable '.[math,report,async,dev,benchmark]'
+	@touch $@
+
+# Both commands on a system that has nothing but Python: a fresh Debian in build/debian, with and without a compiler.
+fresh:
+	bash benchmark/fresh_debian.sh build/debian

@@ -11,7 +11,7 @@ A set of curves is given as run folders (patterns of the shell), as a CSV file t
 of an implementation in reference/lm_human_preferences.csv. Runs are grouped by preset. The seeds of a preset become:
 
     mean, std            over seeds at each update, the standard deviation with n - 1
-    iqm, iqm_low, _high  mean of the middle half of the seeds, and its 95 % bootstrap interval, by rliable
+    iqm, iqm_low, _high  mean of the middle half of the seeds, and its 95 % bootstrap interval, by scipy
 
 All are smoothed as the published figures were: every run is interpolated onto 10,000 points, mean and deviation are
 taken at each, and both are averaged over a centred window of 100 points, one hundredth of the figure's x axis.
@@ -46,7 +46,6 @@ import scipy.stats
 import tyro
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from rliable import library as rliable
 
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
@@ -187,12 +186,16 @@ def smooth(seeds: Sequence[pd.Series], window: float) -> tuple[np.ndarray, np.nd
 def interquartile_means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Interquartile mean over seeds of each column, and its 95 % bootstrap interval. values: (seeds, columns)."""
 
-    def iqm(scores: np.ndarray) -> np.ndarray:  # (seeds, 1, columns): rliable resamples the seeds
-        return scipy.stats.trim_mean(scores[:, 0], proportiontocut=0.25, axis=0)
+    def iqm(seeds: np.ndarray, axis: int = 0) -> np.ndarray:
+        return scipy.stats.trim_mean(seeds, proportiontocut=0.25, axis=axis)
 
-    np.random.seed(0)  # rliable 1.2 draws from numpy's global generator, whatever its random_state is
-    point, interval = rliable.get_interval_estimates({"": values[:, None]}, iqm, reps=BOOTSTRAP)
-    return point[""], *interval[""]
+    if len(values) == 1:
+        return iqm(values), iqm(values), iqm(values)
+    # Whole runs are resampled: the same seeds for every column.
+    resampled = scipy.stats.bootstrap(
+        (values,), iqm, axis=0, n_resamples=BOOTSTRAP, batch=100, method="percentile", vectorized=True, rng=0
+    )
+    return iqm(values), *resampled.confidence_interval
 
 
 def aggregate(runs: dict[str, list[pd.DataFrame]], title: str, metrics: Sequence[str], theirs: pd.DataFrame):

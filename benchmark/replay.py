@@ -40,9 +40,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import peewee
 import tyro
-from openrlbenchmark.offline_db import OfflineRun, OfflineRunTag, Tag, database_proxy
 
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import flatten
@@ -168,6 +166,13 @@ def published_run(implementation: str, task: str, seed: int, table: pd.DataFrame
 
 def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
     """Database and cache, in the layout of openrlbenchmark 0.3.1."""
+    try:
+        import peewee
+        from openrlbenchmark.offline_db import OfflineRun, OfflineRunTag, Tag, database_proxy
+    except ImportError as error:
+        raise InputError(
+            f"openrlbenchmark is needed ({error}): pip install -e '.[benchmark]', with Python 3.11 to 3.13"
+        ) from error
     projects: dict[tuple[str, str], list[CachedRun]] = {}
     for run in runs:
         projects.setdefault((run.entity, run.project), []).append(run)

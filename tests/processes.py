@@ -37,7 +37,7 @@ IMPORTED = [
     "torch.distributed.run",
 ]
 IMPORTED += ["matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin", "rich.progress"]
-IMPORTED += ["rich.table", "pandas", "scipy.stats", "rliable.library", "tests.warm"]
+IMPORTED += ["rich.table", "pandas", "scipy.stats", "tests.warm"]
 server.set_forkserver_preload(IMPORTED)
 save_picture = Figure.savefig
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from processes import Launched, Result, launch
 from runs import both_arguments, metrics_of, only
@@ -51,6 +52,11 @@ if behaviour in ("stops when told", "stops at nothing"):
 def home(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     return tmp_path
+
+
+def processes_with(words: str) -> list[psutil.Process]:
+    """The running processes with these words in their command line."""
+    return [one for one in psutil.process_iter(["cmdline"]) if words in " ".join(one.info["cmdline"] or ())]
 
 
 def arguments(home: Path, *more: str, seeds: int = 3) -> list[str]:
@@ -163,7 +169,7 @@ def test_an_error_of_the_launcher_stops_the_commands(home):
     result = start(home, "--command", command, "--workers", "2", seeds=2)
     assert result.status == 2 and result.stderr.count("\n") == 1 and "seed1" in result.stderr, result
     time.sleep(0.2)
-    assert not subprocess.run(["pgrep", "-f", "sleep 77"], capture_output=True, text=True).stdout
+    assert not processes_with("sleep 77")
 
 
 def test_a_run_that_never_began_is_begun_anew(home):
@@ -203,7 +209,7 @@ def test_a_second_sigterm_kills(home):
         time.sleep(0.5)
     result = launched.wait(60)
     assert result.status == 1 and record(home, 1)["status"] is None and "cut off" in result.stdout
-    assert not subprocess.run(["pgrep", "-f", f"{home}/job.py"], capture_output=True, text=True).stdout
+    assert not processes_with(f"{home}/job.py")
 
 
 def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(home):
@@ -216,8 +222,7 @@ def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(hom
     assert "running" in shown.stdout
     second = start(home, seeds=1)
     assert second.status == 1 and "elsewhere" in second.stdout and len(calls(home)) == 1
-    running = subprocess.run(["pgrep", "-f", f"{home}/job.py"], capture_output=True, text=True).stdout.split()
-    os.kill(int(running[0]), signal.SIGKILL)
+    processes_with(f"{home}/job.py")[0].kill()
     (home / "behaviour").write_text("")
     time.sleep(0.2)
     assert start(home, seeds=1).status == 0 and "--resume" in calls(home)[-1]["argv"]
@@ -313,12 +318,10 @@ def test_a_real_run_that_is_killed_goes_on_and_gives_the_same_numbers(tiny_world
     while not list(checkpoints.glob("train_policy*/checkpoints/2")):
         assert time.time() < deadline
         time.sleep(0.005)
-    children = subprocess.run(
-        ["pgrep", "-P", str(launched.process.pid)], capture_output=True, text=True
-    ).stdout.split()
+    children = psutil.Process(launched.process.pid).children()
     launched.process.kill()
     for child in children:
-        os.kill(int(child), signal.SIGKILL)
+        child.kill()
     time.sleep(0.2)
     assert launch(LAUNCHER, *cut, folder=tmp_path).status == 0
     for kind in ("train_reward", "train_policy"):

@@ -13,6 +13,7 @@ import replay
 from processes import Result, launch
 from runs import only, policy_arguments, world_arguments
 
+pytest.importorskip("openrlbenchmark", reason="openrlbenchmark needs Python 3.11 to 3.13")
 REPLAY = Path(replay.__file__)
 DOCUMENTATION = (REPLAY.parent / "README.md").read_text()
 OFFLINE_RUN = Path(__file__).parent / "offline_run.py"

@@ -1,0 +1,81 @@
+"""What pip installs: every library that is imported is declared, and the constraints leave CUDA's packages to torch."""
+
+import ast
+import runpy
+import sys
+import tomllib
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONSTRAINTS = ROOT / ".ci/constraints.py"
+
+OTHER_NAMES = {"yaml": "pyyaml"}  # of modules whose package has another name
+# Other environments run the scripts that import these: a vLLM worker, and TRL as a peer.
+ELSEWHERE = {"vllm", "trl"}
+# Functions that need them say so in one line where they are missing; Python 3.14 has no openrlbenchmark.
+EXTRAS = {"ppo_rlhf": ["math", "report", "async"], "benchmark": ["benchmark"]}
+EXTRAS["tests"] = ["math", "report", "async", "dev", "benchmark"]
+
+
+def imported(folder: Path) -> set[str]:
+    """The names of the libraries that the Python files of a folder import, anywhere in them."""
+    found, own = set(), {path.stem for path in folder.rglob("*.py")}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module.partition(".")[0])
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+                found.add(node.args[0].value.partition(".")[0])
+    return found - own - sys.stdlib_module_names
+
+
+def declared(extras: list[str]) -> set[str]:
+    """The names of the packages that pyproject.toml asks for."""
+    groups = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    return {canonicalize_name(Requirement(text).name) for group in groups for text in group}
+
+
+@pytest.mark.parametrize("folder", EXTRAS)
+def test_every_library_that_is_imported_is_declared(folder: str) -> None:
+    own = {"ppo_rlhf"} | {path.stem for path in (ROOT / "benchmark").glob("*.py")}
+    used = {canonicalize_name(OTHER_NAMES.get(name, name)) for name in imported(ROOT / folder) - own - ELSEWHERE}
+    assert "torch" in used and used - declared(EXTRAS[folder]) == set()
+
+
+def test_what_is_declared_is_imported() -> None:
+    """Apart from the tools that are commands, and tensorboard, which torch imports."""
+    used = {name for folder in EXTRAS for name in imported(ROOT / folder)}
+    everything = declared(list(PROJECT["optional-dependencies"]))
+    tools = {"ruff", "pytest-xdist", "tensorboard"}
+    assert everything - {canonicalize_name(OTHER_NAMES.get(name, name)) for name in used} - tools == set()
+
+
+def test_constraints_leave_to_torch_what_torch_pins(capsys: pytest.CaptureFixture) -> None:
+    """Two versions of a CUDA package, with overlapping markers, once made the project impossible to install."""
+    runpy.run_path(str(CONSTRAINTS))
+    lines = [Requirement(line) for line in capsys.readouterr().out.splitlines()]
+    names = [line.name for line in lines]
+    assert "torch" in names and "numpy" in names
+    assert not [name for name in names if name.startswith(("nvidia-", "cuda-", "triton"))]
+    for python in ("3.11", "3.12", "3.13", "3.14"):
+        environment = {"python_version": python, "python_full_version": f"{python}.0"}
+        active = [line.name for line in lines if not line.marker or line.marker.evaluate(environment)]
+        assert len(active) == len(set(active)), python
+
+
+Version = namedtuple("Version", "major minor micro")
+
+
+@pytest.mark.parametrize("version", [(3, 9), (3, 10), (3, 15)])
+def test_another_python_is_refused_in_one_line(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", Version(*version, 0))
+    with pytest.raises(SystemExit, match=r"this is Python 3\.\d+; ppo_rlhf needs 3.11 to 3.14: .*PYTHON=python3.13"):
+        runpy.run_path(str(CONSTRAINTS))
