@@ -13,7 +13,7 @@ if not (3, 11) <= sys.version_info < (3, 15):
     found = ".".join(map(str, sys.version_info[:2]))
     sys.exit(f"this is Python {found}; ppo_rlhf needs 3.11 to 3.14: name one, as in `make demo PYTHON=python3.13`")
 
-import tomllib  # noqa: E402, because an older Python does not have it
+import tomllib
 
 PINNED_BY_TORCH = re.compile("nvidia-|cuda-|triton")
 

@@ -17,14 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SYSTEMS = ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin", "x86_64-pc-windows-msvc"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-EXTRAS = ["math", "report", "async", "dev", "benchmark"]  # of `make test`; as all versions are pinned, `make demo` resolves if it does
+# Those of `make test`. As all versions are pinned, `make demo`, which installs fewer, resolves as well.
+EXTRAS = ["math", "report", "async", "dev", "benchmark"]
 PURE_PYTHON = ["rouge-score", "rliable", "expt"]  # published as source alone, without anything to compile
 
 
 def resolve(system: str, python: str, constraints: Path) -> str:
     """The error, or an empty text."""
-    command = ["uv", "pip", "compile", "--quiet", "--no-config", "--python-platform", system, "--python-version", python]
-    command += ["--constraint", str(constraints), "--only-binary", ":all:"]
+    command = ["uv", "pip", "compile", "--quiet", "--no-config", "--constraint", str(constraints)]
+    command += ["--python-platform", system, "--python-version", python, "--only-binary", ":all:"]
     command += [word for name in PURE_PYTHON for word in ("--no-binary", name)]
     command += [word for extra in EXTRAS for word in ("--extra", extra)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}

@@ -1,4 +1,4 @@
-"""What pip installs: every library that is imported is declared, and the constraints leave CUDA's packages to torch."""
+"""What pip installs: all libraries that are imported are declared; the constraints leave CUDA's packages to torch."""
 
 import ast
 import runpy
