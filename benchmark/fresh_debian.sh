@@ -30,7 +30,7 @@ inside() {
 
 for compiler in without with; do
     if [ $compiler = with ]; then
-        inside "command -v cc || { apt-get update && apt-get install --yes gcc g++; }" > /dev/null
+        inside "command -v cc || { apt-get -o Acquire::Check-Valid-Until=false update && apt-get install --yes gcc g++; }" > /dev/null
     elif inside "command -v cc" > /dev/null; then
         echo "$root has a compiler already, so it is not tried without one"
         continue
