@@ -6,7 +6,7 @@
 A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
 is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:
 
-    padded     every row at the longest of its batch, and as many tokens sampled as a response may have, as TRL does
+    padded     every row at the longest of its batch, and as many tokens sampled as a response may have
     passes     rows of similar length together, as the scripts read with small models
     unpadded   the real tokens alone (lib/unpadded.py), as the scripts read with wide models; only measured with those
     even       as many tokens in rows of one length, which have no padding to save

@@ -87,11 +87,12 @@ class Args(rlvr_policy.Args):
     correction_level: Literal["token", "sequence"] = "token"
     """whether a token has an importance weight of its own, or that of its whole response"""
     correction_cap: float = 2.0
-    """the largest weight"""
+    """the largest weight: truncated importance sampling, TIS"""
     correction_normalised: bool = False
     """divide the weights by their mean over the batch"""
     rejection: Literal["none", "token", "sequence"] = "none"
-    """leave out of the loss what has a ratio out of bounds: tokens, or responses by the geometric mean of theirs"""
+    """leave out of the loss what has a ratio out of bounds: tokens (masked importance sampling, MIS, as in IcePop),
+    or responses by the geometric mean of theirs"""
     rejection_low: float = 0.5
     """the smallest ratio that is kept"""
     rejection_high: float = 2.0
@@ -540,7 +541,7 @@ def check_arguments(args: Args) -> None:
             f"PPO_RLHF_THREADS={max(1, cores // busy)} would be faster"
         )
     if args.correction == "none" and (args.staleness or args.engine == "vllm"):
-        # [V82] As open-instruct does.
+        # [V82] As open-instruct did until 7917d41 (March 2026).
         run.say(
             f"{cli.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
             f"and nothing makes up for that"

@@ -220,7 +220,7 @@ SUMS = Args(
     ),
 )
 SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
-# [V99] Arguments of verl's logged run, of its recipes and of TRL; docs/details says what differs.
+# [V99] Arguments of verl's logged run, of its recipes and of TRL 1.16; docs/details says what differs.
 PRESETS = {
     "gsm8k": Args(dtype="bfloat16", ppo=PpoArgs(entropy_coef=0.001)),
     "gsm8k-grpo": Args(
@@ -1085,13 +1085,15 @@ def opo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
 
 def reinforce_pp(rewards: Tensor, mask: Tensor, groups: Tensor, *, gamma: float = 1.0, **_) -> Estimate:
     """REINFORCE++: the discounted sum of the rewards from a token on, to be whitened over the batch."""
-    # [V39] GAE without values, and so across holes: verl forgets the rewards behind one.   core_algos.py#L583-L617
+    # [V39] GAE without values, and so across holes: verl (until 8a1bf6d) forgot the rewards after one.
+    #       core_algos.py#L583-L617
     return gae(rewards, mask, groups, values=torch.zeros_like(rewards), gamma=gamma, lam=1.0)[0], None
 
 
 def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """R - mean in each group, to be whitened over the tokens of the batch; so long responses weigh more in that."""
-    # [V40] Score and KL are centred together, as in verl; OpenRLHF centres the score alone.   core_algos.py#L425-L473
+    # [V40] Score and KL are centred together, as in verl; OpenRLHF (3c3be62) centres the score alone.
+    #       core_algos.py#L425-L473
     return dr_grpo(rewards, mask, groups)
 
 

@@ -776,8 +776,8 @@ def finish_metrics(
 ) -> dict[str, float]:
     """All metrics of an update: the means over all processes, and what follows from them.
 
-    Names that the original has mean what they mean there. Those that lm-human-preference-details added
-    (`objective/scores`, `_avg`) hold the same numbers, for its plotting commands.
+    Names that the original has mean what they mean there. Those that lm-human-preference-details (at
+    ccc1953) added (`objective/scores`, `_avg`) hold the same numbers, for its plotting commands.
     """
     ppo = args.ppo
     metrics = {name: mean for name, mean in means.items() if name != SQUARED_RATIO_GAP}

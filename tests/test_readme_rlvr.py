@@ -1,8 +1,13 @@
-"""What docs/chapter3.md says of presets, estimators and verifiers is what the script has."""
+"""What docs/chapter3.md says of presets, estimators, losses, KL and verifiers is what the script has."""
 
 import re
+import typing
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
+
+from ppo_rlhf import rlvr_policy
 from ppo_rlhf.lib.rewards import VERIFIERS
 from ppo_rlhf.rlvr_policy import ESTIMATORS, PRESETS
 
@@ -35,6 +40,41 @@ def test_estimators_and_verifiers():
     assert [row[0].strip("`") for row in rows("| `--ppo.advantage` |")] == list(ESTIMATORS)
     cells = " ".join(row[1] for row in rows("| argument |")[:2])
     assert set(VERIFIERS) <= set(re.findall(r"`(\w+)`", cells))
+
+
+def test_losses_and_aggregations_and_papers():
+    fields = typing.get_type_hints(rlvr_policy.PpoArgs)
+    for name in ("loss", "loss_aggregation"):
+        assert [row[0].strip("`") for row in rows(f"| `--ppo.{name}` |")] == list(typing.get_args(fields[name]))
+    for row in rows("| `--ppo.advantage` |") + rows("| `--ppo.loss` |"):
+        assert re.search(r"\]\(https://(arxiv|doi)\.org/", row[2]), row
+
+
+def test_what_the_page_says_of_estimators_that_are_nearly_one():
+    """rloo is n / (n - 1) times dr_grpo; reinforce++-baseline, once whitened, is dr_grpo shifted and scaled."""
+    rewards = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask, groups = torch.arange(5) < torch.arange(24).unsqueeze(1) % 5 + 1, torch.arange(24) // 8
+    found = {name: ESTIMATORS[name](rewards, mask, groups)[0] for name in ("rloo", "dr_grpo", "reinforce++-baseline")}
+    torch.testing.assert_close(found["rloo"], 8 / 7 * found["dr_grpo"])
+    whitened = rlvr_policy.whiten(found["reinforce++-baseline"], mask, keep_mean=False)[mask]
+    x = found["dr_grpo"][mask]
+    torch.testing.assert_close(whitened, (x - x.mean()) / x.std(correction=0), atol=1e-7, rtol=0)
+
+
+def test_k3_with_a_plus_is_the_unbiased_estimate_of_deepseek_v32():
+    """Value and gradient of r * (exp(-d) - 1 + d), differentiated as it stands (arXiv 2512.02556)."""
+    new, old, ref = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    new.requires_grad_(True)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    mb = SimpleNamespace(logprobs=old, ref_logprobs=ref, loss_mask=mask)
+    shaping = rlvr_policy.RewardsArgs(kl_loss_coef=1.0, kl_loss_estimator="k3+")
+    ours = rlvr_policy.kl_in_loss(new, mb, torch.zeros_like(old), shaping)
+    theirs = torch.exp(new - old) * (torch.exp(ref - new) - 1 + new - ref)
+    gradients = [torch.autograd.grad(kl.sum(), new, retain_graph=True)[0] for kl in (ours, theirs)]
+    for one, other in ((ours.detach(), theirs.detach()), gradients):
+        torch.testing.assert_close(one, other, atol=1e-15, rtol=1e-14)
+    (of_k3,) = torch.autograd.grad(rlvr_policy.kl_estimate(new, ref, mask, "k3").sum(), new)
+    assert (of_k3 - gradients[0]).abs().max() > 0.1  # k3 alone is something else
 
 
 def test_the_verifier_of_the_page_is_one():

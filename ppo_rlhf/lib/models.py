@@ -434,8 +434,8 @@ def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool 
 def config_for_plots(given: Any, args: Any) -> dict[str, Any]:
     """What Weights & Biases gets besides a policy's arguments: the label file that its reward model learned from.
 
-    The plotting command of lm-human-preference-details selects runs by it. given: the arguments as they were typed;
-    args: with the paths that they mean.
+    The plotting command of lm-human-preference-details (at ccc1953) selects runs by it. given: the arguments as they
+    were typed; args: with the paths that they mean.
     """
     folder = args.rewards.trained_model
     info = read_info(Path(folder)) if folder else {}
