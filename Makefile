@@ -30,7 +30,7 @@ demo-rlvr: $(VENV)/installed
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed
-	$(BIN)/python benchmark/hub_check.py
+	$(BIN)/python benchmark/interoperability/hub_check.py
 
 # Two files of tests at a time, in the order of tests/conftest.py.
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmark"))
-import hub_check
-
+from benchmark.interoperability import hub_check
 from ppo_rlhf import tldr_all, train_both
 from ppo_rlhf.lib import errors, models, posts, problems, texts
 from ppo_rlhf.lib.run import upload_model

@@ -110,7 +110,8 @@ class ForkingPopen(subprocess.Popen):
 
 
 def _is_ours(script: str) -> bool:
-    return Path(script).parent in (SCRIPTS, SCRIPTS.parent / "benchmark")
+    path = Path(script)
+    return path.parent == SCRIPTS or SCRIPTS.parent / "benchmark" in path.parents
 
 
 def _save_first_panel(figure: Figure, *arguments: Any, **options: Any) -> None:

@@ -1,21 +1,21 @@
-"""benchmark/ablations.py and overoptimisation.py: what they change, and their arithmetic."""
+"""benchmark/experiments/ablations.py and overoptimisation.py: what they change, and their arithmetic."""
 
 import json
 import math
 import re
 from pathlib import Path
 
-import ablations
 import numpy as np
-import overoptimisation
 import pandas as pd
 import pytest
 import torch
 from processes import launch
 from runs import both_arguments, metrics_of, only, policy_arguments, reward_arguments, world_arguments
 
+from benchmark.experiments import ablations, overoptimisation
+
 ABLATIONS = Path(ablations.__file__)
-DETAILS = (ABLATIONS.parent.parent / "docs/details/chapter1.md").read_text()
+DETAILS = (ablations.ROOT / "docs/details/chapter1.md").read_text()
 POLICY = [
     name for name, ablation in ablations.ABLATIONS.items() if not (ablation.reward or ablation.own_reward_model)
 ]
@@ -93,7 +93,7 @@ def test_ablations_of_the_reward_model(name, tiny_world, tmp_path):
 
 def test_lines_are_where_they_were():
     """Each replacement is found in a script, and stands in all of the copies."""
-    sources = {name: (ABLATIONS.parent.parent / f"ppo_rlhf/{name}.py").read_text() for name in ablations.SCRIPTS}
+    sources = {name: (ablations.ROOT / f"ppo_rlhf/{name}.py").read_text() for name in ablations.SCRIPTS}
     for name, ablation in ablations.ABLATIONS.items():
         for old, new in ablation.lines.items():
             assert any(old in source for source in sources.values()) and old != new, name

@@ -1,18 +1,18 @@
-"""benchmark/asynchrony.py against numbers by hand, a slow second version, and its page."""
+"""benchmark/experiments/asynchrony.py against numbers by hand, a slow second version, and its page."""
 
 import heapq
 import json
 import math
 import statistics
 
-import asynchrony
 import numpy as np
 import pandas as pd
 import pytest
-from asynchrony import simulate
-from scaling import SHAPES, Machine, Work, part_seconds, update_seconds
-from speed import flops_per_episode
 
+from benchmark.cost.scaling import SHAPES, Machine, Work, part_seconds, update_seconds
+from benchmark.cost.speed import flops_per_episode
+from benchmark.experiments import asynchrony
+from benchmark.experiments.asynchrony import simulate
 from ppo_rlhf.lib.errors import InputError
 
 

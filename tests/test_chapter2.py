@@ -1,4 +1,4 @@
-"""The commands of benchmark/chapter2.sh are ones that the scripts take."""
+"""The commands of benchmark/curves/chapter2.sh are ones that the scripts take."""
 
 import os
 import shlex
@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 
-import benchmark
+from benchmark.curves import many_seeds
 from ppo_rlhf import tldr_all
 
 ROOT = Path(__file__).parent.parent
+CHAPTER2 = ROOT / "benchmark/curves/chapter2.sh"
 PAPER = ["1b", "2.8b", "6.9b", "1b-lora", "1b-subtract", "1b-k3"]
 
 
 def commands(tmp_path: Path, *experiments: str) -> list[list[str]]:
-    """The arguments that chapter2.sh gives benchmark.py, one list for each experiment."""
+    """The arguments that chapter2.sh gives many_seeds.py, one list for each experiment."""
     stub = tmp_path / "python"
     stub.write_text(f"#!{sys.executable}\nimport shlex, sys\nprint(shlex.join(sys.argv[2:]))\n")
     stub.chmod(0o755)
     result = subprocess.run(
-        ["bash", str(ROOT / "benchmark/chapter2.sh"), *experiments],
+        ["bash", str(CHAPTER2), *experiments],
         env={**os.environ, "PYTHON": str(stub), "MODEL": "EleutherAI/pythia-6.9b-deduped@refs/pr/2"},
         capture_output=True,
         text=True,
@@ -36,7 +37,7 @@ def test_arguments(tmp_path, experiment):
     import tyro
 
     (words,) = commands(tmp_path, experiment)
-    args = tyro.cli(benchmark.Args, args=words)
+    args = tyro.cli(many_seeds.Args, args=words)
     seeds = [args.start_seed + number * args.seed_step for number in range(args.num_seeds)]
     assert seeds == ([1, 2, 3, 4] if experiment == "tales" else [44413, 55513, 66613, 77713])
     launcher, _, flags = args.command.partition("ppo_rlhf/tldr_all.py")
@@ -53,13 +54,13 @@ def test_arguments(tmp_path, experiment):
 
 
 def test_unknown_experiment():
-    result = subprocess.run(["bash", str(ROOT / "benchmark/chapter2.sh"), "12b"], capture_output=True, text=True)
+    result = subprocess.run(["bash", str(CHAPTER2), "12b"], capture_output=True, text=True)
     assert result.returncode == 2 and "has no experiment 12b" in result.stderr
 
 
 def test_a_model_without_safetensors_must_be_said():
     for script, experiment in (("chapter1.sh", "cerebras-111m"), ("chapter2.sh", "6.9b")):
-        command = ["bash", str(ROOT / "benchmark" / script), experiment]
+        command = ["bash", str(CHAPTER2.with_name(script)), experiment]
         environment = {**os.environ, "PYTHON": "false", "MODEL": ""}
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert result.returncode != 0 and "MODEL: must name" in result.stderr and "safetensors" in result.stderr

@@ -1,13 +1,14 @@
-"""benchmark/compare.py, on data where the answer is known."""
+"""benchmark/curves/compare.py, on data where the answer is known."""
 
 import json
 from pathlib import Path
 
-import compare
 import numpy as np
 import pandas as pd
 import pytest
 from processes import launch
+
+from benchmark.curves import compare
 
 COMPARE = Path(compare.__file__)
 OPENAI, DETAILS = "openai/lm-human-preferences", "lm-human-preference-details"
@@ -134,7 +135,7 @@ def test_seeds_that_are_nearly_equal_are_not_judged():
     for scale in (1.0, 1.1):
         seeds = [line() * [scale * (1 + seed * 2e-16), 1 + seed * 2e-16] for seed in (0, 1)]
         none = pd.DataFrame(columns=["task", "metric", "window"])
-        sides.append(compare.aggregate({"tales": seeds}, "us", ["objective/kl", "objective/scores"], none))
+        sides.append(compare.aggregate({"tales": seeds}, ["objective/kl", "objective/scores"], none))
     assert (sides[0]["std"] < 1e-14).all() and (sides[0]["std"] > 0).any()
     verdict = compare.compare(*sides, ["objective/kl", "objective/scores"]).set_index("metric")["verdict"]
     assert verdict.to_dict() == {"objective/kl": "not judged", "objective/scores": "inside"}
@@ -149,7 +150,7 @@ def test_smoothing_is_that_of_the_published_figures():
     expt = pytest.importorskip("expt", reason="openrlbenchmark needs Python 3.11 to 3.13")
     random = np.random.default_rng(0)
     seeds = [pd.Series(random.normal(size=301).cumsum()) for _ in range(4)]
-    x, mean, std, _ = compare.smooth(seeds, window=3.0)
+    x, mean, std = compare.smooth(seeds, window=3.0)
     runs = [expt.Run(f"{i}", pd.DataFrame({"x": s.index, "y": s})) for i, s in enumerate(seeds)]
     grouped = expt.Hypothesis("h", runs).interpolate("x", n_samples=10_000).grouped
     expected = [
@@ -160,32 +161,15 @@ def test_smoothing_is_that_of_the_published_figures():
     np.testing.assert_allclose(x, expected[0].index)
 
 
-def test_interquartile_means():
-    values = np.random.default_rng(0).normal(size=(10, 7)) * np.arange(1, 8)
-    point, low, high = compare.interquartile_means(values)
-    by_hand = np.sort(values, axis=0)[2:8].mean(0)  # a quarter of ten seeds, rounded down, goes at either end
-    np.testing.assert_allclose(point, by_hand)
-    assert (low < point).all() and (point < high).all() and (high - low < 4 * np.arange(1, 8)).all()
-    # An independent bootstrap: 2,000 times ten of the ten seeds, the middle six averaged; its own noise is 0.05.
-    generator = np.random.default_rng(1)
-    chosen = [np.sort(values[generator.integers(10, size=10)], axis=0)[2:8].mean(0) for _ in range(2000)]
-    expected = np.percentile(chosen, [2.5, 97.5], axis=0)
-    scale = np.arange(1, 8)
-    np.testing.assert_allclose(np.stack([low, high]) / scale, expected / scale, atol=0.1)
-    np.random.random(3)  # whatever else draws from numpy's global generator, the intervals are the same
-    again = compare.interquartile_means(values)
-    np.testing.assert_array_equal(np.stack(again), np.stack([point, low, high]))
-
-
 def test_aggregate_of_one_table_by_hand():
     """Straight lines stay straight under smoothing, but for the ends."""
     tables = [pd.DataFrame({"objective/kl": slope * np.arange(201.0)}) for slope in (1, 2, 3)]
     curves = compare.aggregate(
-        {"tales": tables}, "us", ["objective/kl"], pd.DataFrame(columns=["task", "metric", "window"])
+        {"tales": tables}, ["objective/kl"], pd.DataFrame(columns=["task", "metric", "window"])
     )
     at = curves.set_index("update").loc[100]
     assert at["mean"] == pytest.approx(200, abs=0.05) and at["std"] == pytest.approx(100, abs=0.05)
-    assert at["iqm"] == pytest.approx(200, abs=0.05) and at["seeds"] == 3 and at["window"] == 2
+    assert at["seeds"] == 3 and at["window"] == 2
     assert curves["update"].tolist() == list(range(0, 201, 2))
 
 
@@ -225,7 +209,7 @@ def test_aggregation_alone(tmp_path):
     write_run(tmp_path / "runs", 3, line(), preset="tales", finished=False)
     result = launch(COMPARE, "--ours", "runs/*", "--output", "out", folder=tmp_path)
     assert result.status == 0 and "left out, because it is not finished: runs/train_policy__tales__3" in result.stdout
-    assert "| tales | `objective/scores` | 20 | 2 | 1.5 ± 0.707 | 1.5 [1, 2] |" in result.stdout
+    assert "| tales | `objective/scores` | 20 | 2 | 1.5 ± 0.707 |" in result.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "curves.csv",
         "facts.json",

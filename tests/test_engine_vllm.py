@@ -1,6 +1,6 @@
 """vLLM as an engine, with a stand-in for vLLM in the other process: what is asked for, answered, refused.
 
-benchmark/engines.py tries vLLM itself.
+benchmark/interoperability/engines.py tries vLLM itself.
 """
 
 import dataclasses

@@ -1,20 +1,20 @@
-"""benchmark/engines.py, what is not a run: log-probs of padded rows, the table, and the numbers that are kept."""
+"""interoperability/engines.py without its runs: log-probs of padded rows, the table, the committed numbers."""
 
 import json
 from pathlib import Path
 
-import engines
 import pytest
 import scipy.stats
 import torch
-from engines import TEMPERATURE, our_logprobs, table_of
-from interop import Check
 
+from benchmark.interoperability import engines
+from benchmark.interoperability.engines import TEMPERATURE, our_logprobs, table_of
+from benchmark.interoperability.interop import Check
 from ppo_rlhf.lib import models
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args
 
-RESULTS = Path(engines.__file__).parent / "results/engines/engines.json"
+RESULTS = engines.ROOT / "benchmark/results/engines/engines.json"
 PAGE = (Path(engines.__file__).parent / "README.md").read_text()
 
 
@@ -52,7 +52,7 @@ def test_bad_input_is_refused(tmp_path):
         engines.main(engines.Args(python=tmp_path / "python", seeds=1))
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="benchmark/engines.py has not been run here")
+@pytest.mark.skipif(not RESULTS.exists(), reason="benchmark/interoperability/engines.py has not been run here")
 def test_what_is_kept_says_what_the_page_says():
     kept = json.loads(RESULTS.read_text())
     checks = [Check(*(one[name] for name in ("name", "difference", "limit", "above"))) for one in kept["checks"]]

@@ -1,9 +1,8 @@
-"""benchmark/estimators.py: what it runs, what it measures, and its arithmetic."""
+"""benchmark/experiments/estimators.py: what it runs, what it measures, and its arithmetic."""
 
 import json
 import math
 
-import estimators
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,6 +11,7 @@ from processes import launch
 from runs import metrics_of, only
 from transformers import AutoModelForCausalLM
 
+from benchmark.experiments import estimators
 from ppo_rlhf import rlvr_policy
 from ppo_rlhf.lib import cli
 
@@ -27,7 +27,7 @@ def arguments(world, updates: int) -> list[str]:
 
 
 def with_penalty(penalty: str, start, world, folder, updates: int = 1, *more: str) -> list[dict[str, float]]:
-    (variant,) = [v for v in estimators.find_variants(0.5) if (v.part, v.name) == ("alone", penalty)]
+    (variant,) = [v for v in estimators.find_variants() if (v.part, v.name) == ("alone", penalty)]
     folder.mkdir()
     words = [*arguments(world, updates), *variant.words.split(), *more]
     result = launch(estimators.__file__, "with", penalty, str(start), *words, folder=folder)
@@ -49,7 +49,7 @@ def moved(tiny_sums, tmp_path_factory):
 
 
 def test_every_estimator_and_nothing_that_the_script_refuses():
-    variants = estimators.find_variants(0.5)
+    variants = estimators.find_variants()
     assert {v.name for v in variants if v.part == "estimators"} == set(rlvr_policy.ESTIMATORS)
     assert len({v.folder for v in variants}) == len(variants)
     for variant in variants:
@@ -57,7 +57,7 @@ def test_every_estimator_and_nothing_that_the_script_refuses():
         rlvr_policy.check_arguments(args)
         coefficients = {args.rewards.kl_coef, args.rewards.kl_loss_coef}
         if variant.part in ("alone", "beside") and variant.name != "none":
-            assert coefficients == {0, 0.5} and (args.rewards.kl_coef == 0) == ("loss" in variant.name)
+            assert coefficients == {0, 0.3} and (args.rewards.kl_coef == 0) == ("loss" in variant.name)
         else:
             assert max(coefficients) < 1e-11
         assert (args.rewards.verifier_weight == 0) == (variant.part == "alone")
@@ -168,7 +168,7 @@ def test_a_part_from_run_to_report(tiny_sums, tmp_path):
     policy = " ".join(arguments(tiny_sums, 2))
     where = "--folder", "bench", "--output", "out", "--pictures", "out", "--only", "alone", "--seeds", "1"
     for _ in range(2):
-        words = "--policy", policy, "--alone=--ppo.total_episodes 16", "--prefix", "env"
+        words = "--policy", policy, "--alone=--ppo.total_episodes 16"
         result = launch(estimators.__file__, "run", *where, *words, folder=tmp_path)
         assert result.status == 0, result
     jobs = {
@@ -178,7 +178,6 @@ def test_a_part_from_run_to_report(tiny_sums, tmp_path):
     assert len(alone) == 6 and set(jobs) == {"estimators-rloo", *alone}
     assert {job["starts"] for job in jobs.values()} == {1}
     (start,) = (tmp_path / "bench/estimators-rloo/seed1/models").glob("*/policy")
-    assert all(job["command"].startswith("env python ") for job in jobs.values())
     assert all(str(start) in jobs[name]["command"] for name in alone)
     assert "k3 in the reward" in (tmp_path / "out/estimators.md").read_text()
 

@@ -12,7 +12,6 @@ import sys
 import tarfile
 from pathlib import Path
 
-import hub_check
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmark.interoperability import hub_check
 from ppo_rlhf.lib.errors import InputError
 
 CLIENT = Path(__file__).parent / "hub_client.py"

@@ -1,19 +1,25 @@
-"""benchmark/interop.py, what is not a run: the rows of tokens, the table, and what counts as a difference."""
+"""interoperability/interop.py without its runs: rows of tokens, the table, what counts as a difference."""
 
 import json
 import math
-from pathlib import Path
 
-import interop
 import pytest
 import torch
-from interop import Check, check_table, count_not_finite, exit_status, largest_difference, with_endless_rows
 
+from benchmark.interoperability import interop
+from benchmark.interoperability.interop import (
+    Check,
+    check_table,
+    count_not_finite,
+    exit_status,
+    largest_difference,
+    with_endless_rows,
+)
 from ppo_rlhf.lib.posts import TaskIds
 
 PASS, FAIL, UNKNOWN = Check("a", 1e-6, 1e-4), Check("b", 2e-4, 1e-4), Check("c", math.nan, 1e-4)
 MOVED, STILL = Check("d", 0.5, 0.01, above=True), Check("e", 0.0, 0.0, above=True)
-RESULTS = Path(interop.__file__).parent / "results/interop/interop.json"
+RESULTS = interop.ROOT / "benchmark/results/interop/interop.json"
 
 
 def test_one_failed_check_decides():
@@ -51,7 +57,7 @@ def test_every_fourth_row_never_ends(eos):
     assert set(rows[~ends].unique().tolist()) == set(range(9)) - {eos}
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="benchmark/interop.py has not been run here")
+@pytest.mark.skipif(not RESULTS.exists(), reason="benchmark/interoperability/interop.py has not been run here")
 def test_the_committed_result_says_what_its_checks_say():
     report = json.loads(RESULTS.read_text())
     for row in report["checks"]:

@@ -1,13 +1,13 @@
-"""benchmark/padding.py: what each way of reading reads, and what is reported of it. Not how fast it is."""
+"""benchmark/cost/padding.py: what each way of reading reads, and what is reported of it. Not how fast it is."""
 
 import contextlib
 import json
 from functools import partial
 
-import padding
 import pytest
 import torch
 
+from benchmark.cost import padding
 from ppo_rlhf.lib import processes, unpadded
 from ppo_rlhf.lib.errors import InputError
 

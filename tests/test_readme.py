@@ -8,25 +8,17 @@ import re
 import statistics
 from pathlib import Path
 
-import ablations
-import compare
-import engines
-import estimators
-import interop
 import numpy as np
-import overoptimisation
-import padding
 import pandas as pd
 import pytest
-import replay
 import scipy.stats
-import speed
-import staleness
-import trace_cost
 import tyro
 from runs import explained_metrics
 
-import benchmark
+from benchmark.cost import padding, speed, trace_cost
+from benchmark.curves import compare, replay
+from benchmark.experiments import ablations, estimators, overoptimisation, staleness
+from benchmark.interoperability import engines, interop
 from ppo_rlhf import (
     judge,
     rlvr_async,
@@ -324,7 +316,7 @@ def test_ten_seeds_beside_the_original():
     ours = pd.read_csv(ROOT / "benchmark/results/tales/curves.csv").query("task == 'tales'")
     assert set(ours["seeds"]) == {10}
     of_original = "task == 'sentiment' and source_figure == 'ours1.png' and implementation.str.startswith('openai')"
-    reference = ROOT / "benchmark/reference"
+    reference = ROOT / "benchmark/curves/reference"
     theirs = pd.read_csv(reference / "lm_human_preferences.csv").query(of_original)
     first = pd.read_csv(reference / "first_update.csv").query(of_original).set_index("metric")["mean"]
     rows = [line.split("|")[1:-1] for line in RESULTS.splitlines() if line.startswith("| `") and "→" in line]

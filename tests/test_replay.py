@@ -1,4 +1,4 @@
-"""benchmark/replay.py: openrlbenchmark draws two small runs of ours against OpenAI's curves, with no network."""
+"""benchmark/curves/replay.py: openrlbenchmark draws two small runs against OpenAI's curves without a network."""
 
 import json
 import re
@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import replay
 from processes import Result, launch
 from runs import only, policy_arguments, world_arguments
+
+from benchmark.curves import replay
 
 pytest.importorskip("openrlbenchmark", reason="openrlbenchmark needs Python 3.11 to 3.13")
 REPLAY = Path(replay.__file__)
@@ -62,7 +63,7 @@ def test_our_runs_against_openais(two_runs):
 
 
 def test_the_published_command(two_runs, tiny_world):
-    """The command in benchmark/README.md, on the one task and the label file that the small runs have; its tables."""
+    """The tables of the command in curves/README.md, on the one task and the label file that the small runs have."""
     (command,) = re.findall(r"python -m openrlbenchmark.rlops_multi_metrics (.*?)```", DOCUMENTATION, re.DOTALL)
     ours = {"<entity>": "local", "sentiment/offline_5k.json": str(tiny_world / "labels/sentiment/offline_5k.json")}
     command = (

@@ -1,16 +1,24 @@
-"""benchmark/scaling.py against numbers by hand, and its page against the committed results."""
+"""benchmark/cost/scaling.py against numbers by hand, and its page against the committed results."""
 
 import runpy
 import shlex
 from dataclasses import replace
 
-import memory
 import pytest
-import scaling
-import speed
-from scaling import PAPER, Knobs, Machine, Work, memory_of, most, parameters, process_memory, update_seconds
 from test_chapter2 import commands
 
+from benchmark.cost import memory, scaling, speed
+from benchmark.cost.scaling import (
+    PAPER,
+    Knobs,
+    Machine,
+    Work,
+    memory_of,
+    most,
+    parameters,
+    process_memory,
+    update_seconds,
+)
 from ppo_rlhf import tldr_all
 
 FOREVER = float("inf")

@@ -1,4 +1,4 @@
-"""benchmark/staleness.py: what it runs, and its arithmetic."""
+"""benchmark/experiments/staleness.py: what it runs, and its arithmetic."""
 
 import dataclasses
 import json
@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 import pytest
-import staleness
 from processes import launch
 
+from benchmark.experiments import staleness
 from ppo_rlhf import rlvr_async, rlvr_policy
 from ppo_rlhf.lib import cli
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import trace_cost
 from processes import launch, launch_together
 from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of, world_arguments
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmark.cost import trace_cost
 from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib import models, run, traces
 from ppo_rlhf.lib.errors import InputError

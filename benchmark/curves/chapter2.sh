@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The canonical commands of chapter 2 (TL;DR summarisation), one experiment for each word:
 #
-#     WORKERS=2 bash benchmark/chapter2.sh tales
+#     WORKERS=2 bash benchmark/curves/chapter2.sh tales
 #
 #     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs of 80 GB. For 6.9b,
 #                                   MODEL says where it lies with safetensors, which its main branch lacks: a folder, or
-#                                   name@revision; benchmark/scaling.md says how its memory is spent
+#                                   name@revision; benchmark/cost/scaling.md says how its memory is spent
 #     1b-lora                       the same with adapters of rank 64 on the policy, on one GPU
 #     1b-subtract 1b-k3             the penalty subtracted; the k3 estimator of the KL divergence
 #     tales                         the small world, four seeds on a CPU
@@ -17,10 +17,10 @@ if [ $# = 0 ]; then
     sed -n '2,/^set/{/^#/p}' "$0" >&2
     exit 2
 fi
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 seeds() { # name, first seed, distance of the seeds, command
-    "${PYTHON:-.venv/bin/python}" benchmark/benchmark.py --name "$1" --start_seed "$2" --seed_step "$3" --num_seeds 4 \
+    "${PYTHON:-.venv/bin/python}" benchmark/curves/many_seeds.py --name "$1" --start_seed "$2" --seed_step "$3" --num_seeds 4 \
         --command "$4" --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"} ${SHOW:+--show}
 }
 of_the_paper() { seeds "tldr-$1" 44413 11100 "$2"; } # 44413, 55513, 66613, 77713

@@ -1,22 +1,18 @@
 """Compare learning curves with published ones: picture, verdict at fixed updates, exit status.
 
     # our runs of a task against OpenAI's, and against those of lm-human-preference-details
-    python benchmark/compare.py --ours 'benchmark/runs/sentiment/*/runs/*' --theirs openai/lm-human-preferences
+    python benchmark/curves/compare.py --ours 'benchmark/runs/sentiment/*/runs/*' --theirs openai/lm-human-preferences
     # your runs of the small world against those of this repository
-    python benchmark/compare.py --ours 'runs/*' --theirs benchmark/results/tales/curves.csv
+    python benchmark/curves/compare.py --ours 'runs/*' --theirs benchmark/results/tales/curves.csv
     # what is known to agree: one published implementation against the other
-    python benchmark/compare.py --ours lm-human-preference-details --theirs openai/lm-human-preferences
+    python benchmark/curves/compare.py --ours lm-human-preference-details --theirs openai/lm-human-preferences
 
 A set of curves is given as run folders (patterns of the shell), as a CSV file that this script wrote, or as the name
-of an implementation in reference/lm_human_preferences.csv. Runs are grouped by preset. The seeds of a preset become:
-
-    mean, std            over seeds at each update, the standard deviation with n - 1
-    iqm, iqm_low, _high  mean of the middle half of the seeds, and its 95 % bootstrap interval, by scipy
-
-All are smoothed as the published figures were: every run is interpolated onto 10,000 points, mean and deviation are
-taken at each, and both are averaged over a centred window of 100 points, one hundredth of the figure's x axis.
-Between two updates the noise of both is averaged, so these deviations are up to a fifth below those at single
-updates.
+of an implementation in reference/lm_human_preferences.csv. Runs are grouped by preset. The seeds of a preset become
+their mean and their standard deviation (with n - 1) at each update. Both are smoothed as in the published figures:
+every run is interpolated onto 10,000 points, mean and deviation are taken at each point, and both are averaged over a
+centred window of 100 points, one hundredth of the figure's x axis. Between two updates the noise of both is averaged,
+so these deviations are up to a fifth below those at single updates.
 
 The verdict takes the difference of the two means at a few updates and divides it by its standard error:
 
@@ -42,7 +38,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy.stats
 import tyro
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -59,7 +54,6 @@ CHECKPOINTS = (100, 250, 500, 1000, 1500)  # updates, and the last
 Z_LIMIT = 3.0
 ROUNDING = 1e-6  # of a mean; curves.csv keeps six digits
 LEAST = 1e-12  # what is smaller is rounding, whatever the mean
-BOOTSTRAP = 2000  # resamplings
 PUBLISHED_FIGURES = ("ours1.png", "lm-human-preference.png")  # the first shows deviations
 PUBLISHED_SEEDS = {"sentiment": 10, "descriptiveness": 10, "tldr": 1}
 FEW_SEEDS = 5
@@ -109,13 +103,11 @@ class Args:
     """which metrics, where both sides have them"""
     figure: Path | None = None
     """draw one picture of all tasks here, a column per metric, and write nothing else"""
-    title: str = "ppo_rlhf"
-    """what to call ours"""
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Curves: a table with the columns implementation, task, metric, update, mean, std, seeds, window, mean_error, iqm,
-# iqm_low, iqm_high. window: of the smoothing, in updates; mean_error: of reading a figure. nan: not known.
+# Curves: a table with the columns implementation, task, metric, update, mean, std, seeds, window, mean_error.
+# window: of the smoothing, in updates; mean_error: of reading a figure. nan: not known.
 # ----------------------------------------------------------------------------------------------------------------
 
 
@@ -165,11 +157,11 @@ def shared_arguments(args: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in args.items() if name not in ("seed", "resume")} | {"rewards": rewards}
 
 
-def smooth(seeds: Sequence[pd.Series], window: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def smooth(seeds: Sequence[pd.Series], window: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One metric of several seeds, smoothed as in the published figures.
 
     seeds: values, indexed by update; window: updates. Returns updates, mean and deviation over seeds (nan if there is
-    one), each (points,), and the seeds' own smoothed values (seeds, points).
+    one), each (points,).
     """
     first, last = min(series.index[0] for series in seeds), max(series.index[-1] for series in seeds)
     x = np.linspace(first, last, GRID)
@@ -177,28 +169,13 @@ def smooth(seeds: Sequence[pd.Series], window: float) -> tuple[np.ndarray, np.nd
     points = max(1, round(window / max(last - first, 1) * GRID))
     table = pd.DataFrame(values.T)
 
-    def roll(curve: Any) -> np.ndarray:
+    def roll(curve: pd.Series) -> np.ndarray:
         return curve.rolling(points, min_periods=1, center=True).mean().to_numpy()
 
-    return x, roll(table.mean(axis=1)), roll(table.std(axis=1)), roll(table).T
+    return x, roll(table.mean(axis=1)), roll(table.std(axis=1))
 
 
-def interquartile_means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Interquartile mean over seeds of each column, and its 95 % bootstrap interval. values: (seeds, columns)."""
-
-    def iqm(seeds: np.ndarray, axis: int = 0) -> np.ndarray:
-        return scipy.stats.trim_mean(seeds, proportiontocut=0.25, axis=axis)
-
-    if len(values) == 1:
-        return iqm(values), iqm(values), iqm(values)
-    # Whole runs are resampled: the same seeds for every column.
-    resampled = scipy.stats.bootstrap(
-        (values,), iqm, axis=0, n_resamples=BOOTSTRAP, batch=100, method="percentile", vectorized=True, rng=0
-    )
-    return iqm(values), *resampled.confidence_interval
-
-
-def aggregate(runs: dict[str, list[pd.DataFrame]], title: str, metrics: Sequence[str], theirs: pd.DataFrame):
+def aggregate(runs: dict[str, list[pd.DataFrame]], metrics: Sequence[str], theirs: pd.DataFrame) -> pd.DataFrame:
     """Curves of all tasks and metrics, smoothed over the windows that theirs have, else over a hundredth of a run."""
     curves = []
     for task, tables in runs.items():
@@ -213,19 +190,11 @@ def aggregate(runs: dict[str, list[pd.DataFrame]], title: str, metrics: Sequence
                 raise InputError(f"the seeds of {task} differ in length")
             windows = curve_of(theirs, task, metric)["window"]
             window = windows.iloc[0] if len(windows) else length / 100
-            x, mean, std, values = smooth(seeds, window)
+            x, mean, std = smooth(seeds, window)
             updates = sorted({*range(0, length, max(1, math.ceil(length / POINTS))), *checkpoints(length)})
             at = np.searchsorted(x, updates).clip(max=GRID - 1)
-            iqm, low, high = interquartile_means(values[:, at])
-            columns = {
-                "update": updates,
-                "mean": mean[at],
-                "std": std[at],
-                "iqm": iqm,
-                "iqm_low": low,
-                "iqm_high": high,
-            }
-            who = {"implementation": title, "task": task, "metric": metric}
+            columns = {"update": updates, "mean": mean[at], "std": std[at]}
+            who = {"implementation": "ppo_rlhf", "task": task, "metric": metric}
             curves.append(pd.DataFrame(who | columns | {"seeds": len(seeds), "window": window, "mean_error": 0.0}))
     if not curves:
         raise InputError(f"these runs have none of the metrics {', '.join(metrics)}")
@@ -282,7 +251,7 @@ def read_curves(path: Path) -> pd.DataFrame:
     return table
 
 
-def load(sources: Sequence[str], title: str, metrics: Sequence[str], theirs: pd.DataFrame):
+def load(sources: Sequence[str], metrics: Sequence[str], theirs: pd.DataFrame):
     """The curves that the command line names, and what is known of the runs: (table, facts)."""
     implementations = pd.read_csv(REFERENCE / "errors.csv")["implementation"].unique()
     if len(sources) == 1 and sources[0] in implementations:
@@ -295,7 +264,7 @@ def load(sources: Sequence[str], title: str, metrics: Sequence[str], theirs: pd.
             f"{' '.join(sources)}: no run folder, no curves.csv and none of {', '.join(sorted(implementations))}"
         )
     runs, facts = read_runs(folders)
-    return aggregate(runs, title, metrics, theirs), facts
+    return aggregate(runs, metrics, theirs), facts
 
 
 # ---- Verdict ---------------------------------------------------------------------------------------------------
@@ -427,16 +396,12 @@ def verdict_rows(verdict: pd.DataFrame, ours: str, theirs: str) -> list[dict[str
 
 def curve_rows(curves: pd.DataFrame) -> list[dict[str, str]]:
     """The first update and the checkpoints of curves that are compared with nothing."""
-    names = ("mean", "std", "iqm", "iqm_low", "iqm_high")
-    curves = curves.reindex(columns=[*curves.columns, *(name for name in names if name not in curves)])
     rows = []
     for (task, metric), curve in curves.groupby(["task", "metric"], sort=False):
         for update in [0, *checkpoints(int(curve["update"].max()))]:
-            at = {name: value_at(curve, name, update) for name in names}
-            interval = f"{number(at['iqm'])} [{number(at['iqm_low'])}, {number(at['iqm_high'])}]"
-            value = f"{number(at['mean'])} ± {number(at['std'])}"
+            value = " ± ".join(number(value_at(curve, name, update)) for name in ("mean", "std"))
             who = {"task": task, "metric": f"`{metric}`", "update": str(update), "seeds": str(curve["seeds"].iloc[0])}
-            rows.append(who | {"mean ± std": value, "interquartile mean [95 %]": interval})
+            rows.append(who | {"mean ± std": value})
     return rows
 
 
@@ -476,8 +441,8 @@ def draw(
 def main(args: Args) -> int:
     theirs = pd.DataFrame(columns=["task", "metric", "window"])
     if args.theirs:
-        theirs, _ = load([args.theirs], args.theirs, args.metrics, theirs)
-    ours, facts = load(args.ours, args.title, args.metrics, theirs)
+        theirs, _ = load([args.theirs], args.metrics, theirs)
+    ours, facts = load(args.ours, args.metrics, theirs)
     if args.theirs and theirs["implementation"].iloc[0] == ours["implementation"].iloc[0]:
         theirs = theirs.assign(implementation=args.theirs)
     tasks = list(ours["task"].unique())
@@ -491,7 +456,7 @@ def main(args: Args) -> int:
         return 0
 
     args.output.mkdir(parents=True, exist_ok=True)
-    facts["command"] = [shlex.join(["python", "benchmark/compare.py", *sys.argv[1:]])]
+    facts["command"] = [shlex.join(["python", "benchmark/curves/compare.py", *sys.argv[1:]])]
     write_json(args.output / "facts.json", facts)
     ours.to_csv(args.output / "curves.csv", index=False, float_format="%.6g")
     for task in tasks:

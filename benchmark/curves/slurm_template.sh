@@ -8,7 +8,7 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --time=12:00:00
 #SBATCH --signal=B:TERM@120
-# Filled in by benchmark.py --slurm_template. Adapt the lines above to your cluster. Each task of the array runs one
+# Filled in by many_seeds.py --slurm_template. Adapt the lines above to your cluster. Each task of the array runs one
 # seed. Two minutes before the time is up, SIGTERM lets it write a checkpoint; submit once more, and it goes on.
 cd {{here}}
-exec {{benchmark}}
+exec {{command}}

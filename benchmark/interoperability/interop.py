@@ -1,8 +1,8 @@
 """Models of chapter 2 go to TRL and come back: a reward model and a policy that both sides can use.
 
-    python benchmark/interop.py                                       # trains two small models first
-    python benchmark/interop.py --sft models/<run>/sft --reward models/<run>/reward
-    python benchmark/interop.py --python <environment with TRL>/bin/python
+    python benchmark/interoperability/interop.py   # trains two small models first
+    python benchmark/interoperability/interop.py --sft models/<run>/sft --reward models/<run>/reward
+    python benchmark/interoperability/interop.py --python <environment with TRL>/bin/python
 
 On tales, without a network, on a CPU. TRL runs in an environment of its own, that of speed.py, unless --python names
 another. What happens, in this order:
@@ -28,14 +28,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import speed
 import torch
 import tyro
-from compare import markdown
-from speed_runs import as_argv
 from transformers.utils import logging
 
-from ppo_rlhf.lib.cli import above_zero, at_least
+from benchmark.cost import speed
+from benchmark.cost.speed_runs import as_argv
+from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.models import load_pretrained, load_reward_model, load_tokenizer
@@ -43,12 +42,13 @@ from ppo_rlhf.lib.posts import TASKS, TaskIds, read_posts, task_ids
 from ppo_rlhf.lib.run import commit, cpu_name
 from ppo_rlhf.tldr_policy import ActorCritic, response_masks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TASK = TASKS["tales"]
-PLACES = ("python", "sft", "reward", "folder", "output")  # arguments that say nothing about what was checked
 TOLERANCE = 1e-4  # of scores, values and log-probs, float32 on both sides
 SFT = ("--num_train", "4096", "--eval_posts", "16")  # with fewer posts, hardly a summary ends
 REWARD = ("--num_train", "512", "--normalize_posts", "256")
+ROWS = 64  # held-out posts with a response each, on which both sides are compared
+UPDATES, BATCH_SIZE, LR = 3, 32, 1e-4  # of TRL, and then of ours
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,6 @@ class Args:
     """reward model that started from it, models/<run>/reward; None: a small one is trained"""
     python: Path | None = None
     """interpreter of an environment with TRL; None: that of speed.py, which is made if it is not there"""
-    rows: int = 64
-    """held-out posts with a response each, on which both sides are compared"""
-    updates: int = 3
-    """updates of TRL, and then as many of ours"""
-    batch_size: int = 32
-    """episodes per update"""
-    lr: float = 1e-4
-    """learning rate of both"""
     folder: Path = ROOT / "benchmark" / "runs" / "interop"
     """where models, runs and logs are kept"""
     output: Path = ROOT / "benchmark" / "results" / "interop"
@@ -221,7 +213,7 @@ def save_report(args: Args, facts: dict[str, Any], checks: list[Check], updates:
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
         "versions": {name: version(name) for name in packages},
         **facts,
-        "arguments": {name: value for name, value in asdict(args).items() if name not in PLACES},
+        "arguments": {"rows": ROWS, "updates": UPDATES, "batch_size": BATCH_SIZE, "lr": LR},
         "checks": [asdict(check) | {"passed": check.passed} for check in checks],
         "updates": updates,
     }
@@ -236,8 +228,6 @@ def check_arguments(args: Args) -> None:
     """Refuse what cannot be meant."""
     if args.reward and not args.sft:
         raise InputError("--reward needs --sft, the model that it started from")
-    at_least(1, "", args, "rows", "updates", "batch_size")
-    above_zero("", args, "lr")
     if args.python and not args.python.is_file():
         raise InputError(f"--python {args.python}: no such file")
 
@@ -256,27 +246,25 @@ def main(args: Args) -> int:
     )
     tokenizer = load_tokenizer(str(sft))
     ids = task_ids(TASK, tokenizer)
-    held_out = read_posts(TASK, tokenizer, "validation", args.rows)
+    held_out = read_posts(TASK, tokenizer, "validation", ROWS)
     queries, responses = held_out.queries, with_endless_rows(held_out.references, ids)
     settings = {
         "reward": str(reward),
         "reference": str(sft),
         "queries": queries.tolist(),
         "responses": responses.tolist(),
-        "training_queries": without_padding(
-            read_posts(TASK, tokenizer, "train", 512 + args.batch_size).queries, ids.pad
-        ),
+        "training_queries": without_padding(read_posts(TASK, tokenizer, "train", 512 + BATCH_SIZE).queries, ids.pad),
         "response_length": TASK.response_length,
         "temperature": TASK.temperature,
-        "batch_size": args.batch_size,
-        "lr": args.lr,
+        "batch_size": BATCH_SIZE,
+        "lr": LR,
     }
     mask, _ = response_masks(responses, ids.pad)
     tokens = (queries, responses, ids.pad)
 
     # 1. Ours in TRL, and 2. TRL trains.
     models = {"policy": str(sft), "value": str(reward)}
-    there = train_there(python, folder, "trl_policy", settings | models | {"updates": args.updates})
+    there = train_there(python, folder, "trl_policy", settings | models | {"updates": UPDATES})
     numbers = our_numbers(sft, reward, reward, *tokens)
     checks = [
         Check("padding id of both sides", abs(there["pad_id"] - ids.pad), 0),
@@ -290,9 +278,9 @@ def main(args: Args) -> int:
     flags = {
         "base_model": policy,
         "rewards.trained_model": reward,
-        "ppo.total_episodes": args.batch_size * args.updates,
-        "ppo.batch_size": args.batch_size,
-        "ppo.lr": args.lr,
+        "ppo.total_episodes": BATCH_SIZE * UPDATES,
+        "ppo.batch_size": BATCH_SIZE,
+        "ppo.lr": LR,
         "eval_posts": 16,
         "eval_interval": 0,
     }

@@ -1,7 +1,7 @@
 """Is everything there that the presets take from the Hugging Face hub?
 
-    python benchmark/hub_check.py                                   # or make hub-check
-    python benchmark/hub_check.py --base_model gpt2-medium EleutherAI/pythia-2.8b-deduped
+    python benchmark/interoperability/hub_check.py   # or make hub-check
+    python benchmark/interoperability/hub_check.py --base_model gpt2-medium EleutherAI/pythia-2.8b-deduped
 
 Looks for the files of all texts, labels, posts, comparisons, problems, tokenizers and models of the presets, and
 reads the first row of each. The big files are not downloaded, so this takes a minute or two. Prints a line for each;

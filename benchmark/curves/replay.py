@@ -2,9 +2,9 @@
 
     # our runs against OpenAI's curves, all metrics of the published figure; draws replay.png and more.
     # Runs of tales are drawn beside OpenAI's task sentiment: another task and another model, for the shapes only
-    python benchmark/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*'
+    python benchmark/curves/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*'
     # any arguments of openrlbenchmark.rlops_multi_metrics in place of ours, after two dashes
-    python benchmark/replay.py --runs 'runs/train_policy*' -- --env-ids tales --filters \\
+    python benchmark/curves/replay.py --runs 'runs/train_policy*' -- --env-ids tales --filters \\
         '?we=local&wpn=ppo_rlhf&xaxis=_step&ceik=preset&cen=exp_name&metrics=objective/kl' train_policy
 
 openrlbenchmark 0.3.1 has an offline mode: it looks runs up in a database and reads their metrics from a cache beside

@@ -1,7 +1,8 @@
 """Over-optimisation on tales: gold score and proxy score against the distance from the language model.
 
-    python benchmark/overoptimisation.py --runs '320 labels=benchmark/runs/overoptimisation-320/*/runs/*'
-    python benchmark/overoptimisation.py --runs benchmark/results/overoptimisation/overoptimisation.csv    # once more
+    python benchmark/experiments/overoptimisation.py --runs '320 labels=benchmark/runs/overoptimisation-320/*/runs/*'
+    # draw and fit the committed runs again
+    python benchmark/experiments/overoptimisation.py --runs benchmark/results/overoptimisation/overoptimisation.csv
 
 PPO sees the proxy, a reward model. What we want is the gold score, which only a simulated annotator can know. Without
 a controller and with a small KL coefficient the policy wanders off, and the two part. Both are drawn over d = sqrt(KL
@@ -31,9 +32,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import tyro
-from compare import COLORS, markdown
 from matplotlib.figure import Figure
 
+from benchmark.curves.compare import COLORS, markdown
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.run import find_path, read_meta
 

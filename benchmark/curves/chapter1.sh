@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The canonical commands of chapter 1 (Ziegler et al. 2019) and of what came after it, one experiment for each word:
 #
-#     WORKERS=2 bash benchmark/chapter1.sh tales tales-descriptiveness
+#     WORKERS=2 bash benchmark/curves/chapter1.sh tales tales-descriptiveness
 #
 #     sentiment descriptiveness                   OpenAI's tasks, GPT-2 124M, ten seeds on eight GPUs
 #     sentiment-1gpu descriptiveness-1gpu         the same on one GPU
@@ -19,10 +19,10 @@ if [ $# = 0 ]; then
     sed -n '2,/^set/{/^#/p}' "$0" >&2
     exit 2
 fi
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 seeds() { # name, number of seeds, command
-    "${PYTHON:-.venv/bin/python}" benchmark/benchmark.py --name "$1" --num_seeds "$2" --command "$3" \
+    "${PYTHON:-.venv/bin/python}" benchmark/curves/many_seeds.py --name "$1" --num_seeds "$2" --command "$3" \
         --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"} ${SHOW:+--show}
 }
 
@@ -53,7 +53,7 @@ for experiment in "$@"; do
     # The ablations of lm-human-preference-details, on its task. Pythia is missing: the labels are token ids of GPT-2,
     # and train_reward.py refuses to read them with another tokenizer.
     torch-adam)
-        seeds "$experiment" 10 "$eight benchmark/ablations.py with torch-adam $both --preset descriptiveness $track" ;;
+        seeds "$experiment" 10 "$eight benchmark/experiments/ablations.py with torch-adam $both --preset descriptiveness $track" ;;
     gradient-accumulation) # 64 pieces of one episode; here a memory knob, so nothing may happen
         pieces="--policy.ppo.local_micro_batch_size 1 --reward.local_micro_batch_size 1"
         seeds "$experiment" 5 "$eight $both --preset descriptiveness $track $pieces" ;;

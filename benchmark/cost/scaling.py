@@ -1,7 +1,7 @@
 """What an update of train_policy.py costs on other machines and with other models: a model of its time, checked.
 
-    python benchmark/scaling.py                # writes the tables of scaling.md, from benchmark/results/speed
-    python benchmark/scaling.py bandwidth      # measures this machine's memory
+    python benchmark/cost/scaling.py             # writes the tables of scaling.md, from benchmark/results/speed
+    python benchmark/cost/scaling.py bandwidth   # measures this machine's memory
 
 The parts of an update, for a process that has b of the batch's episodes. F are the FLOPs that speed.py counts, P the
 model's parameters, l its layers, R the rate of matrix products, e the share of R that products of the model's shapes
@@ -54,17 +54,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import memory
-import speed
 import torch
 import tyro
-from compare import markdown
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PretrainedConfig
 
+from benchmark.cost import memory, speed
+from benchmark.curves.compare import markdown
 from ppo_rlhf.lib import models
 from ppo_rlhf.lib.processes import LARGEST_PIECE
 
-RESULTS = Path(__file__).with_name("results") / "speed"
+RESULTS = speed.ROOT / "benchmark/results/speed"
 PAGE = Path(__file__).with_name("scaling.md")
 START, END = "<!-- written by scaling.py -->", "<!-- end -->"
 MEMORY_START, MEMORY_END = "<!-- memory, written by scaling.py -->", "<!-- end of memory -->"
@@ -346,7 +345,7 @@ def prediction_rows(base_model: str, batch_size: int) -> list[dict[str, str]]:
     return rows
 
 
-# PPO of benchmark/chapter2.sh 6.9b: 512 posts of at most 512 tokens and summaries of 53, on eight GPUs.
+# PPO of benchmark/curves/chapter2.sh 6.9b: 512 posts of at most 512 tokens and summaries of 53, on eight GPUs.
 PAPER = Knobs(processes=8, sequence_length=565, response_length=53, rows=16, micro_batch=4)
 
 

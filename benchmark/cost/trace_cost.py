@@ -1,6 +1,6 @@
 """What traces cost: a run's first updates again, each of them traced.
 
-    python benchmark/trace_cost.py --run runs/<run>             # of chapter 1, 2 or 3, where that run was started
+    python benchmark/cost/trace_cost.py --run runs/<run>   # of chapter 1, 2 or 3, where that run was started
 
 Every update is timed, and what its trace takes after it; the first does not count. A run with --trace_interval N
 traces one update in N, so the share of its time is that of a trace divided by N. The new run stops when enough is

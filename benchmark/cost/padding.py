@@ -1,7 +1,7 @@
 """What reading no padding is worth: updates of PPO as the scripts make them, beside the same updates padded.
 
-    python benchmark/padding.py --cases tales gpt2 --kernels --output padding-chapter1.json
-    python benchmark/padding.py --cases posts pythia --kernels --output padding-chapter2.json
+    python benchmark/cost/padding.py --cases tales gpt2 --kernels --output padding-chapter1.json
+    python benchmark/cost/padding.py --cases posts pythia --kernels --output padding-chapter2.json
 
 A network of random weights answers queries of given lengths, and its responses end where they are told to. One update
 is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:
@@ -37,11 +37,11 @@ from unittest.mock import patch
 import torch
 import tyro
 from accelerate import Accelerator
-from compare import markdown
-from speed import SHAPES, spread, spread_lengths
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmark.cost.speed import SHAPES, spread, spread_lengths
+from benchmark.curves.compare import markdown
 from ppo_rlhf import tldr_policy, train_policy
 from ppo_rlhf.lib import lm, posts, processes, texts, unpadded
 from ppo_rlhf.lib.errors import InputError, exit_with

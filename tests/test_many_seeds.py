@@ -1,4 +1,4 @@
-"""benchmark/benchmark.py: many seeds of one command, whatever happens to them."""
+"""benchmark/curves/many_seeds.py: many seeds of one command, whatever happens to them."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from processes import Launched, Result, launch
 from runs import both_arguments, metrics_of, only
 
 ROOT = Path(__file__).parent.parent
-LAUNCHER = ROOT / "benchmark/benchmark.py"
+LAUNCHER = ROOT / "benchmark/curves/many_seeds.py"
 SCRIPT = "ppo_rlhf/train_both.py"
 
 # A command that notes how it was called, leaves a run as ours do, and does what the file `behaviour` says.
@@ -237,7 +237,7 @@ def test_slurm(home):
     )
     sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
     path = {"PATH": f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}"}
-    template = str(ROOT / "benchmark/slurm_template.sh")
+    template = str(ROOT / "benchmark/curves/slurm_template.sh")
     more = ["--start_seed", "5", "--workers", "2", "--slurm_template", template]
     assert start(home, "--show", *more, seeds=2, **path).status == 1 and not (home / "calls").exists()
     result = start(home, *more, seeds=2, **path)

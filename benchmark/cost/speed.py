@@ -1,15 +1,15 @@
 """Episodes per second of chapters 1 and 3, beside other implementations on the same machine in the same minutes.
 
-    python benchmark/speed.py                                        # ours alone, the small model of tales
-    python benchmark/speed.py --peer trl --query_length 64
-    python benchmark/speed.py --peer details trl --details_path lm-human-preference-details --base_model gpt2 \\
+    python benchmark/cost/speed.py   # ours alone, the small model of tales
+    python benchmark/cost/speed.py --peer trl --query_length 64
+    python benchmark/cost/speed.py --peer details trl --details_path lm-human-preference-details --base_model gpt2 \\
         --batch_size 16 --dtype float32 bfloat16
-    python benchmark/speed.py --query_length 64 --shortest_query 24 --peer trl
-    python benchmark/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 --batch_size 256 \\
-        --minibatches 2 --epochs 1 --peer trl
-    python benchmark/speed.py --processes 1 2
-    python benchmark/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 --dtype bfloat16 \\
-        --compile --output speed.json
+    python benchmark/cost/speed.py --query_length 64 --shortest_query 24 --peer trl
+    python benchmark/cost/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 \\
+        --batch_size 256 --minibatches 2 --epochs 1 --peer trl
+    python benchmark/cost/speed.py --processes 1 2
+    python benchmark/cost/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 \\
+        --dtype bfloat16 --compile --output speed.json
 
 Everyone trains the same model on the same queries for the same number of episodes, minibatches and epochs, in
 processes of their own, by turns: ours, the peers, ours, the peers. Its weights are random, but for that of sums. The
@@ -49,7 +49,6 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from compare import markdown
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -62,6 +61,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.models import save_reward_model
@@ -69,7 +69,7 @@ from ppo_rlhf.lib.run import commit, cpu_name
 from ppo_rlhf.train_policy import RewardModel
 from ppo_rlhf.worlds import sums
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
 DETAILS_SCRIPT = "lm_human_preference_details/train_policy_accelerate.py"
 PLACES = ("folder", "output", "details_path")  # arguments that say nothing about what was measured
@@ -97,20 +97,17 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "pythia-160m": lambda: GPTNeoXConfig(
         **PYTHIA, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
     ),
-    "pythia-410m": lambda: GPTNeoXConfig(
-        **PYTHIA, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
-    ),
 }
 REMARKS = {
     1: {
-        "trl": "TRL trains a value network beside the policy, of the same size, which nearly doubles its work; it "
-        "uses AdamW and whitens no rewards.",
+        "trl": "TRL runs in float32; it trains a value network beside the policy, of the same size, which "
+        "nearly doubles its work; it uses AdamW and whitens no rewards.",
         "details": "lm-human-preference-details is its published script, in float32, with its TensorFlow-style Adam; "
         "it whitens the whole batch at once.",
     },
     3: {
-        "trl": "TRL's GRPOTrainer generates by itself, without vLLM, and keeps activations as ours does; it reads "
-        "every row at the length of the longest prompt and the longest response of its update.",
+        "trl": "TRL's GRPOTrainer runs in float32, generates by itself, without vLLM, and keeps activations as ours "
+        "does; it reads every row at the length of the longest prompt and the longest response of its update.",
     },
 }
 
@@ -119,7 +116,7 @@ REMARKS = {
 class Args:
     chapter: Literal[1, 3] = 1
     """1: train_policy.py; 3: rlvr_policy.py with GRPO"""
-    base_model: Literal["tales", "gpt2", "pythia-160m", "pythia-410m", "sums"] = "tales"
+    base_model: Literal["tales", "gpt2", "pythia-160m", "sums"] = "tales"
     """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world"""
     query_length: int = 24
     """tokens of a query, or of the longest; sums: that a problem may have"""
@@ -141,9 +138,7 @@ class Args:
     epochs: int = 4
     """passes over each batch"""
     dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32",)
-    """arithmetic of ours; with several, ours runs with each"""
-    peer_dtype: Literal["float32", "bfloat16"] = "float32"
-    """arithmetic of TRL; lm-human-preference-details has float32"""
+    """arithmetic of ours; with several, ours runs with each. The peers run in float32"""
     processes: tuple[int, ...] = (1,)
     """processes of ours; with several, ours runs with each"""
     compile: bool = False
@@ -318,7 +313,7 @@ def runners(args: Args) -> list[Runner]:
             words = ["ours"] + [dtype] * (len(args.dtype) > 1)
             words += [f"{processes} process{'es' * (processes > 1)}"] * (len(args.processes) > 1)
             who.append(Runner(", ".join(words), "ours", sys.executable, dtype, processes))
-    return who + [Runner(peer, peer, peers_python(args), args.peer_dtype) for peer in args.peer]
+    return who + [Runner(peer, peer, peers_python(args), "float32") for peer in args.peer]
 
 
 def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
@@ -487,7 +482,6 @@ def main(args: Args) -> int:
     print(f"{args.batch_size} episodes of {queries} + {args.response_length} tokens, {work}")
     print(f"medians [lowest, highest] of {args.pairs} runs of {args.updates} updates after the first")
     print(*(REMARKS[args.chapter][peer] for peer in args.peer), sep="\n")
-    print(f"arithmetic of TRL: {args.peer_dtype}" if "trl" in args.peer else "")
     if args.output:
         versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "tokenizers")}
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,10 @@
 """What single details do: each is turned off, and nothing else changes.
 
-    python benchmark/ablations.py run --workers 2        # all of them, tales, three seeds; give it again to go on
-    python benchmark/ablations.py report                 # table and picture of what is finished so far
-    python benchmark/ablations.py list
-    python benchmark/ablations.py with torch-adam ppo_rlhf/train_both.py --preset sentiment          # one, on GPT-2
+    python benchmark/experiments/ablations.py run --workers 2   # all of them on tales; repeat it to resume
+    python benchmark/experiments/ablations.py report            # the table and picture of what has finished
+    python benchmark/experiments/ablations.py list              # what there is
+    # one ablation in a training script of chapter 1, here on GPT-2
+    python benchmark/experiments/ablations.py with torch-adam ppo_rlhf/train_both.py --preset sentiment
 
 The training scripts have no switches for this. Where an argument turns a detail off, it is given. Where none does,
 the script's own lines are replaced before it runs, and the replacement is written here in full. Each ablation and the
@@ -26,15 +27,15 @@ from typing import Any
 import pandas as pd
 import scipy.stats
 import tyro
-from compare import markdown, read_numbers
 from matplotlib.figure import Figure
 
-import benchmark
+from benchmark.curves import many_seeds
+from benchmark.curves.compare import markdown, read_numbers
 from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.errors import InputError, exit_with, run_script
 from ppo_rlhf.lib.run import read_meta
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("train_reward", "train_policy", "train_both")
 LAST = 10  # updates at the end that are averaged
 SEEDS = 3
@@ -204,11 +205,11 @@ def trains_reward_model(name: str) -> bool:
     return name == "baseline" or bool(ABLATIONS[name].reward) or ABLATIONS[name].own_reward_model
 
 
-def jobs_of(args: Args, name: str, kind: str, words: Callable[[int], str]) -> list[benchmark.Job]:
+def jobs_of(args: Args, name: str, kind: str, words: Callable[[int], str]) -> list[many_seeds.Job]:
     """The jobs of one ablation, one for each seed: its reward models or its policies."""
     jobs = []
     for seed in range(1, args.seeds + 1):
-        experiment = benchmark.Args(
+        experiment = many_seeds.Args(
             name=f"{kind}-{name}",
             command=f"python {shlex.quote(__file__)} with {name} {words(seed)} --exp_name {name}",
             num_seeds=1,
@@ -216,7 +217,7 @@ def jobs_of(args: Args, name: str, kind: str, words: Callable[[int], str]) -> li
             folder=args.folder,
             any_commit=args.any_commit,
         )
-        jobs += benchmark.find_jobs(experiment)
+        jobs += many_seeds.find_jobs(experiment)
     return jobs
 
 
@@ -238,19 +239,19 @@ def run(args: Args) -> int:
         if trains_reward_model(name)
         for job in jobs_of(args, name, "reward", lambda seed: args.reward)
     ]
-    launcher = benchmark.Args(name="ablations", workers=args.workers)
-    benchmark.run_here(launcher, rewards)
+    launcher = many_seeds.Args(name="ablations", workers=args.workers)
+    many_seeds.run_here(launcher, rewards)
     if any(job.state != "finished" for job in rewards):
-        return benchmark.report(launcher, rewards)
+        return many_seeds.report(launcher, rewards)
 
     def train_policy(name: str) -> Callable[[int], str]:
         return lambda seed: f"{args.policy} --rewards.trained_model {shlex.quote(reward_model(args, name, seed))}"
 
     policies = [job for name in names for job in jobs_of(args, name, "policy", train_policy(name))]
     policies.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
-    benchmark.run_here(launcher, policies)
+    many_seeds.run_here(launcher, policies)
     report(args)
-    return benchmark.report(launcher, policies)
+    return many_seeds.report(launcher, policies)
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def read_effects(args: Args) -> tuple[pd.DataFrame, set[str]]:
 def failures(args: Args, name: str) -> int:
     """How many seeds of an ablation's policy ended in an error, such as a number that was not finite any more."""
     folders = [args.folder / f"policy-{name}" / f"seed{seed}" for seed in range(1, args.seeds + 1)]
-    return sum(bool(benchmark.read_record(folder).get("status")) for folder in folders)
+    return sum(bool(many_seeds.read_record(folder).get("status")) for folder in folders)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

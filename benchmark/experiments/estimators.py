@@ -1,9 +1,9 @@
 """What the estimators of advantages do, and the forms of the KL penalty: chapter 3 on sums, five seeds of each.
 
-    python benchmark/estimators.py run --workers 2       # all of them; give it again to go on
-    python benchmark/estimators.py run --only alone      # one part, and what it needs
-    python benchmark/estimators.py report                # tables and pictures of what is finished so far
-    python benchmark/estimators.py draw                  # once more, from the tables
+    python benchmark/experiments/estimators.py run --workers 2    # all of them; repeat it to resume
+    python benchmark/experiments/estimators.py run --only alone   # one part, and the runs that it needs
+    python benchmark/experiments/estimators.py report             # the tables and pictures of what has finished
+    python benchmark/experiments/estimators.py draw               # the pictures again, from their tables
 
 There are five parts. The runs of a part and a seed differ in what the part is about, and in nothing else:
 
@@ -37,20 +37,21 @@ import matplotlib as mpl
 import pandas as pd
 import torch
 import tyro
-from ablations import interval
-from compare import COLORS, markdown, read_numbers
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
-import benchmark
+from benchmark.curves import many_seeds
+from benchmark.curves.compare import COLORS, markdown, read_numbers
+from benchmark.experiments.ablations import interval
 from ppo_rlhf import rlvr_policy
 from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.errors import InputError, exit_with, run_script
 from ppo_rlhf.lib.run import read_meta
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = 8
+COEF = 0.3  # of the KL penalties: reward or loss per nat
 TRUE_KL = "objective/true_kl"
 
 # ---- What is run -----------------------------------------------------------------------------------------------
@@ -58,12 +59,12 @@ TRUE_KL = "objective/true_kl"
 # Forms of the KL penalty, as arguments. Where nothing is penalised, there must be a reference to measure with.
 PENALTIES = {
     "none": "--rewards.kl_coef 1e-12",
-    "k1 in the reward": "--rewards.kl_coef {coef} --rewards.kl_estimator k1",
-    "k2 in the reward": "--rewards.kl_coef {coef} --rewards.kl_estimator k2",
-    "k3 in the reward": "--rewards.kl_coef {coef} --rewards.kl_estimator k3",
-    "k1 in the loss": "--rewards.kl_loss_coef {coef} --rewards.kl_loss_estimator k2",  # see with_penalty
-    "k2 in the loss": "--rewards.kl_loss_coef {coef} --rewards.kl_loss_estimator k2",
-    "k3 in the loss": "--rewards.kl_loss_coef {coef} --rewards.kl_loss_estimator k3",
+    "k1 in the reward": f"--rewards.kl_coef {COEF} --rewards.kl_estimator k1",
+    "k2 in the reward": f"--rewards.kl_coef {COEF} --rewards.kl_estimator k2",
+    "k3 in the reward": f"--rewards.kl_coef {COEF} --rewards.kl_estimator k3",
+    "k1 in the loss": f"--rewards.kl_loss_coef {COEF} --rewards.kl_loss_estimator k2",  # see with_penalty
+    "k2 in the loss": f"--rewards.kl_loss_coef {COEF} --rewards.kl_loss_estimator k2",
+    "k3 in the loss": f"--rewards.kl_loss_coef {COEF} --rewards.kl_loss_estimator k3",
 }
 
 
@@ -87,14 +88,14 @@ def advantage(name: str) -> str:
     return f"{group}--ppo.critic_warmup {3 if name == 'gae' else 0} --ppo.advantage {name}"
 
 
-def find_variants(coef: float) -> list[Variant]:
-    """All of them. coef: of the KL penalty, per nat."""
+def find_variants() -> list[Variant]:
+    """All of them."""
     found = [Variant("estimators", name, advantage(name)) for name in rlvr_policy.ESTIMATORS]
     for name in ("grpo", "dr_grpo"):
         for length, mode in {"own": "seq-mean-token-mean", "greatest": "seq-mean-token-sum-norm"}.items():
             words = f"{advantage(name)} --ppo.loss_aggregation {mode}"
             found.append(Variant("lengths", f"{name}, {length} length", words))
-    penalties = {name: f"{advantage('rloo')} {words.format(coef=coef)}" for name, words in PENALTIES.items()}
+    penalties = {name: f"{advantage('rloo')} {words}" for name, words in PENALTIES.items()}
     found += [Variant("beside", name, words) for name, words in penalties.items()]
     found += [
         Variant("alone", name, f"{words} --rewards.verifier_weight 0")
@@ -157,10 +158,6 @@ class Args:
     """what all runs have in common: arguments of rlvr_policy.py"""
     alone: str = "--ppo.total_episodes 2048"
     """what those without a score have besides"""
-    coef: float = 0.3
-    """of the KL penalties, reward or loss per nat"""
-    prefix: str = ""
-    """what the command of each run begins with, such as `nice -n 10`"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
 
@@ -169,7 +166,7 @@ EVALUATION = "--eval_samples 2 --eval_interval 0"  # at the end
 QUIET = "--log_interval 0 --trace_interval 0 --save_interval 0"
 
 
-def jobs_of(args: Args, variant: Variant, seeds: Iterable[int]) -> list[benchmark.Job]:
+def jobs_of(args: Args, variant: Variant, seeds: Iterable[int]) -> list[many_seeds.Job]:
     """The jobs of one variant, one for each seed."""
     jobs = []
     for seed in seeds:
@@ -179,15 +176,15 @@ def jobs_of(args: Args, variant: Variant, seeds: Iterable[int]) -> list[benchmar
             if variant.part == "alone":
                 start, words = shlex.quote(str(last_policy(args, seed))), f"{words} {args.alone}"
             script = f"{shlex.quote(__file__)} with '{variant.name}' {start}"
-        experiment = benchmark.Args(
+        experiment = many_seeds.Args(
             name=variant.folder,
-            command=f"{args.prefix} python {script} {args.policy} {EVALUATION} {QUIET} {words}".strip(),
+            command=f"python {script} {args.policy} {EVALUATION} {QUIET} {words}",
             num_seeds=1,
             start_seed=seed,
             folder=args.folder,
             any_commit=args.any_commit,
         )
-        jobs += benchmark.find_jobs(experiment)
+        jobs += many_seeds.find_jobs(experiment)
     return jobs
 
 
@@ -199,18 +196,18 @@ def last_policy(args: Args, seed: int) -> Path:
 
 def run(args: Args) -> int:
     """Train all policies and report. Returns the exit status."""
-    chosen = [variant for variant in find_variants(args.coef) if variant.part in args.only]
-    seeds, launcher = range(1, args.seeds + 1), benchmark.Args(name="estimators", workers=args.workers)
+    chosen = [variant for variant in find_variants() if variant.part in args.only]
+    seeds, launcher = range(1, args.seeds + 1), many_seeds.Args(name="estimators", workers=args.workers)
     starts = Variant("estimators", "rloo", advantage("rloo"))
     jobs = jobs_of(args, starts, seeds) if "alone" in args.only else []
-    benchmark.run_here(launcher, jobs)
+    many_seeds.run_here(launcher, jobs)
     if all(job.state == "finished" for job in jobs):
         jobs = [job for variant in chosen for job in jobs_of(args, variant, seeds)]
         jobs.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
-        benchmark.run_here(launcher, jobs)
+        many_seeds.run_here(launcher, jobs)
     if any(job.state == "finished" for job in jobs):
         report(args)
-    return benchmark.report(launcher, jobs)
+    return many_seeds.report(launcher, jobs)
 
 
 # ---- Exactly ---------------------------------------------------------------------------------------------------
@@ -267,7 +264,7 @@ LAST = 3  # updates at the end that are averaged
 def read_runs(args: Args) -> tuple[pd.DataFrame, pd.DataFrame]:
     """One row per finished run, with its last evaluation; and one per update of them, with CURVES."""
     runs, updates = [], []
-    for variant in find_variants(args.coef):
+    for variant in find_variants():
         for seed in range(1, args.seeds + 1):
             for file in (args.folder / variant.folder / f"seed{seed}" / "runs").glob("*/meta.json"):
                 meta = read_meta(file.parent)

@@ -1,7 +1,7 @@
 """One learner and many sampling GPUs, simulated: what staleness buys, and when.
 
-    python benchmark/asynchrony.py                           # writes the tables of asynchrony.md, and its picture
-    python benchmark/asynchrony.py --runs runs/<run> ...     # the simulation against runs of rlvr_async.py
+    python benchmark/experiments/asynchrony.py                         # writes asynchrony.md's tables and picture
+    python benchmark/experiments/asynchrony.py --runs runs/<run> ...   # compares it with runs of rlvr_async.py
 
 The batch of update t is sampled with the weights of version max(t - K, 0), those after as many updates; K is the
 staleness. A batch is cut into pieces of equally many rows. A sampling GPU that is free takes the next piece in order,
@@ -29,15 +29,15 @@ import numpy as np
 import pandas as pd
 import simpy
 import tyro
-from compare import markdown
 from matplotlib.figure import Figure
-from scaling import NODES, PREDICTED, SHAPES, Machine, Work, parameters, part_seconds
 
+from benchmark.cost.scaling import NODES, PREDICTED, SHAPES, Machine, Work, parameters, part_seconds
+from benchmark.curves.compare import markdown
 from ppo_rlhf.lib import run
 from ppo_rlhf.lib.errors import InputError, exit_with
 
 PAGE = Path(__file__).with_name("asynchrony.md")
-FIGURE = Path(__file__).parent.parent / "static" / "asynchrony.png"
+FIGURE = Path(__file__).parents[2] / "static" / "asynchrony.png"
 START, END = "<!-- written by asynchrony.py -->", "<!-- end -->"
 GPU: Machine = PREDICTED["one GPU, compiled"][0]
 QUERY, LONGEST, BATCH = 128, 1024, 960  # tokens of a prompt, tokens of a response at most, responses of an update

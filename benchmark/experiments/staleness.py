@@ -1,9 +1,9 @@
 """What staleness does to learning, and what correcting for it does: rlvr_async.py on sums, five seeds of each.
 
-    python benchmark/staleness.py run --workers 2                 # all of them; give it again to go on
-    python benchmark/staleness.py run --only 0 8-none --seeds 2   # some, by their names
-    python benchmark/staleness.py report                          # table and picture of what is finished so far
-    python benchmark/staleness.py draw                            # once more, from the tables
+    python benchmark/experiments/staleness.py run --workers 2                 # all of them; repeat it to resume
+    python benchmark/experiments/staleness.py run --only 0 8-none --seeds 2   # some of them, by name
+    python benchmark/experiments/staleness.py report                          # table and picture of what has finished
+    python benchmark/experiments/staleness.py draw                            # the picture again, from its tables
 
 With staleness K, a batch is sampled by the weights of K updates ago. There are three ways to take that:
 
@@ -29,9 +29,13 @@ from pathlib import Path
 
 import pandas as pd
 import tyro
-from ablations import interval
-from compare import markdown, read_numbers
-from estimators import (
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmark.curves import many_seeds
+from benchmark.curves.compare import markdown, read_numbers
+from benchmark.experiments.ablations import interval
+from benchmark.experiments.estimators import (
     EVALUATION,
     GREEDY,
     QUIET,
@@ -43,14 +47,10 @@ from estimators import (
     keep_tables,
     kept_tables,
 )
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-import benchmark
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.run import read_meta
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "ppo_rlhf/rlvr_async.py"
 STALENESS = (0, 1, 2, 4, 8)
 WAYS = ("decoupled", "bypass", "none")
@@ -104,12 +104,12 @@ def arguments(args: Args, variant: Variant) -> str:
     return f"{advantage('rloo')} {args.policy} {EVALUATION} {QUIET} {variant.words}"
 
 
-def jobs_of(args: Args, variant: Variant, seeds: Iterable[int]) -> list[benchmark.Job]:
+def jobs_of(args: Args, variant: Variant, seeds: Iterable[int]) -> list[many_seeds.Job]:
     """The jobs of one variant, one for each seed."""
     command = f"python {shlex.quote(str(SCRIPT))} {arguments(args, variant)}"
     common = {"name": variant.name, "command": command, "num_seeds": 1, "folder": args.folder}
-    experiments = (benchmark.Args(**common, start_seed=seed, any_commit=args.any_commit) for seed in seeds)
-    return [job for experiment in experiments for job in benchmark.find_jobs(experiment)]
+    experiments = (many_seeds.Args(**common, start_seed=seed, any_commit=args.any_commit) for seed in seeds)
+    return [job for experiment in experiments for job in many_seeds.find_jobs(experiment)]
 
 
 def run(args: Args) -> int:
@@ -120,11 +120,11 @@ def run(args: Args) -> int:
     chosen = [variant for variant in VARIANTS if variant.name in args.only]
     jobs = [job for variant in chosen for job in jobs_of(args, variant, range(1, args.seeds + 1))]
     jobs.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
-    launcher = benchmark.Args(name="staleness", workers=args.workers)
-    benchmark.run_here(launcher, jobs)
+    launcher = many_seeds.Args(name="staleness", workers=args.workers)
+    many_seeds.run_here(launcher, jobs)
     if any(job.state == "finished" for job in jobs):
         report(args)
-    return benchmark.report(launcher, jobs)
+    return many_seeds.report(launcher, jobs)
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Run one command for many seeds, one after another or several at once, on this machine or through Slurm.
 
-    python benchmark/benchmark.py --name tales --num_seeds 10 --workers 2 \\
+    python benchmark/curves/many_seeds.py --name tales --num_seeds 10 --workers 2 \\
         --command "python ppo_rlhf/train_both.py --preset tales"
 
 Every seed gets a folder of its own, <folder>/<name>/seed<seed>/, and the command runs there with --seed <seed> added:
@@ -41,7 +41,7 @@ from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import read_json, write_json
 from ppo_rlhf.lib.run import lock_folder, print_table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # of a command that failed
 
 
@@ -398,7 +398,7 @@ def submit(args: Args) -> None:
         "folder": str(folder),
         "array": f"{args.start_seed}-{last_seed}{step}%{args.workers}",
         "here": shlex.quote(os.getcwd()),
-        "benchmark": shlex.join(own) + ' --start_seed "$SLURM_ARRAY_TASK_ID"',
+        "command": shlex.join(own) + ' --start_seed "$SLURM_ARRAY_TASK_ID"',
     }
     try:
         text = args.slurm_template.read_text()
