@@ -1,6 +1,7 @@
 """benchmark/curves/compare.py, on data where the answer is known."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -237,11 +238,11 @@ def test_aggregation_alone(tmp_path):
 
 
 def test_published_curves_alone(tmp_path):
-    """They have no interquartile means, and of the small figure no deviations: question marks."""
+    """The small figure shows no deviations: question marks."""
     result = launch(COMPARE, "--ours", "openai/lm-human-preferences", "--output", "out", folder=tmp_path)
     assert result.status == 0, result
-    assert "| sentiment | `objective/kl` | 100 | 10 | 6.45 ± 0.403 | ? [?, ?] |" in result.stdout
-    assert "| tldr | `objective/kl` | 31249 | 1 |" in result.stdout
+    assert "| sentiment | `objective/kl` | 100 | 10 | 6.45 ± 0.403 |" in result.stdout
+    assert re.search(r"\| tldr \| `objective/kl` \| 31249 \| 1 \| [\d.]+ ± \? \|\n", result.stdout)
 
 
 def test_few_seeds_are_said(tmp_path):

@@ -15,7 +15,7 @@ from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args
 
 RESULTS = engines.ROOT / "benchmark/results/engines/engines.json"
-PAGE = (Path(engines.__file__).parent / "README.md").read_text()
+PAGE = Path(engines.__file__).with_name("README.md").read_text()
 
 
 def test_log_probs_are_those_of_each_row_alone(tiny_sums):

@@ -16,7 +16,7 @@ from benchmark.curves import replay
 
 pytest.importorskip("openrlbenchmark", reason="openrlbenchmark needs Python 3.11 to 3.13")
 REPLAY = Path(replay.__file__)
-DOCUMENTATION = (REPLAY.parent / "README.md").read_text()
+DOCUMENTATION = REPLAY.with_name("README.md").read_text()
 OFFLINE_RUN = Path(__file__).parent / "offline_run.py"
 
 
