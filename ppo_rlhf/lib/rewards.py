@@ -88,9 +88,10 @@ def score_texts(
         texts = [queries, responses, references] if takes_references(function) else [queries, responses]
         with contained():
             returned = function(*map(list, texts))
-        if isinstance(returned, str | bytes | Mapping | Set):  # a loop over these gives other numbers than are meant
-            return [], f"{what} returned a {type(returned).__name__}; it must return a list, one number per response"
-        scores = [float(none if score is None else score) for score in returned]
+            if isinstance(returned, str | bytes | Mapping | Set):  # a loop over these gives no scores
+                kind = type(returned).__name__
+                return [], f"{what} returned a {kind}; it must return a list, one number per response"
+            scores = [float(none if score is None else score) for score in returned]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -164,8 +165,8 @@ def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
 
-# [V16] Sign, dollars, digits with commas, decimals. What follows, as a full stop does, is no part of a number. A
-#       number may begin with its point, as .5 does, but not a number after a dot of something else, as in `so...5`.
+# [V16] A sign, dollars, digits with commas, decimals; a full stop at the end isn't part of the number. It may begin
+#       with its point, as .5 does, unless the point ends something else, as in `so...5` or `no.5`.
 #       reward_score/gsm8k.py#L20-L70
 NUMBER = r"[-+\u2212]?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<![\w.)\]}])\.[0-9]+)"
 
@@ -243,7 +244,7 @@ class MathVerify:
             reply = self.process.stdout.readline()
         if not reply:
             process, self.process = self.process, None
-            last_words(process)
+            stderr_of(process)
         return reply == "True\n"
 
     def start(self) -> subprocess.Popen[str]:
@@ -257,15 +258,15 @@ class MathVerify:
             start_new_session=True,  # so that a Ctrl-C reaches the script alone
         )
         if process.stdout.readline() != "ready\n":
-            reason = (last_words(process) or "it has ended").splitlines()[-1]
+            reason = (stderr_of(process) or "it has ended").splitlines()[-1]
             raise InputError(f"boxed answers need math-verify ({reason}): pip install 'ppo-rlhf[math]'")
         return process
 
 
-def last_words(process: subprocess.Popen[str]) -> str:
+def stderr_of(process: subprocess.Popen[str]) -> str:
     """What a process that has ended wrote to its stderr. Raises Killed if it was ended from outside.
 
-    What it ends by itself, when an expression takes too much time or memory, has another status.
+    If an expression takes too much time or memory, the process ends with another status.
     """
     words = process.communicate()[1].strip()
     if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
