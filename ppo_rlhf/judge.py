@@ -644,15 +644,13 @@ Judgement = tuple[list[float | None], list[dict[str, Any]], dict[str, Any]]
 
 
 def gold_scores(name: str, function: Callable, *texts: Sequence[str | None]) -> list[float]:
-    """What the function says of the responses, one finite number each. Raises InputError if it does not.
+    """The function's scores of the responses, one finite number each. Raises InputError if it gives others.
 
-    texts: queries, responses and references, as in data.score_texts.
+    texts: queries, responses and references, as in rewards.score_texts.
     """
     scores, problem = rewards.score_texts(function, f"--gold {name}", *texts)
     if problem:
         raise InputError(problem)
-    if broken := [score for score in scores if not math.isfinite(score)]:
-        raise InputError(f"--gold {name} returned {broken[0]}; scores must be finite")
     return scores
 
 

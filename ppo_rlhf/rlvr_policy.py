@@ -318,8 +318,8 @@ class Learner:
         self.given = args  # with names such as `sums`, not yet paths: what meta.json and the saved models keep
         args = worlds.find_paths(args, joint)
         tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-        train_problems = problems.read_problems(args.task, tokenizer, "train")
-        held_out = problems.read_problems(args.task, tokenizer, "test", args.eval_problems)
+        read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
+        train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
         check_problems(train_problems, sizes)
         with cli.typed_as({"task.query_length": "task.prompt_length"}):
             self.actor_critic, self.reference, self.adapters = load_networks(args, tokenizer, accelerator)
@@ -331,7 +331,8 @@ class Learner:
         self.optimizers = make_optimizers(self.actor_critic, args.ppo)
         adaptive = args.rewards.adaptive_kl
         self.controller = AdaptiveKLController(args.rewards.kl_coef, adaptive.target, adaptive.horizon)
-        self.run = run.Run(self.given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+        inputs = models.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems")
+        self.run = run.Run(self.given, accelerator, dataclasses.asdict(sizes), joint, inputs)
         self.parts: dict[str, dict[str, Tensor]] = {}  # what else the checkpoint holds that the run goes on from
         self.surplus: Rollout | None = None
         state = self.run.resume_with(self.restore)
@@ -407,7 +408,7 @@ class Learner:
         told = (self.setup.tokenizer, info, args.trust_remote_code)
         models.save_policy_and_critic(this_run.model_folder, *parts, *told)
         last = {"last_scores": this_run.last_mean("objective/scores"), "last_kl": this_run.last_mean("objective/kl")}
-        left_out = {name: getattr(self.setup.problems, name) for name in ("too_long", "unscorable")}
+        left_out = {name: getattr(self.setup.problems, name) for name in ("too_long", "unscorable", "empty")}
         verifiers = [name for name in rows[0] if f"eval/{name}" in evaluation]
         of_kind = f"eval/{verifiers[0]}_{args.task.kind_column}_"
         panels = PANELS | {

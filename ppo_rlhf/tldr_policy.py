@@ -184,7 +184,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
     trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+    inputs = models.weight_files(args) | worlds.data_files(task, "posts")
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
     state = this_run.resume(actor_critic, optimizer)
     first_update, evaluation = state["step"], state.get("evaluation", {})
     controller = AdaptiveKLController(state.get("kl_coef", shaping.kl_coef), **vars(shaping.adaptive_kl))

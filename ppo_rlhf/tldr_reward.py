@@ -102,7 +102,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+    inputs = models.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
     first_step = this_run.resume(reward_model, optimizer)["step"]
     this_run.start_logging(first_step)
 

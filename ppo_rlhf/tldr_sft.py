@@ -117,7 +117,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
 
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+    inputs = models.weight_files(args) | worlds.data_files(task, "posts")
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
     first_step = this_run.resume(model, optimizer)["step"]
     this_run.start_logging(first_step)
 

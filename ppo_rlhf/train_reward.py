@@ -122,7 +122,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     reward_model = RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16").to(device, dtype)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
 
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, models.weight_files(args))
+    inputs = models.weight_files(args) | worlds.data_files(args.task, "query_dataset")
+    inputs["label_dataset"] = [texts.find_label_file(args.label_dataset, args.task.query_dataset).absolute()]
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
     first_step = 0
     if checkpoint := this_run.load_checkpoint():
         tensors, state = checkpoint

@@ -405,6 +405,9 @@ def bad_texts(name: str, content: Any, *words: str) -> Row:
 TEXTS = {
     "missing": policy("--task.query_dataset no.txt", "--task.query_dataset no.txt", "No such file"),
     "a folder": policy("--task.query_dataset x.txt", "x.txt", "directory", damage=make_folder("x.txt")),
+    "a folder without stories": policy(
+        "--task.query_dataset model", "--task.query_dataset model/stories.txt", "No such file"
+    ),
     "unknown name": policy("--task.query_dataset nothing", "nothing", "books", ".jsonl"),
     "unknown suffix": bad_texts("texts.csv", "Mara found a bell. She sang.", ".txt, .jsonl or .json"),
     "empty": bad_texts("texts.txt", "", "0 texts"),
@@ -623,9 +626,15 @@ RUNS = {
     "cut checkpoint of a reward run": resumed_reward(
         "", "checkpoints/2", damage=cut(f"{REWARD_RUN}/checkpoints/2/tensors.safetensors")
     ),
-    "weights of another model": resumed_policy("", "weights", "--base_model", damage=fewer_positions("model", 100)),
+    "another model": resumed_policy("", "is not what --base_model was", damage=fewer_positions("model", 100)),
+    "another first text": resumed_policy(
+        "",
+        "stories.txt is not what --task.query_dataset was",
+        damage=edit_lines("stories.txt", lambda lines: lines[1::-1] + lines[2:]),
+    ),
+    "another label": resumed_reward("", "labels.json is not what --label_dataset was", damage=label(0, "best", to=0)),
     "checkpoint of another model": resumed_policy(
-        "", "checkpoint", "tensors", damage=all_of(fewer_positions("model", 100), edit(POLICY_META, "weights"))
+        "", "checkpoint", "tensors", damage=all_of(fewer_positions("model", 100), edit(POLICY_META, "inputs"))
     ),
     "no metrics": bad_run(remove(METRICS), "metrics.csv"),
     "a word among the metrics": bad_run(

@@ -373,6 +373,24 @@ def test_weight_files_are_those_of_folders_and_of_what_was_downloaded(tmp_path, 
     assert models.weight_files(train_reward.Args(base_model="r")) == {"base_model": files["r"]}
 
 
+def test_data_files_are_those_that_a_run_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = "stories.txt", "stories.txt.bak", "problems_test.jsonl", "problems_train.jsonl", "posts_train.jsonl"
+    for folder in (tmp_path, tmp_path / "gsm8k"):
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            (folder / name).write_text("")
+    task = SimpleNamespace(query_dataset=str(tmp_path), posts="nothing", problems="gsm8k", test_problems="")
+    assert worlds.data_files(task, "query_dataset") == {"task.query_dataset": [tmp_path / "stories.txt"]}
+    there_are_none = {"task.posts": [], "task.problems": [], "task.test_problems": []}
+    assert worlds.data_files(task, "posts", "problems", "test_problems") == there_are_none
+    task.problems, task.test_problems = ".", "problems_test.jsonl"
+    assert worlds.data_files(task, "problems", "test_problems") == {
+        "task.problems": [tmp_path / "problems_test.jsonl", tmp_path / "problems_train.jsonl"],
+        "task.test_problems": [tmp_path / "problems_test.jsonl"],
+    }
+
+
 # ---- Queries ---------------------------------------------------------------------------------------------------
 
 # GPT-2's ids of the texts in the comments; "." is 13.
@@ -716,7 +734,31 @@ def test_a_function_may_empty_its_lists():
     assert texts == [["q"], ["r"], ["a"]]
 
 
-@pytest.mark.parametrize("body", ["1 / 0", "return None", "return ['a', 'b']", "import nothing_of_that_name"])
+def not_a_number_for_c(queries, responses):
+    return [float("nan") if "c" in response else 1.0 for response in responses]
+
+
+def test_a_function_whose_score_is_not_finite_is_named_in_the_middle_of_a_run():
+    score = rewards.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
+    assert score(torch.tensor([[65]]), torch.tensor([[66]])).tolist() == [1.0]
+    message = error_line(score, torch.tensor([[65]] * 3), torch.tensor([[66], [67], [68]]))
+    expected = "--rewards.function test_data:not_a_number_for_c returned nan for text 1 of 3; scores must be finite"
+    assert message == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "1 / 0",
+        "return None",
+        "return ['a', 'b']",
+        "return '11'",
+        "return {0: 5.0, 1: 5.0}",
+        "return {5.0, 6.0}",
+        "return [float('inf')] * 2",
+        "import nothing_of_that_name",
+    ],
+)
 def test_a_scoring_function_that_fails_is_named_before_training(tmp_path, monkeypatch, body):
     name = f"bad_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def scores(queries, responses):\n    {body}\n")

@@ -1088,7 +1088,7 @@ def test_a_function_with_three_parameters_gets_the_references():
     "name, message",
     [
         ("too_few", "returned 1 scores for 2 responses"),
-        ("no_number", "returned nan; scores must be finite"),
+        ("no_number", "returned nan for text 0 of"),
         ("fails", r"failed on 2 texts: KeyError: 'teapot' \(.*test_judge.py:\d+\)"),
         ("ANIMALS", "that is no function"),
         ("nothing", "write package.module:name"),

@@ -110,6 +110,7 @@ def test_a_special_token_in_a_plain_question_is_text():
         ({}, None, "--task.prompt_format chat"),
         ({"prompt_format": "plain", "system_prompt": ""}, TEMPLATE, "--task.system_prompt"),
         ({"system_prompt": "x"}, "{{ raise_exception('no system messages') }}", "no system messages"),
+        ({}, "{{ 1 // 0 }}", "ZeroDivisionError"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused_in_one_line(changes, template, words):
@@ -157,23 +158,43 @@ def test_answers_are_the_numbers_behind_the_hashes():
 
 
 @pytest.mark.parametrize(
-    ("answer", "answer_format", "expected"),
+    ("answer", "answer_format", "verifier", "expected"),
     [
-        ("1,000+200=1,200\n#### 1,200", "hashes", "1200"),
-        ("It is 5.", "hashes", None),
-        (r"It is \boxed{3}, no, \boxed{\frac{1}{2}}.", "boxed", r"\frac{1}{2}"),
-        (r" \frac{1}{2} ", "boxed", r"\frac{1}{2}"),
-        (r"\boxed{}", "boxed", None),
-        (r"\frac{", "boxed", None),
-        (" by heart ", "whole", "by heart"),
-        (" ", "whole", None),
+        ("1,000+200=1,200\n#### 1,200", "hashes", "gsm8k_strict", "1200"),
+        ("1/2 is .5\n#### .5", "hashes", "gsm8k_strict", ".5"),
+        ("It is 5.", "hashes", "gsm8k_strict", None),
+        ("It is 5.", "hashes", "my_rewards:right", None),
+        (r"It is \boxed{3}, no, \boxed{\frac{1}{2}}.", "boxed", "boxed", r"\frac{1}{2}"),
+        (r" \frac{1}{2} ", "boxed", "boxed", r"\frac{1}{2}"),
+        (r"\boxed{}", "boxed", "boxed", None),
+        (r"\boxed{}", "boxed", "my_rewards:right", None),
+        (r"\frac{", "boxed", "boxed", None),
+        ("12:00", "boxed", "boxed", None),  # 12/0
+        ("12:00", "boxed", "my_rewards:right", "12:00"),
+        (" by heart ", "whole", "boxed", "by heart"),
+        (" ", "whole", "boxed", None),
+        ("seven", "whole", "gsm8k_strict", None),
+        ("seven", "whole", "answer_line", "seven"),
+        ("seven", "whole", "my_rewards:right", "seven"),
     ],
 )
-def test_what_a_response_must_say(tmp_path, answer, answer_format, expected):
-    rows = [{"question": "Why?", "answer": answer}, {"question": "And?", "answer": r"\boxed{7} #### 7"}]
-    found = read(written(tmp_path, rows).parent, answer_format=answer_format)
+def test_what_a_response_must_say(tmp_path, answer, answer_format, verifier, expected):
+    right = "7" if answer_format == "whole" else r"\boxed{7} #### 7"
+    rows = [{"question": "Why?", "answer": answer}, {"question": "And?", "answer": right}]
+    source = str(written(tmp_path, rows).parent)
+    given = task(problems=source, answer_format=answer_format)
+    found = problems.read_problems(given, TOKENIZER, "train", verifier=verifier)
     assert found.unscorable == (expected is None)
-    assert found.answers[:-1] == [expected] * (expected is not None)
+    assert found.answers == [expected] * (expected is not None) + ["7"]
+
+
+def test_prompts_of_no_token_are_left_out_and_counted(tmp_path):
+    rows = sums(3)
+    rows[1]["question"] = ""
+    found = read(written(tmp_path, rows).parent, prompt_format="plain", prompt_suffix="")
+    assert (found.texts, found.answers, found.empty) == (["0+0?", "2+2?"], ["0", "4"], 1)
+    found = read(tmp_path, prompt_format="plain", prompt_suffix="\n")
+    assert len(found) == 3 and found.empty == 0
 
 
 def test_long_prompts_are_left_out_and_counted_and_never_cut(tmp_path):
@@ -201,6 +222,9 @@ def test_of_a_single_file_every_50th_row_is_held_out(tmp_path):
     assert len(read(file, test_problems=other)) == 120
     assert read(file, "test", test_problems=other).answers == ["0", "2", "4"]
     assert read(file, "test", test_problems=str(GSM8K)).answers[0] == "18"
+    rows = sums(61)
+    rows[60] = {"question": "60+60?"}  # the 60th of those that are trained on
+    assert f"--task.problems {file}, line 61 has no text" in error_line(written(tmp_path, rows, "sums.jsonl"))
 
 
 def test_a_limit_takes_the_first_rows(tmp_path):
@@ -210,12 +234,12 @@ def test_a_limit_takes_the_first_rows(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (["{"], "problems_train.jsonl, row 0"),
+        (["{"], "problems_train.jsonl, line 1"),
         (["[1]"], "is not a JSON object"),
-        ([{"question": "Why?"}], "row 0 has no text under 'answer'"),
-        ([*sums(1), {"question": 5, "answer": "#### 5"}], "row 1 has no text under 'question'"),
+        ([{"question": "Why?"}], "problems_train.jsonl, line 1 has no text under 'answer'"),
+        ([*sums(1), "", {"question": 5, "answer": "#### 5"}], "line 3 has no text under 'question'"),
         ([{"question": "\ud83d", "answer": "#### 5"}], "is not valid Unicode"),
-        ([{"question": "Why?", "answer": "5"}], "none of its train rows can be used: 1 say no answer"),
+        ([{"question": "Why?", "answer": "5"}], "none of its train rows can be used: 1 give no answer"),
         ([], "none of its train rows can be used"),
     ],
 )
@@ -232,8 +256,10 @@ def test_an_unknown_source_is_named(source):
 
 def test_a_missing_split_is_named(tmp_path):
     assert "problems_test.jsonl" in error_line(written(tmp_path, sums(3)).parent, "test")
-    file = written(tmp_path, sums(3), "sums.jsonl")
-    assert "none of its test rows" in error_line(file, "test")
+    file = written(tmp_path, sums(49), "sums.jsonl")
+    line = error_line(file, "test")
+    assert f"--task.problems {file} has 49 rows" in line and "50 rows or more" in line
+    assert "--task.test_problems" in line and len(read(written(tmp_path, sums(50), "sums.jsonl"), "test")) == 1
     assert "--task.test_problems nothing" in error_line(file, "test", test_problems="nothing")
 
 

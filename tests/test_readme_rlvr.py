@@ -1,5 +1,6 @@
 """What docs/chapter3.md says of presets, estimators, losses, KL and verifiers is what the script has."""
 
+import dataclasses
 import re
 import typing
 from pathlib import Path
@@ -7,7 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_async, rlvr_policy, tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
+from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.lib.rewards import VERIFIERS
 from ppo_rlhf.rlvr_policy import ESTIMATORS, PRESETS
 
@@ -75,6 +77,16 @@ def test_k3_with_a_plus_is_the_unbiased_estimate_of_deepseek_v32():
         torch.testing.assert_close(one, other, atol=1e-15, rtol=1e-14)
     (of_k3,) = torch.autograd.grad(rlvr_policy.kl_estimate(new, ref, mask, "k3").sum(), new)
     assert (of_k3 - gradients[0]).abs().max() > 0.1  # k3 alone is something else
+
+
+def test_the_table_of_arguments_has_all_that_are_new_in_this_chapter():
+    other_scripts = train_reward, train_policy, tldr_sft, tldr_reward, tldr_policy
+    here, elsewhere = (
+        {name for script in scripts for name in flatten(dataclasses.asdict(script.Args()))}
+        for scripts in ((rlvr_policy, rlvr_async), other_scripts)
+    )
+    named = set(re.findall(r"`--([\w.]+)`", " ".join(row[0] for row in rows("| argument |"))))
+    assert here - elsewhere <= named <= here
 
 
 def test_the_verifier_of_the_page_is_one():

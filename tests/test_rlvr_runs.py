@@ -107,6 +107,7 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
     meta = json.loads((this_run / "meta.json").read_text())
     first = json.loads((tiny_sums / "problems_train.jsonl").read_text().splitlines()[0])
     assert meta["finished"] and meta["first_prompt"] == first["question"] + "\n"
+    assert set(meta["inputs"]) == {"base_model", "task.problems"}
     assert meta["sizes"]["steps_per_update"] == 2
     solved = [json.loads(line) for line in (this_run / "evaluation.jsonl").read_text().splitlines()]
     held_out = [json.loads(line) for line in (tiny_sums / "problems_test.jsonl").read_text().splitlines()]
@@ -192,6 +193,23 @@ WAYS |= {
     "adapters": "--lora.rank 2 --lora.target_modules all-linear",
     "entropy": "--ppo.entropy_coef 0.1 --ppo.dual_clip 3 --ppo.noptepochs 2",
 }
+
+
+def test_a_run_does_not_go_on_with_other_problems(tiny_sums, in_folder, monkeypatch):
+    folder = in_folder()
+    for name in ("problems_train.jsonl", "problems_test.jsonl"):
+        shutil.copy(tiny_sums / name, folder)
+    words = [*sums_arguments(tiny_sums), *ONCE, "--task.problems", ".", "--ppo.total_episodes", "16"]
+    run_in(folder, monkeypatch, *words)
+    lines = (folder / "problems_train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "problems_train.jsonl").write_text("".join(lines[1:]))
+    resume = ["--resume", str(only(folder, "runs/*")), "--ppo.total_episodes", "32"]
+    with pytest.raises(
+        InputError, match=r": \. is not what --task\.problems was when this run began; bring that back"
+    ):
+        run_in(folder, monkeypatch, *resume)
+    (folder / "problems_train.jsonl").write_text("".join(lines))
+    assert len(run_in(folder, monkeypatch, *resume)) == 2
 
 
 def test_pictures_are_of_the_verifiers_of_the_run(tiny_sums, in_folder, monkeypatch):

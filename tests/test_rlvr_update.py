@@ -376,6 +376,6 @@ def test_sizes_that_do_not_divide_offer_one_that_does(settings, processes, words
 
 
 def test_problems_must_fill_an_update():
-    few = problems.Problems([[1]] * 3, [""] * 3, ["1"] * 3, [""] * 3, 0, 0)
+    few = problems.Problems([[1]] * 3, [""] * 3, ["1"] * 3, [""] * 3, 0, 0, 0)
     with pytest.raises(ValueError, match="3 problems, fewer than the 4"):
         rlvr_policy.check_problems(few, ppo_sizes(PpoArgs(batch_size=4), 1))

@@ -389,26 +389,31 @@ def test_a_path_is_looked_for_beside_the_run_first(tmp_path, monkeypatch):
     assert run_module.find_path(str(here / "both"), there) == here / "both"
 
 
-def test_a_run_goes_on_with_the_weights_that_it_began_with(accelerator, tmp_path):
+def test_a_run_goes_on_with_the_files_that_it_began_with(accelerator, tmp_path):
     files = [tmp_path / f"model-{i}.safetensors" for i in range(2)]
     for i, file in enumerate(files):
         file.write_bytes(bytes([i]))
 
-    def begin(resume: Path | str = "", **weights: list[Path]) -> Run:
-        run = Run(FakeArgs(resume=str(resume)), accelerator, {"batch": 8}, weights=weights)
+    def begin(resume: Path | str = "", **inputs: list[Path]) -> Run:
+        run = Run(FakeArgs(resume=str(resume)), accelerator, {"batch": 8}, inputs=inputs)
         run.start_logging(0)
         run.finish({})
         return run
 
     run = begin(base_model=files)
     sums = [hashlib.sha256(bytes([i])).digest() for i in range(2)]
-    assert run.meta["weights"] == {"base_model": hashlib.sha256(b"".join(sums)).hexdigest()}
+    assert run.meta["inputs"] == {"base_model": hashlib.sha256(b"".join(sums)).hexdigest()}
     begin(run.folder, base_model=files, reward_model=files[:1])  # of the second nothing is known yet
     begin(run.folder, base_model=[])  # a model whose files are not known
     files[0].write_bytes(b"\1")
-    for weights in ({"base_model": files}, {"base_model": files[1:]}, {"reward_model": files[:1]}):
-        message = error_line(lambda weights=weights: begin(run.folder, **weights))
-        assert f"--resume {run.folder}: the weights in . are not those of the --{next(iter(weights))}" in message
+    changed = {
+        ".": {"base_model": files},
+        "model-1.safetensors": {"base_model": files[1:]},
+        "model-0.safetensors": {"reward_model": files[:1]},
+    }
+    for place, inputs in changed.items():
+        message = error_line(lambda inputs=inputs: begin(run.folder, **inputs))
+        assert f"--resume {run.folder}: {place} is not what --{next(iter(inputs))} was when this run began" in message
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------

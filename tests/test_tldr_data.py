@@ -372,7 +372,7 @@ BAD_POSTS = {
 def test_a_bad_post_is_named(tmp_path, row, key):
     write_rows(tmp_path, "posts", "test", [POST, POST, row])
     line = error_line(posts.read_posts, task(tmp_path), Letters(), "test")
-    for word in (f"--task.posts {tmp_path}", "test row 2", key):
+    for word in (f"--task.posts {tmp_path / 'posts_test.jsonl'}, line 3", key):
         assert word in line
 
 
@@ -400,18 +400,18 @@ BAD_COMPARISONS = {
 @pytest.mark.parametrize(("row", "word"), BAD_COMPARISONS.values(), ids=BAD_COMPARISONS)
 def test_a_bad_comparison_is_named(tmp_path, row, word):
     line = error_line(read_comparisons, tmp_path, [COMPARISON, row])
-    for words in (f"--task.comparisons {tmp_path}", "validation row 1", word):
+    for words in (f"--task.comparisons {tmp_path / 'comparisons_validation.jsonl'}, line 2", word):
         assert words in line
 
 
 GOOD_LINE = json.dumps(POST).encode() + b"\n"
 BAD_FILES = {
-    "cut": (GOOD_LINE + GOOD_LINE[:30], "row 1"),
-    "not JSON": (GOOD_LINE * 2 + b"wet\n", "row 2"),
-    "a list": (GOOD_LINE * 2 + b"[1, 2]\n", "row 2"),
-    "a number": (b"7\n", "row 0"),
+    "cut": (GOOD_LINE + GOOD_LINE[:30], "line 2"),
+    "not JSON": (GOOD_LINE * 2 + b"wet\n", "line 3"),
+    "a list": (GOOD_LINE * 2 + b"[1, 2]\n", "line 3"),
+    "a number": (b"7\n", "line 1"),
     "not UTF-8": (b"\xff\xfe\x00" + GOOD_LINE, "utf-8"),
-    "nested without end": (GOOD_LINE + b"[" * 100_000, "row 1"),
+    "nested without end": (GOOD_LINE + b"[" * 100_000, "line 2"),
 }
 
 

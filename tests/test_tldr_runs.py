@@ -789,14 +789,13 @@ def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
     assert bases == [str(tiny_posts / "model"), sft_model, sft_model]
     assert stages["policy"]["args"]["rewards"]["trained_model"] == f"models/{stages['reward']['name']}/reward"
     assert {meta["args"]["task"]["posts"] for meta in stages.values()} == {str(tiny_posts)}
-    weights = {stage: meta["weights"] for stage, meta in stages.items()}
-    assert set(weights["policy"]) == {"base_model", "rewards.trained_model"}
-    assert weights["sft"].keys() == {"base_model"} and weights["reward"] == {
-        "base_model": weights["policy"]["base_model"]
-    }
-    assert (
-        len({value for sums in weights.values() for value in sums.values()}) == 3
-    )  # all differ, but for the sft model
+    inputs = {stage: meta["inputs"] for stage, meta in stages.items()}
+    assert set(inputs["policy"]) == {"base_model", "rewards.trained_model", "task.posts"}
+    assert set(inputs["reward"]) == {"base_model", "task.posts", "task.comparisons"}
+    assert set(inputs["sft"]) == {"base_model", "task.posts"}
+    # The posts are the same in all three stages, and the SFT model in two. The other files differ.
+    assert inputs["reward"]["base_model"] == inputs["policy"]["base_model"]
+    assert len({value for sums in inputs.values() for value in sums.values()}) == 5
 
 
 def test_the_summary_says_what_happened(all_three, tiny_posts):
@@ -1038,9 +1037,11 @@ BAD_INPUT = {
     "no test posts": bad_sft(
         "", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")
     ),
-    "a bad post": bad_policy("", "world", "train row 3", damage=edit_line("world/posts_train.jsonl", 3, "{}")),
+    "a bad post": bad_policy(
+        "", "world/posts_train.jsonl, line 4", damage=edit_line("world/posts_train.jsonl", 3, "{}")
+    ),
     "a bad comparison": bad_reward(
-        "", "world", "validation row 2", damage=edit_line("world/comparisons_validation.jsonl", 2, "{}")
+        "", "_validation.jsonl, line 3", damage=edit_line("world/comparisons_validation.jsonl", 2, "{}")
     ),
     "a damaged ceiling": bad_reward("", "world.json", "1.5", damage=edit_json("world/world.json", ceiling=1.5)),
     "references that are all too long": bad_sft("--task.response_length 3", "response_length 3", "48 are longer"),

@@ -1,5 +1,6 @@
 """lib/rewards.py, the verifiers of chapter 3: numbers, boxes, formats, functions of texts, overlong responses."""
 
+import io
 import json
 import lzma
 import math
@@ -62,6 +63,15 @@ def test_all_reference_solutions_of_gsm8k_are_right(split, rows):
         ("#### \u0667\u0662", "72", 0, 0),  # Arabic digits
         ("#### nan", "nan", 0, 0),
         ("#### inf", "inf", 0, 0),
+        ("#### .5", "0.5", 1, 1),
+        ("#### -$.50", "-.5", 1, 1),
+        ("The answer is .5", "5", 0, 0),
+        ("The answer is $.75", "75", 0, 0),
+        ("It is 1,.5.", "1.5", 0, 1),
+        ("so...5", "5", 0, 1),  # a dot that ends something else
+        ("see no.5", "5", 0, 1),
+        ("(a).5", "5", 0, 1),
+        ("#### .", "0", 0, 0),
     ],
 )
 def test_numbers(response, answer, strict, flexible):
@@ -96,10 +106,30 @@ def test_the_table_of_boxes(row):
         (r"\boxed{}", "5", 0),
         (r"\boxed{\frac{1}}", "1", 0),
         (r"\boxed{}{}}\frac{{", "5", 0),
+        (r"\\boxed{\\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{10 \bmod 3}", "1", 1),
+        (r"\boxed{1}", r"11 \bmod 3", 0),
+        (r"\boxed{12:00}", "12:00", 0),  # 12/0
+        # Words are no products of their letters.
+        (r"\boxed{seat}", "east", 0),
+        (r"\boxed{on}", "no", 0),
+        (r"\boxed{two forty}", "forty two", 0),
+        (r"\boxed{forty  two}", r"\boxed{forty two}", 1),
+        (r"\boxed{East}", "east", 1),
+        (r"\boxed{Zoë}", "Zoë", 1),
+        (r"\boxed{\text{east}}", "east", 1),
+        (r"\boxed{\text{seat}}", "east", 0),
+        (r"\boxed{2x}", "x2", 1),  # not letters alone: a product
     ],
 )
 def test_boxes(response, answer, expected):
     assert rewards.boxed(response, answer) == expected
+
+
+def test_a_number_may_have_more_digits_than_python_reads_by_itself():
+    number = "7" * 5_000
+    assert rewards.boxed(rf"\boxed{{{number}}}", number) == 1
+    assert rewards.boxed(rf"\boxed{{{number}8}}", number) == 0
 
 
 @pytest.mark.parametrize(
@@ -114,16 +144,34 @@ def test_boxes(response, answer, expected):
         (r"\boxed{\{1\}", None),  # a brace behind a backslash opens and closes nothing
         (r"\boxed{\{1\}}", r"\{1\}"),
         (r"\boxed{\} 1}", r"\} 1"),
-        (r"\\boxed{4}", None),  # a line break, then a word
+        (r"\\boxed{4}", "4"),  # as JSON has it
         (r"\boxed{", None),
+        (r"\boxed{1}\boxed{2}", "2"),
+        (r"\boxed 5", "5"),
+        (r"$\boxed \frac{1}{2}$.", r"\frac{1}{2}"),
+        (r"so \\boxed 42, at last", "42"),
+        (r"\boxed5 {\boxed7}", "7"),
+        (r"\boxed{5}, which I \boxed as asked", "5"),  # a box with braces goes first
+        (r"\boxedx", None),
+        (r"\boxed", None),
+        (r"\boxed $", None),
     ],
 )
 def test_the_last_box(text, expected):
     assert rewards.last_boxed(text) == expected
 
 
-def test_a_great_many_boxes_take_no_time():
-    assert rewards.last_boxed(r"\boxed{" * 5_000 + "}" * 5_000) == ""
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{" * 5_000 + "}" * 5_000, ""),
+        (r"\boxed{" * 20_000, None),
+        (r"\boxed5" * 20_000, r"5" + r"\boxed5" * 19_999),
+        (r"\boxed a{" * 20_000, "a"),
+    ],
+)
+def test_a_great_many_boxes_take_no_time(text, expected):
+    assert rewards.last_boxed(text) == expected
 
 
 def test_what_takes_too_long_is_wrong_and_the_next_is_read_again(monkeypatch, tmp_path):
@@ -142,21 +190,43 @@ def test_what_takes_too_long_is_wrong_and_the_next_is_read_again(monkeypatch, tm
     library.process.communicate()
 
 
-def test_a_process_that_was_killed_is_replaced():
-    library = rewards.MathVerify()
-    assert library.ask("5", "5") is True
+@pytest.fixture
+def library(monkeypatch):
+    """A process of math-verify that no verdict has been asked from."""
+    rewards.verdict.cache_clear()
+    monkeypatch.setattr(rewards, "MATH_VERIFY", rewards.MathVerify())
+    yield rewards.MATH_VERIFY
+    if rewards.MATH_VERIFY.process:
+        rewards.MATH_VERIFY.process.communicate()
+
+
+def test_when_the_process_is_killed_another_one_is_asked(library):
+    assert rewards.same_mathematics("5", "5") is True
     library.process.kill()
     library.process.wait()
-    assert library.ask("5", "5") is False  # whoever asked cannot know why it ended
-    assert library.ask("5", "5") is True
-    library.process.communicate()
+    assert rewards.same_mathematics("5", "2+3") is True
+
+
+def test_without_a_verdict_an_answer_is_wrong_but_only_this_time(library, monkeypatch):
+    """The machine kills one process after the other, and then has memory again."""
+
+    def killed():
+        process = rewards.MathVerify.start(library)
+        process.kill()
+        process.wait()
+        return process
+
+    with monkeypatch.context() as patched:
+        patched.setattr(library, "start", killed)
+        assert rewards.same_mathematics("5", "2+3") is False
+    assert rewards.same_mathematics("5", "2+3") is True
 
 
 @pytest.mark.parametrize(
     ("content", "expected"), [("5", True), (r"\frac{1}{2}", True), ("", False), ("}{", False), (r"\frac{", False)]
 )
 def test_what_is_mathematics(content, expected):
-    assert rewards.same_mathematics(content) is expected
+    assert rewards.same_mathematics(content, content) is expected
 
 
 def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
@@ -164,7 +234,7 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(rewards, "MATH_VERIFY", rewards.MathVerify())
     with pytest.raises(InputError) as caught:
-        rewards.boxed(r"\boxed{3}", "no text that was asked about before")
+        rewards.boxed(r"\boxed{3}", "3 + 0, which was not asked before")
     assert str(caught.value) == (
         "boxed answers need math-verify (ImportError: No module named math_verify): pip install 'ppo-rlhf[math]'"
     )
@@ -176,6 +246,64 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
 @pytest.mark.parametrize("row", TABLES["dapo"], ids=lambda row: row["response"])
 def test_the_table_of_answer_lines(row):
     assert rewards.answer_line(row["response"], row["answer"]) == row["score"]
+
+
+@pytest.mark.parametrize(
+    ("line", "answer", "expected"),
+    [
+        (r"\boxed{42}", "42", 1),
+        ("$42$.", "42", 1),
+        ("42 dollars", "42", 1),
+        ("x = 42", "42", 1),
+        (r"\text{42}", "42", 1),
+        (r"$x=\boxed{1,234}$", "1234", 1),
+        ("42 cm", "42", 1),
+        ("1{,}000", "1000", 1),
+        (r"\$5", "5", 1),
+        ("an apple", "apple", 1),
+        (r"5\text{ m}^2", "5", 1),
+        (r"90^\circ", "90^{\\circ}", 1),
+        (r"\frac12", r"\frac{1}{2}", 1),
+        (r"\sqrt2", r"\sqrt{2}", 1),
+        (r"5 \mbox{ and } 6", "5,6", 1),
+        (r"\textbf{(B)}", "(B)", 1),
+        ("43 dollars", "42", -1),
+        ("42.", "42", -1),
+        ("it is 42", "42", -1),
+        ("-5", "5", -1),
+        ("1/2", "0.5", -1),
+        ("50%", "50", -1),
+        ("x" * 280 + "= 42", "42", 1),
+        ("x" * 300 + "= 42", "42", -1),
+        ("$" * 100_000, "42", -1),
+        ("dollars", "units", -1),  # the original finds two answers of which nothing is left equal
+    ],
+)
+def test_answers_are_compared_as_dapo_compares_them(line, answer, expected):
+    """What math_dapo.py of verl says, at the commit of the golden numbers, but for the last row."""
+    assert rewards.answer_line(f"So it is.\nAnswer: {line}", answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "expected"),
+    [
+        ("gsm8k_strict", "$1,234", True),
+        ("gsm8k_strict", "seven", False),
+        ("gsm8k_flexible", ".5", True),
+        ("gsm8k_flexible", "5 or 6", False),
+        ("boxed", "seven", True),
+        ("boxed", "12:00", False),
+        ("boxed", r"\frac{", False),
+        ("answer_line", "x = 7 cm", True),
+        ("answer_line", "1\n2", False),
+        ("answer_line", "units", False),
+        ("think_answer", "12:00", True),
+        ("mine:function", "12:00", True),
+        ("", "12:00", True),
+    ],
+)
+def test_which_answers_a_response_can_give(verifier, answer, expected):
+    assert rewards.can_be_right(verifier, answer) is expected
 
 
 @pytest.mark.parametrize(
@@ -202,7 +330,7 @@ def test_think_and_answer_blocks(response, form, tags):
 
 # ---- Any text --------------------------------------------------------------------------------------------------
 
-NUMBERS = st.from_regex(r"[-+\u2212]?\$?[0-9][0-9,]{0,5}(\.[0-9]{1,3})?", fullmatch=True)
+NUMBERS = st.from_regex(r"[-+\u2212]?\$?([0-9][0-9,]{0,5}(\.[0-9]{1,3})?|\.[0-9]{1,3})", fullmatch=True)
 PIECES = st.one_of(
     st.sampled_from(
         ["#### ", "####", "Answer: ", r"\boxed{", "}", "{", "\\", "$", ",", ".", "-", "\n", " ", *rewards.TAGS]
@@ -280,6 +408,25 @@ def too_few(prompts, responses, answers):
     return [1.0] * min(2, len(responses))
 
 
+def by_number(prompts, responses, answers):
+    return dict.fromkeys(range(len(responses)), 5.0)
+
+
+def digits(prompts, responses, answers):
+    return "1" * len(responses)
+
+
+def closing(prompts, responses, answers):
+    sys.stdout.close()
+    return [1.0] * len(responses)
+
+
+def silencing(prompts, responses, answers):
+    torch.set_grad_enabled(False)
+    sys.stdout = io.StringIO()
+    return [1.0] * len(responses)
+
+
 def load(name: str, **options):
     return rewards.load_verifier(name, "rewards.verifier", **options)
 
@@ -298,7 +445,7 @@ def test_none_and_nan_mean_that_a_response_cannot_be_scored():
 @pytest.mark.parametrize(
     ("name", "responses", "words"),
     [
-        ("infinite", ["a", "i"], "returned inf for text 1"),
+        ("infinite", ["a", "i"], "returned inf for text 1 of 2; scores must be finite, NaN or None"),
         ("failing", ["a", "0"], "failed on 2 texts: ZeroDivisionError"),
         ("too_few", ["a", "b", "c"], "returned 2 scores for 3 responses"),
     ],
@@ -311,6 +458,27 @@ def test_a_function_that_is_wrong_is_named_in_one_line(name, responses, words):
     assert line.startswith(f"--rewards.verifier test_verifiers:{name} ") and words in line and "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("by_number", "returned a dict; it must return a list, one number per response"),
+        ("digits", "returned a str; it must return a list, one number per response"),
+        ("closing", "closed sys.stdout, which the run prints to"),
+    ],
+)
+def test_a_function_that_never_works_is_refused_before_training(name, words, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(InputError, match=words) as caught:
+        load(f"test_verifiers:{name}")
+    assert str(caught.value).startswith(f"--rewards.verifier test_verifiers:{name} ")
+
+
+def test_what_a_function_switches_off_is_on_again():
+    stdout = sys.stdout
+    assert load("test_verifiers:silencing")(["p"], ["r"], ["1"]) == [1.0]
+    assert torch.is_grad_enabled() and sys.stdout is stdout
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "nothing", "test_verifiers:nothing", "no_module:f"])
 def test_an_unknown_verifier_is_refused(name):
     with pytest.raises(InputError, match=r"--rewards\.verifier") as caught:
@@ -319,7 +487,7 @@ def test_an_unknown_verifier_is_refused(name):
 
 
 def test_a_function_is_tried_before_training(monkeypatch):
-    monkeypatch.setattr(sys.modules["test_verifiers"], "of_two", lambda prompts, responses: "no")
+    monkeypatch.setattr(sys.modules["test_verifiers"], "of_two", lambda prompts, responses: ["no"] * 2)
     with pytest.raises(InputError, match="failed on 2 texts"):
         load("test_verifiers:of_two")
 

@@ -1,7 +1,7 @@
 """The process in which math-verify reads and compares mathematics, for lib/rewards.py.
 
-It writes "ready", then True or False for each line that it reads: a JSON list of one text (is it mathematics?) or of
-two, first the right answer (are they equal?). Each text is what stands in a box.
+It writes "ready". Then it reads lines, each a JSON list of two texts, the right answer first, and answers each with
+True, if both are mathematics and equal, or False. A text is the content of a box.
 
 Expressions from a language model may take for ever, and compute where no handler of Python's is called. So the kernel
 ends the process after SECONDS of computing, or above MEMORY, and whoever asked begins another.
@@ -23,15 +23,18 @@ MEMORY = 4 * 2**30  # bytes
 def is_true(contents: list[str]) -> bool:
     # [V19] First the right answer is read, then the other; verify() takes them in this order.
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
-    parsed = [
-        parse(f"\\boxed{{{text}}}", latex, fallback_mode="no_fallback", parsing_timeout=None) for text in contents
-    ]
-    return all(parsed) and (len(parsed) < 2 or verify(*parsed, timeout_seconds=None))
+    parsed = []
+    for text in contents:
+        text = text.replace(r"\bmod", r"\mod")  # the library knows only the second
+        box = f"\\boxed{{{text}}}"
+        parsed.append(parse(box, latex, fallback_mode="no_fallback", parsing_timeout=None))
+    return all(parsed) and verify(*parsed, timeout_seconds=None)
 
 
 def main() -> None:
     with contextlib.suppress(ValueError):  # where there is no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    sys.set_int_max_str_digits(0)  # a number may have any number of digits; SECONDS is the limit
     print("ready" if is_true(["2", "1+1"]) else "it cannot calculate", flush=True)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for line in sys.stdin:

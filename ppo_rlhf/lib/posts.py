@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -198,22 +199,31 @@ class Posts:
         return (self.queries != pad_id).sum(1) + (self.references != pad_id).sum(1)
 
 
-def read_jsonl(path: Path, field: str) -> list[dict[str, Any]]:
+Row = tuple[str, dict[str, Any]]  # of a data set: its place, for messages, and its columns
+
+
+def read_jsonl(path: Path, field: str) -> list[Row]:
     """The objects of a JSON-lines file."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    where = str(path)
     try:
-        for line in filter(str.strip, path.read_text(encoding="utf-8-sig").split("\n")):
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("is not a JSON object")
-            rows.append(row)
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                rows.append((where, json.loads(line)))
+                if not isinstance(rows[-1][1], dict):
+                    raise ValueError("is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        where = f", row {len(rows)}" if path.is_file() else ""
-        raise InputError(f"{flag(f'task.{field}')} {path}{where}: {error}") from error
+        raise InputError(f"{flag(f'task.{field}')} {where}: {error}") from error
     return rows
 
 
-def load_rows(source: str, field: str, split: str) -> Iterable[dict[str, Any]]:
+def hub_rows(source: str, split: str, rows: Iterable[dict[str, Any]]) -> Iterable[Row]:
+    """The rows of a data set from the hub, each with its place."""
+    return ((f"{source}, {split} row {number}", row) for number, row in enumerate(rows))
+
+
+def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset tales"
@@ -221,8 +231,9 @@ def load_rows(source: str, field: str, split: str) -> Iterable[dict[str, Any]]:
             from datasets import load_dataset
 
             if field == "posts":
-                return load_dataset(POSTS_REPOSITORY, split=split)
-            return load_dataset("parquet", data_files=list(COMPARISON_FILES.download(split)), split="train")
+                return hub_rows(source, split, load_dataset(POSTS_REPOSITORY, split=split))
+            downloaded = list(COMPARISON_FILES.download(split))
+            return hub_rows(source, split, load_dataset("parquet", data_files=downloaded, split="train"))
     folder = Path(source)
     if not folder.is_dir():
         raise InputError(
@@ -250,14 +261,8 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)
     queries, references, too_long = [], [], 0
-    for number, row in enumerate(load_rows(task.posts, "posts", split)):
-        if limit and number >= limit:
-            break
-        check_row(
-            row,
-            ("subreddit", "title", "post", "summary"),
-            f"{flag('task.posts')} {task.posts}: {split} row {number}",
-        )
+    for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
+        check_row(row, ("subreddit", "title", "post", "summary"), f"{flag('task.posts')} {where}")
         reference = encoder.summary(row["summary"])
         if len(reference) > task.response_length:
             too_long += 1
@@ -334,10 +339,8 @@ def read_comparisons(
     ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)
     queries, pairs, groups, cut, identical = [], [], [], 0, 0
-    for number, row in enumerate(load_rows(task.comparisons, "comparisons", split)):
-        if limit and number >= limit:
-            break
-        check_comparison(row, f"{flag('task.comparisons')} {task.comparisons}: {split} row {number}")
+    for where, row in islice(load_rows(task.comparisons, "comparisons", split), limit or None):
+        check_comparison(row, f"{flag('task.comparisons')} {where}")
         if bool(row["info"].get("article")) != articles:
             continue
         summaries = [encoder.summary(summary["text"]) for summary in row["summaries"]]

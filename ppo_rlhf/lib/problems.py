@@ -13,14 +13,14 @@ A row is an object with a question and an answer, which holds what a response mu
 Files and lines beside marks are those of volcengine/verl at commit b178a3c.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, run, texts
@@ -125,8 +125,11 @@ def render_prompt(question: str, task: TaskArgs, tokenizer: PreTrainedTokenizerB
     messages = [*system, {"role": "user", "content": content}]
     try:
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise InputError(f"the tokenizer's chat template refuses the messages: {error}") from error
+    except Exception as error:  # a template is a program, and may raise anything
+        raise InputError(
+            f"the tokenizer's chat template fails on these messages: {type(error).__name__}: {error}; "
+            f"{flag('task.prompt_format')} plain does without a template"
+        ) from error
     return prompt + task.response_prefix
 
 
@@ -149,7 +152,8 @@ class Problems:
     answers: list[str]  # what verifiers compare responses with
     kinds: list[str]  # what stands under task.kind_column
     too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
-    unscorable: int  # problems that were left out, because their answer does not say what a response must say
+    unscorable: int  # problems that were left out, because no response to them can be right
+    empty: int  # problems that were left out, because their prompt has no token
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -166,14 +170,16 @@ class Problems:
         return posts.pad_rows(rows, max(map(len, rows)), pad_id, left=True)
 
 
-def load_rows(source: str, field: str, split: str) -> Collection[dict[str, Any]]:
+def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
         with hub.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
             from datasets import load_dataset
 
-            return load_dataset("parquet", data_files=list(GSM8K_FILES.download(split or "test")), split="train")
+            split = split or "test"
+            downloaded = list(GSM8K_FILES.download(split))
+            return posts.hub_rows(source, split, load_dataset("parquet", data_files=downloaded, split="train"))
     path = Path(source)
     if path.is_dir():
         return posts.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
@@ -183,60 +189,68 @@ def load_rows(source: str, field: str, split: str) -> Collection[dict[str, Any]]
             f"problems_<split>.jsonl, and .jsonl files"
         )
     rows = posts.read_jsonl(path, field)
+    if split == "test" and len(rows) < texts.HELD_OUT:
+        raise InputError(
+            f"{flag(f'task.{field}')} {source} has {len(rows)} rows; every {texts.HELD_OUT}th row of a file is held "
+            f"out, so give {texts.HELD_OUT} rows or more, or name a file of held-out problems: "
+            f"{flag('task.test_problems')} <file>.jsonl"
+        )
     held_out = {"train": False, "test": True}.get(split)
     return [row for i, row in enumerate(rows) if held_out in (None, i % texts.HELD_OUT == texts.HELD_OUT - 1)]
 
 
-def answer_of(solution: str, answer_format: str) -> str | None:
-    """What a response must say to be right; None if the solution does not tell."""
+def answer_of(solution: str, answer_format: str) -> str:
+    """What a response must say to be right; empty if the solution doesn't give it in this format."""
     match answer_format:
         case "hashes":
             # [V04] The number behind the hashes, without commas.   examples/data_preprocess/gsm8k.py#L30-L35
-            answer = rewards.hashed_number(solution)
-            return answer if answer is not None and rewards.gsm8k_strict(solution, answer) else None
+            return rewards.hashed_number(solution) or ""
         case "boxed":
-            # [V19] What is no mathematics cannot be compared.
             content = rewards.last_boxed(solution)
-            answer = solution.strip() if content is None else content
-            return answer if rewards.same_mathematics(answer) else None
+            return solution.strip() if content is None else content
         case _:
-            return solution.strip() or None
+            return solution.strip()
 
 
-def read_problems(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Problems:
+def read_problems(
+    task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0, verifier: str = ""
+) -> Problems:
     """Problems of a split. split: train or test. limit: only the first so many rows; 0: all.
 
-    What has too long a prompt, or an answer that does not say what a response must say, is left out and counted.
+    A problem is left out and counted if its prompt is too long or empty, or if no response to it can be right.
+    verifier: the one that says so; empty: any answer will do.
     """
     source, field = task.problems, "problems"
     if split == "test" and task.test_problems:
         source, field, split = task.test_problems, "test_problems", ""
     elif split == "train" and task.test_problems and Path(source).suffix == ".jsonl":
         split = ""  # nothing of it is held out
-    what = f"{flag(f'task.{field}')} {source}"
-    kept, too_long, unscorable = [], 0, 0
-    for number, row in enumerate(load_rows(source, field, split)):
-        if limit and number >= limit:
-            break
-        posts.check_row(row, (task.question_column, task.answer_column), f"{what}: row {number}")
+    kept, too_long, unscorable, empty = [], 0, 0, 0
+    for where, row in islice(load_rows(source, field, split), limit or None):
+        posts.check_row(row, (task.question_column, task.answer_column), f"{flag(f'task.{field}')} {where}")
         answer = answer_of(row[task.answer_column], task.answer_format)
-        if answer is None:
+        # [V04] [V19] The verifier must accept the answer itself. It never accepts 12:00, for example, in a box.
+        if not answer or not rewards.can_be_right(verifier, answer):
             unscorable += 1
             continue
         prompt = render_prompt(row[task.question_column], task, tokenizer)
         tokens = encode_prompt(prompt, task, tokenizer)
+        if not tokens:  # there is nothing that the first token could follow
+            empty += 1
+            continue
         # [V06] A prompt that is too long is left out, never cut.   utils/dataset/rl_dataset.py#L181-L258
         if len(tokens) > task.prompt_length:
             too_long += 1
             continue
         kept.append((tokens, prompt, answer, str(row.get(task.kind_column, ""))))
     if not kept:
+        by = f" that {flag('rewards.verifier')} {verifier} can accept" if verifier else ""
         raise InputError(
-            f"{what}: none of its {split or 'test'} rows can be used: {unscorable} say no answer in the format "
-            f"{flag('task.answer_format')} {task.answer_format}, and {too_long} have a prompt of more than "
-            f"{flag('task.prompt_length')} {task.prompt_length} tokens"
+            f"{flag(f'task.{field}')} {source}: none of its {split or 'test'} rows can be used: {unscorable} give no "
+            f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}, {empty} have a prompt of "
+            f"no tokens, and {too_long} one of more than {flag('task.prompt_length')} {task.prompt_length}"
         )
-    return Problems(*map(list, zip(*kept, strict=True)), too_long=too_long, unscorable=unscorable)
+    return Problems(*map(list, zip(*kept, strict=True)), too_long=too_long, unscorable=unscorable, empty=empty)
 
 
 def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torch.Tensor:

@@ -11,10 +11,11 @@ import inspect
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from decimal import Decimal
 from pathlib import Path
 
@@ -31,6 +32,13 @@ Scorer = Callable[..., torch.Tensor]
 MOVED = {"ppo_rlhf.tales": "ppo_rlhf.worlds.tales", "ppo_rlhf.tldr_tales": "ppo_rlhf.worlds.posts"}  # in older runs
 
 
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Undo what the user's code changes in passing: whether gradients are computed, and where print() writes to."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.redirect_stdout(sys.stdout):
+        yield
+
+
 def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may lie in the current folder; the name may have dots."""
     module, _, path = name.partition(":")
@@ -38,7 +46,8 @@ def import_function(name: str, field: str) -> Callable:
     try:
         if importlib.util.find_spec(module.split(".")[0]) is None:
             sys.path.append("")
-        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        with contained():
+            function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
         raise InputError(
             f"{flag(field)} {name}: {type(error).__name__}: {error}; write package.module:name"
@@ -69,20 +78,33 @@ def score_texts(
     references: Sequence[str | None],
     none: float | None = None,
 ) -> tuple[list[float], str]:
-    """What a function says of responses, one number each, and an empty text; or what is wrong with it, in one line.
+    """The scores of a function, one finite number per response, and an empty text; or what is wrong, in one line.
 
     The function gets lists of its own: queries, responses and, if it has a third parameter, references. what: names
-    the function. none: what it means if the function says None of a response; None: that it has failed.
+    the function. none: the number that a None of the function stands for; None: the function must not return None. If
+    none is NaN, the function may return NaN too.
     """
     try:
         texts = [queries, responses, references] if takes_references(function) else [queries, responses]
-        scores = [float(none if score is None else score) for score in function(*map(list, texts))]
+        with contained():
+            returned = function(*map(list, texts))
+            if isinstance(returned, str | bytes | Mapping | Set):  # a loop over these gives no scores
+                kind = type(returned).__name__
+                return [], f"{what} returned a {kind}; it must return a list, one number per response"
+            scores = [float(none if score is None else score) for score in returned]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         return [], f"{what} failed on {len(queries)} texts: {type(error).__name__}: {error}{where}"
     if len(scores) != len(responses):
         return [], f"{what} returned {len(scores)} scores for {len(responses)} responses"
+    nan_counts_nowhere = none is not None and math.isnan(none)
+    for number, score in enumerate(scores):
+        if not math.isfinite(score) and not (math.isnan(score) and nan_counts_nowhere):
+            allowed = "finite, NaN or None" if nan_counts_nowhere else "finite"
+            return [], f"{what} returned {score} for text {number} of {len(scores)}; scores must be {allowed}"
+    if sys.stdout.closed:
+        return [], f"{what} closed sys.stdout, which the run prints to; it must leave that open"
     return scores, ""
 
 
@@ -118,11 +140,9 @@ def text_scorer(
 
     answers = ["A reference."] * 2 if with_references else [None] * 2
     with contextlib.chdir("."):
-        scores, problem = score_texts(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
+        _, problem = score_texts(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
     if problem:
         raise InputError(problem)
-    if not all(map(math.isfinite, scores)):
-        raise InputError(f"{what} returned {scores} for two texts; scores must be finite")
     return score
 
 
@@ -145,9 +165,10 @@ def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
 
-# [V16] Sign, dollars, digits with commas, decimals. What follows, as a full stop does, is no part of a number.
+# [V16] A sign, dollars, digits with commas, decimals; a full stop at the end isn't part of the number. It may begin
+#       with its point, as .5 does, unless the point ends something else, as in `so...5` or `no.5`.
 #       reward_score/gsm8k.py#L20-L70
-NUMBER = r"[-+\u2212]?\$?[0-9][0-9,]*(?:\.[0-9]+)?"
+NUMBER = r"[-+\u2212]?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<![\w.)\]}])\.[0-9]+)"
 
 
 def last_number(pattern: str, text: str) -> str | None:
@@ -186,33 +207,44 @@ def gsm8k_format(response: str, answer: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...} whose braces are balanced; None: there is none."""
+    """What stands in the last \\boxed{...} whose braces are balanced; None: there is no box.
+
+    Of boxes next to each other, the last one counts too. The command may have two backslashes, as JSON writes them.
+    Only where no box has braces, the word after the last \\boxed is its content, without the punctuation at its end.
+    """
     opened, boxes = [], {}
-    for mark in re.finditer(r"(\\boxed\s*{)|\\.|([{}])", text, re.DOTALL):  # \{ and \} are no braces
+    for mark in re.finditer(r"(\\+boxed\s*{)|\\.|([{}])", text, re.DOTALL):  # \{ and \} are no braces
         if mark[1] or mark[2] == "{":
             opened.append(mark)
         elif mark[2] and opened and (begin := opened.pop())[1]:
             boxes[begin.start()] = text[begin.end() : mark.start()]
-    return boxes[max(boxes)].strip() if boxes else None
+    if boxes:
+        return boxes[max(boxes)].strip()
+    words = re.findall(r"\\boxed(?![A-Za-z])\s*([^\s${}]+(?:{[^{}]*}[^\s${}]*)*)", text)
+    return words[-1].rstrip(".,;:!?") if words else None
+
+
+class Killed(Exception):
+    """The process of math-verify was ended from outside, as the kernel does when the machine runs out of memory."""
 
 
 class MathVerify:
-    """The library math-verify, in a process of its own that does not outlive an expression which takes too long."""
+    """The library math-verify in a process of its own, which ends when an expression takes too long."""
 
     process: subprocess.Popen[str] | None = None
 
-    def ask(self, *contents: str) -> bool:
-        """Whether all these contents of boxes are mathematics and, if there are two, whether they are equal."""
+    def ask(self, gold: str, content: str) -> bool:
+        """Whether both contents of boxes are mathematics, and equal. Raises Killed if that can't be known."""
         if self.process is None:
             self.process = self.start()
         reply = ""
         with contextlib.suppress(OSError):
-            self.process.stdin.write(json.dumps(contents) + "\n")
+            self.process.stdin.write(json.dumps([gold, content]) + "\n")
             self.process.stdin.flush()
             reply = self.process.stdout.readline()
-        if not reply:  # the process has ended
-            self.process.communicate()
-            self.process = None
+        if not reply:
+            process, self.process = self.process, None
+            stderr_of(process)
         return reply == "True\n"
 
     def start(self) -> subprocess.Popen[str]:
@@ -226,35 +258,96 @@ class MathVerify:
             start_new_session=True,  # so that a Ctrl-C reaches the script alone
         )
         if process.stdout.readline() != "ready\n":
-            reason = (process.communicate()[1].strip() or "it has ended").splitlines()[-1]
+            reason = (stderr_of(process) or "it has ended").splitlines()[-1]
             raise InputError(f"boxed answers need math-verify ({reason}): pip install 'ppo-rlhf[math]'")
         return process
 
 
-@functools.lru_cache(maxsize=2**16)
-def same_mathematics(*contents: str) -> bool:
-    return MATH_VERIFY.ask(*contents)
+def stderr_of(process: subprocess.Popen[str]) -> str:
+    """What a process that has ended wrote to its stderr. Raises Killed if it was ended from outside.
+
+    If an expression takes too much time or memory, the process ends with another status.
+    """
+    words = process.communicate()[1].strip()
+    if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+        raise Killed
+    return words
 
 
 MATH_VERIFY = MathVerify()
 
 
+@functools.lru_cache(maxsize=2**16)
+def verdict(gold: str, content: str) -> bool:
+    return MATH_VERIFY.ask(gold, content)  # the cache keeps no verdict of a process that was killed
+
+
+def same_mathematics(gold: str, content: str) -> bool:
+    """Whether math-verify finds the contents of two boxes equal. If its process is killed, another one is asked."""
+    for _ in range(2):
+        with contextlib.suppress(Killed):
+            return verdict(gold, content)
+    return False
+
+
+def letters(text: str) -> str:
+    """The letters of a text in lower case, if it consists of letters and spaces only; else nothing."""
+    joined = "".join(text.split())
+    return joined.casefold() if joined.isalpha() else ""
+
+
 def boxed(response: str, answer: str) -> float:
     """1 if the last \\boxed{...} holds what equals the answer, else 0. Raises an InputError without math-verify.
 
-    answer: mathematics, with a box around it or without.
+    answer: mathematics or words, with a box around it or without.
     """
-    # [V19] What is no mathematics, or takes too long, is wrong.   reward_score/math_verify.py#L20-L40
     content, gold = last_boxed(response), last_boxed(answer)
-    return float(content is not None and same_mathematics(answer if gold is None else gold, content))
+    gold = answer if gold is None else gold
+    if content is None:
+        return 0.0
+    # [V19] Words are compared letter by letter: as mathematics, they would be products, and `on` the same as `no`.
+    if letters(content) and letters(gold):
+        return float(letters(content) == letters(gold))
+    # [V19] What is no mathematics, or takes too long, is wrong.   reward_score/math_verify.py#L20-L40
+    return float(same_mathematics(gold, content))
+
+
+# [V20] What DAPO's verifier replaces in an answer, and what it removes then, in this order.
+#       reward_score/math_dapo.py#L66-L162
+REPLACED = {"an ": "", "a ": "", ".$": "$", r"\$": "", r"\ ": "", " ": "", "mbox": "text"}
+REPLACED |= {r",\text{and}": ",", r"\text{and}": ",", r"\text{m}": r"\text{}"}
+REMOVED = r"""
+    square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm
+    pounds meters meals edges students childrentickets multiples \text{s} \text{.} \text{}^2 \text{}^3 \text{}
+    \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots
+"""
+
+
+def bare_answer(text: str) -> str:
+    """An answer as DAPO's verifier compares it: without units, spaces, LaTeX around it, and what an `=` ends."""
+    text = text.rpartition("=")[2]
+    for old, new in (REPLACED | dict.fromkeys(REMOVED.split(), "")).items():
+        text = text.replace(old, new)
+    text = re.sub(r".*?\$(.*?)\$.*", r"$\1$", text)
+    for command in ("text", "textbf", "overline"):
+        text = re.sub(rf"\\{command}{{(.*?)}}", r"\1", text)
+    text = re.sub(r"\\boxed{(.*)}", r"\1", text)
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)  # \frac12 is \frac{1}{2}
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    number = text.replace(",", "")
+    return (number if number.isdigit() else text).strip()
+
+
+LONGEST_LINE = 300  # characters
 
 
 def answer_line(response: str, answer: str) -> float:
-    """1 if the last `Answer: x` says the answer, letter by letter but for dollars, commas and space; else -1."""
-    # [V20] As DAPO has it: a scale of -1 and 1.   reward_score/math_dapo.py#L220-L272
+    """1 if the last `Answer: x` says the answer, letter by letter after what bare_answer does to both; else -1."""
+    # [V20] As DAPO has it: a scale of -1 and 1. A longer line is never right there, because only the last 300
+    #       characters of a response are read.   reward_score/math_dapo.py#L220-L272
     found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response)
-    said, gold = (re.sub(r"[$,\s]", "", text) for text in (found[-1] if found else "", answer))
-    return 1.0 if said and said == gold else -1.0
+    said = bare_answer(found[-1]) if found and len(found[-1]) <= LONGEST_LINE else ""
+    return 1.0 if said and said == bare_answer(answer) else -1.0
 
 
 BLOCK = r"<{0}>(?:(?!</?(?:think|answer)>).)*</{0}>"
@@ -287,6 +380,21 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
+# How the shortest response says its answer. Other verifiers look at the form alone, or are functions of the user's.
+ANSWER_FORMS = {
+    "gsm8k_strict": "#### {}",
+    "gsm8k_flexible": "{}",
+    "boxed": r"\boxed{{{}}}",
+    "answer_line": "Answer: {}",
+}
+
+
+def can_be_right(verifier: str, answer: str) -> bool:
+    """Whether a response can be right: one that says nothing but the answer must score 1."""
+    form = ANSWER_FORMS.get(verifier)
+    return form is None or VERIFIERS[verifier](form.format(answer), answer) == 1
+
+
 def load_verifier(
     name: str, field: str, response_prefix: str = "", *, on_all_processes: bool = False
 ) -> Callable[[list[str], list[str], list[str]], list[float]]:
@@ -317,10 +425,6 @@ def load_verifier(
         if name in VERIFIERS:
             return function(prompts, responses, answers)
         scores, problem = score_texts(function, what, prompts, responses, answers, none=math.nan)
-        if not problem and (infinite := [number for number, score in enumerate(scores) if math.isinf(score)]):
-            problem = (
-                f"{what} returned {scores[infinite[0]]} for text {infinite[0]}; scores must be finite, NaN or None"
-            )
         if on_all_processes:
             processes.fail_together(problem)
         elif problem:

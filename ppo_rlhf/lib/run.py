@@ -97,7 +97,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
     kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
-    kinds |= {"name": str, "id": str, "weights": dict}
+    kinds |= {"name": str, "id": str, "inputs": dict}
     values = {name: meta[name] for name in kinds if name in meta}
     if meta.get("joint"):
         kinds |= {"joint.args": dict, "joint.timestamp": int}
@@ -163,10 +163,10 @@ class Run:
         accelerator: Accelerator,
         sizes: dict[str, int],
         joint: dict[str, Any] | None = None,
-        weights: dict[str, list[Path]] | None = None,
+        inputs: dict[str, list[Path]] | None = None,
     ):
-        """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs; weights: files of
-        the models that the arguments name, which must be the same when the run goes on.
+        """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs; inputs: files of
+        the models and the data that the arguments name, which must be the same when the run goes on.
 
         Nothing is written before start_logging.
         """
@@ -211,19 +211,21 @@ class Run:
             "finished": False,
             "wandb_id": previous.get("wandb_id"),
             "results": {},
-            "weights": self._check_weights(weights or {}, previous.get("weights", {})),
+            "inputs": self._check_inputs(inputs or {}, previous.get("inputs", {})),
         }
 
-    def _check_weights(self, weights: dict[str, list[Path]], before: dict[str, str]) -> dict[str, str]:
-        """Checksums of the models' weights, on the main process; an InputError if the run began with others."""
-        sums = {name: checksum(paths) for name, paths in weights.items() if paths} if self.is_main else {}
-        other = [name for name, value in sums.items() if before.get(name, value) != value]
-        processes.fail_together(
-            f"--resume {self.args.resume}: the weights in {shown(weights[other[0]][0].parent)} are not those "
-            f"of the {flag(other[0])} that this run began with; bring those back"
-            if other
-            else ""
-        )
+    def _check_inputs(self, inputs: dict[str, list[Path]], before: dict[str, str]) -> dict[str, str]:
+        """Checksums of the input files, on the main process; an InputError if the run began with others."""
+        sums = {name: checksum(paths) for name, paths in inputs.items() if paths} if self.is_main else {}
+        problem = ""
+        for name, value in sums.items():
+            if before.get(name, value) != value:
+                place = inputs[name][0].parent if len(inputs[name]) > 1 else inputs[name][0]
+                problem = (
+                    f"--resume {self.args.resume}: {shown(place)} is not what {flag(name)} was when this run began; "
+                    f"bring that back"
+                )
+        processes.fail_together(problem)
         return before | sums
 
     def seconds(self) -> float:

@@ -275,7 +275,7 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
         if query_dataset != "books":
             return texts
     elif Path(query_dataset).is_dir():
-        texts = Path(query_dataset, "stories.txt").read_text().splitlines()
+        texts = read_text_file(Path(query_dataset, "stories.txt"))
     elif query_dataset == "dummy":
         return dummy_texts()
     elif Path(query_dataset).suffix in {".txt", ".jsonl", ".json"}:

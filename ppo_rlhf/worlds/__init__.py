@@ -63,3 +63,24 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
         return replace(group, **parts, **paths)
 
     return found(args, "")
+
+
+# The files that a run reads in a folder of data, by the argument that names the folder.
+IN_FOLDERS = {
+    "task.query_dataset": "stories.txt",
+    "task.posts": "posts_*.jsonl",
+    "task.comparisons": "comparisons_*.jsonl",
+    "task.problems": "problems_*.jsonl",
+    "task.test_problems": "problems_test.jsonl",
+}
+
+
+def data_files(task: Any, *names: str) -> dict[str, list[Path]]:
+    """The local files that these fields of a task name, by argument, after find_paths. Data on the hub have none."""
+    found = {}
+    for argument, value in {f"task.{name}": getattr(task, name) for name in names}.items():
+        path = Path(value).absolute()
+        local = bool(value) and value not in OTHER_NAMES[argument]
+        paths = sorted(path.glob(IN_FOLDERS[argument])) if path.is_dir() else [path]
+        found[argument] = [path for path in paths if local and path.is_file()]
+    return found
