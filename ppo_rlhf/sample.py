@@ -164,7 +164,8 @@ class Comparison:
         if reward_model:
             scorer = models.load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
             what = f"--reward_model {reward_model}"
-            models.check_vocabulary(models.read_info(Path(reward_model)), what, f"--policy {folder}", vocab_size)
+            models.check_kind(Path(reward_model), what, "reward model")
+            models.check_vocabulary(reward_model, what, str(folder), trust)
             models.check_size(
                 scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size
             )

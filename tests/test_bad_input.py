@@ -177,6 +177,17 @@ def fewer_tokens(model: str, tokens: int) -> Damage:
     return all_of(weights, edit(f"{model}/config.json", "vocab_size", to=tokens))
 
 
+def other_words(model: str) -> Damage:
+    """A tokenizer of as many tokens, two of which stand for each other."""
+
+    def damage(folder: Path) -> None:
+        vocab = json.loads((folder / model / "tokenizer.json").read_text())["model"]["vocab"]
+        for token, other in (("a", "b"), ("b", "a")):
+            edit(f"{model}/tokenizer.json", "model", "vocab", token, to=vocab[other])(folder)
+
+    return damage
+
+
 def edit_lines(path: str, change: Callable[[list[bytes]], list[bytes]]) -> Damage:
     return edit_bytes(path, lambda content: b"".join(change(content.splitlines(True))))
 
@@ -439,6 +450,11 @@ MODELS = {
     "a file": policy("--base_model stories.txt", "--base_model stories.txt", "folder"),
     "an empty folder": policy("--base_model empty", "empty", damage=make_folder("empty")),
     "no config": bad_model(remove("model/config.json"), "config.json"),
+    "the folder of a run": policy(
+        "--base_model models/train_policy__tales__1__7", "config.json", "give models/train_policy__tales__1__7/policy"
+    ),
+    "the folder of a reward model's run": reward("--base_model models/train_reward__tales__1__7", "no config.json"),
+    "a reward model": reward("--base_model reward", "--base_model reward is a reward model", "policy"),
     "config is not JSON": bad_model(write("model/config.json", "{"), "config.json"),
     "config has a text for a number": bad_model(edit("model/config.json", "n_embd", to="wide"), "n_embd"),
     "config of another width": bad_model(edit("model/config.json", "n_embd", to=32), "transformer."),
@@ -479,6 +495,8 @@ def edit_head(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Dama
     return edit_tensors(HEAD, lambda tensors: tensors.update({name: change(tensors[name])}))
 
 
+LARGER_VOCABULARY = edit("reward/tokenizer.json", "model", "vocab", "a", to=50_256)
+
 REWARD_MODELS = {
     "no such folder": policy("--rewards.trained_model nowhere", "nowhere", "no such folder"),
     "a policy": policy("--rewards.trained_model policy", "policy is not a reward model"),
@@ -492,7 +510,9 @@ REWARD_MODELS = {
     "cut weights": bad_reward_model(cut("reward/model.safetensors"), "safetensors"),
     "too short": bad_reward_model(fewer_positions("reward", 40), "40 tokens", "48"),
     "fewer rows than tokens": bad_reward_model(fewer_tokens("reward", 500), "500 rows"),
-    "another vocabulary": bad_reward_model(edit("reward/ppo_rlhf.json", "vocab_size", to=50_257), "50257"),
+    "a critic": bad_reward_model(edit("reward/ppo_rlhf.json", "kind", to="critic"), "critic", "be a reward model"),
+    "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "50257"),
+    "other words of the same number": bad_reward_model(other_words("reward"), "'a'", "'b'"),
     "no ppo_rlhf.json": bad_reward_model(remove("reward/ppo_rlhf.json"), "ppo_rlhf.json"),
     "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),
     "ppo_rlhf.json is nested without end": bad_reward_model(write("reward/ppo_rlhf.json", DEEP)),
@@ -695,9 +715,9 @@ SAMPLES = {
     "no such reward model": sample("--reward_model nowhere", "nowhere", "no such folder"),
     "reward model is a policy": sample("--reward_model policy", "policy is not a reward model"),
     "reward model too short": sample("", "reward", "40 tokens", damage=fewer_positions("reward", 40)),
-    "reward model of another vocabulary": sample(
-        "", "reward", "50257", damage=edit("reward/ppo_rlhf.json", "vocab_size", to=50_257)
-    ),
+    "reward model of another vocabulary": sample("", "reward", "50257", damage=LARGER_VOCABULARY),
+    "reward model of other words": sample("", "--reward_model reward", "'a'", damage=other_words("reward")),
+    "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
     "no such texts": sample("--query_dataset no.txt", "--query_dataset no.txt"),
     "cut weights": sample("", "policy", "safetensors", damage=cut("policy/model.safetensors")),
     "cut ppo_rlhf.json": sample("", "policy", damage=cut(INFO)),

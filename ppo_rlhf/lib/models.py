@@ -6,6 +6,7 @@ Files and lines beside marks are those of openai/lm-human-preferences at commit 
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,9 +96,21 @@ def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrain
 def load_pretrained(
     base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings."""
+    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings.
+
+    Settings that ask for more outputs than hidden states, and a padding id that has no embedding, are dropped.
+    """
+    if auto_class is AutoModelForCausalLM and (Path(base_model) / "ppo_rlhf.json").is_file():
+        # Where embeddings are tied, the library would make a language model of a reward model.
+        check_kind(Path(base_model), f"{flag('base_model')} {base_model}", "policy", "sft model")
     with model_errors(base_model) as (path, revision):
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        outputs = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code, **outputs)
+        if config._attn_implementation == "flex_attention" and not torch.cuda.is_available():
+            config._attn_implementation = None  # it has no backward pass on a CPU; the library chooses another
+        text_config = config.get_text_config(decoder=True)
+        if not 0 <= (getattr(text_config, "pad_token_id", 0) or 0) < getattr(text_config, "vocab_size", math.inf):
+            text_config.pad_token_id = None
         # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
         own_settings = dict(vars(config))
         for name, value in own_settings.items():
@@ -119,6 +132,8 @@ def load_pretrained(
             model.source = base_model
         else:
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
+        # [D66] The embedding of the token that the configuration names as padding learns like any other.
+        model.get_input_embeddings().padding_idx = None
         unpadded.prepare(model)  # replaces how a wide model reads rows
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
@@ -212,6 +227,11 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     if not base_model:
         raise InputError(f"{flag('base_model')} is empty; give a folder, a name on the hub, or tales")
     path = Path(base_model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        inside = sorted(config.parent for config in path.glob("*/config.json"))
+        language_models = [folder for folder in inside if not (folder / "reward_head.safetensors").is_file()]
+        offer = f"; give {language_models[0]}" if language_models else ""
+        raise InputError(f"{path} is not the folder of a model: it has no config.json{offer}")
     remedy = "give the folder of a downloaded model, or use --preset tales"
     if not path.is_dir() and not hub.HUB_NAME.fullmatch(base_model):
         raise InputError(f"{flag('base_model')} {base_model}: no such folder; {remedy}")
@@ -331,13 +351,24 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 # ---- Check -----------------------------------------------------------------------------------------------------
 
 
-def check_vocabulary(info: dict[str, Any], what: str, base_model: str, vocab_size: int) -> None:
-    """Raise if a reward model, which info describes, was trained with another tokenizer."""
-    if info["vocab_size"] != vocab_size:
-        raise InputError(
-            f"{what}: its tokenizer has {info['vocab_size']} tokens, that of {base_model} {vocab_size}; "
-            f"both must start from the same kind of model"
-        )
+def check_kind(folder: Path, what: str, *kinds: str) -> None:
+    """Raise if a model that was trained here is of another kind. what: the argument that names it, and its value."""
+    if (kind := read_info(folder)["kind"]) not in kinds:
+        raise InputError(f"{what} is a {kind}; it must be a {' or '.join(kinds)}")
+
+
+def check_vocabulary(model: str, what: str, other: str, trust_remote_code: bool = False) -> None:
+    """Raise if an id stands for another text in a model than in another one. what: the argument that names it."""
+    tokenizers = [load_tokenizer(name, trust_remote_code) for name in (model, other)]
+    sizes = [vocabulary_size(tokenizer) for tokenizer in tokenizers]
+    remedy = "both must start from the same kind of model"
+    if sizes[0] != sizes[1]:
+        raise InputError(f"{what}: its tokenizer has {sizes[0]} tokens, that of {other} {sizes[1]}; {remedy}")
+    tokens = [{token: text for text, token in tokenizer.get_vocab().items()} for tokenizer in tokenizers]
+    for token in range(sizes[0]):
+        texts = [by_id.get(token) for by_id in tokens]
+        if texts[0] != texts[1]:
+            raise InputError(f"{what}: its token {token} is {texts[0]!r}, that of {other} {texts[1]!r}; {remedy}")
 
 
 def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) -> None:
@@ -459,7 +490,9 @@ def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = 
     what = f"{flag(f'rewards.{field}')} {folder}"
     dtype = dtype_of_weights(args, frozen=frozen)
     model = load_reward_model(folder, dtype, args.trust_remote_code)
-    check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
+    # A critic may start as a reward model, but its values are no scores.
+    check_kind(folder, what, "reward model", *(["critic"] if field == "value_model" else []))
+    check_vocabulary(str(folder), what, args.base_model, args.trust_remote_code)
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
     return model
 
