@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -578,7 +579,8 @@ class LoraArgs:
     alpha: float = 16.0
     """the adapters' output is scaled by alpha / rank"""
     target_modules: str = ""
-    """layers that get adapters, names separated by commas, or all-linear; empty: peft's choice for the model"""
+    """layers that get adapters, names separated by commas; all-linear: every linear layer but the output layer;
+    empty: peft's choice for the model, which is only q_proj and v_proj of the attention for Llama, Mistral, Qwen"""
 
 
 def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.Module:
@@ -587,16 +589,43 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.
 
     names = [name.strip() for name in lora.target_modules.split(",")]
     target_modules = None if not lora.target_modules else "all-linear" if names == ["all-linear"] else names
+    if isinstance(target_modules, list):
+        check_target_modules(lm_backbone, target_modules)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM, r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules
     )
     torch.manual_seed(seed)  # the same adapters on every process
     try:
-        return get_peft_model(lm_backbone, config)
+        with warnings.catch_warnings():  # of an attribute that peft reads by its old name, and one that it corrects
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`|fan_in_fan_out")
+            return get_peft_model(lm_backbone, config)
     except ValueError as error:
         raise InputError(
             f"{flag('lora.target_modules')} {lora.target_modules!r} does not fit the base model: {error}"
         ) from error
+
+
+def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None:
+    """Raise if one of these names fits no layer of a model, or one that shares its weight with another layer.
+
+    An adapter changes one of two such layers. Merged into the weight that both have, it would change the other, too,
+    so that the model that is saved would not be the one that was trained.
+    """
+    layers = {name: module.weight for name, module in lm_backbone.named_modules() if hasattr(module, "weight")}
+    for name in names:
+        fitting = [layer for layer in layers if f".{layer}".endswith(f".{name}")]
+        if not fitting:
+            there = sorted({layer.rpartition(".")[2] for layer, weight in layers.items() if weight.dim() == 2})
+            raise InputError(
+                f"{flag('lora.target_modules')}: the base model has no layer {name!r}; it has {', '.join(there)}; "
+                f"all-linear, by itself, stands for every linear layer but the output layer"
+            )
+        for layer in fitting:
+            if shared := [other for other in layers if other != layer and layers[other] is layers[layer]]:
+                raise InputError(
+                    f"{flag('lora.target_modules')} {name}: {layer} has the same weight as {shared[0]}, so it cannot "
+                    f"have an adapter; all-linear stands for every linear layer but the output layer"
+                )
 
 
 # ---- Save ------------------------------------------------------------------------------------------------------
@@ -713,7 +742,7 @@ def save_policy_and_critic(
     """
     critic = unsharded(critic, trust_remote_code) if critic else None
     if adapters is not None and errors.is_first_process():
-        adapters.save_pretrained(folder / "policy" / "adapter")
+        save_adapters(folder / "policy" / "adapter", adapters)
         lm_backbone = adapters.merge_and_unload()
     weights = processes.full_state_dict(lm_backbone)
     if not errors.is_first_process():
@@ -723,3 +752,12 @@ def save_policy_and_critic(
     if critic:
         kept = {name: info[name] for name in ("base_model", "vocab_size", "task")}
         save_reward_model(folder / "value", critic, tokenizer, kept | {"kind": "critic"}, trust_remote_code)
+
+
+def save_adapters(folder: Path, adapters: nn.Module) -> None:
+    """Save low-rank adapters as peft does, but without a path of this machine and without its empty model card."""
+    adapters.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    config = files.read_json(folder / "adapter_config.json")
+    if Path(config["base_model_name_or_path"] or "").is_dir():
+        files.write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})
