@@ -417,8 +417,8 @@ TEXTS = {
     "a number among the texts": bad_texts("texts.json", ["Mara. She sang.", 7], "item 2"),
     "half a character": bad_texts("texts.json", ["Mara. She sang.", "Half \ud800."], "item 2", "Unicode"),
     "a broken line": bad_texts("texts.jsonl", '"Mara. She sang."\n{"text": "Mara\n', "item 2"),
-    "both: of no query": both(
-        "--task.query_dataset x.txt", "x.txt", "2 texts", damage=write("x.txt", "Mara\nIlse\n")
+    "both: none to hold out": both(
+        "--task.query_dataset x.txt", "x.txt", "0 texts that are held out", damage=write("x.txt", "A. B.\n" * 49)
     ),
     "books without a network": policy("--task.query_dataset books", "--task.query_dataset books", ".jsonl"),
     "cnndm without a network": policy("--task.query_dataset cnndm", "--task.query_dataset cnndm", "--preset tales"),
