@@ -57,7 +57,7 @@ class Args:
     reward_model: str = ""
     """folder of a reward model; empty: the one that the policy was trained with"""
     query_dataset: str = ""
-    """where queries come from; empty: the task's data set"""
+    """where queries come from; empty: what the task's data set holds out"""
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
 
@@ -79,14 +79,17 @@ class Continuations:
         may lie beside the policy's run, in root.
         """
         self.task, self.tokenizer = cli.from_dict(texts.TaskArgs, task), tokenizer
+        trained_on = run.find_path(self.task.query_dataset, root).resolve()
         source = meant("task.query_dataset", source, self.task.query_dataset, root)
+        # Of another file than that which PPO trained on, every text is new.
+        self.split = "all" if Path(source).is_file() and Path(source).resolve() != trained_on else "test"
         self.task = dataclasses.replace(self.task, query_dataset=source)
         self.ids = texts.task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.ids.context_length, self.task.temperature
 
     def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | list[str] | None]:
         """The first n queries that PPO did not see (n, query_length), and references, if the data has any."""
-        return texts.QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad), None
+        return texts.QueryStream(self.task, self.tokenizer, split=self.split).first(n, self.ids.pad), None
 
     def query(self, prompt: str) -> list[int]:
         """Token ids of a query, at most query_length."""
@@ -259,7 +262,8 @@ class Comparison:
         if reward_model:
             scorer = models.load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
             what = f"--reward_model {reward_model}"
-            models.check_vocabulary(models.read_info(Path(reward_model)), what, f"--policy {folder}", vocab_size)
+            models.check_kind(Path(reward_model), what, "reward model")
+            models.check_vocabulary(reward_model, what, str(folder), trust)
             models.check_size(
                 scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size
             )

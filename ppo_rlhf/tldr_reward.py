@@ -97,8 +97,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
     held_out = read_held_out(args.task, tokenizer)
     train_posts = posts.read_posts(args.task, tokenizer, "train", args.normalize_posts)
     sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
-    longest = max(int(rows.lengths(ids.pad).max()) for rows in (comparisons, *held_out.values(), train_posts))
-    reward_model = load_reward_model(args, longest, ids.vocab_size, accelerator)
+    rows_of = {"posts": train_posts, "train": comparisons, **held_out}
+    lengths = {name: int(rows.lengths(ids.pad).max()) for name, rows in rows_of.items()}
+    longest = max(lengths, key=lambda name: lengths[name])
+    # Messages name the arguments that limit the longest rows.
+    names = {"task.query_length": "task.article_query_length"} if longest == "validation_cnndm" else {}
+    names |= {"task.response_length": "task.comparison_length"} if longest != "posts" else {}
+    with cli.typed_as(names):
+        reward_model = load_reward_model(args, lengths[longest], ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 

@@ -82,12 +82,13 @@ def train(args: Args) -> tuple[Path, Path]:
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
     with cli.flags_of("reward", reward_args, SHARED):
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
+    paths = worlds.find_paths(args)
+    tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
     with cli.flags_of("policy", policy_args, SHARED):
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         train_policy.check_arguments(policy_args)
-        train_policy.load_monitor(
-            policy_args, models.load_tokenizer(worlds.find_paths(args).base_model, args.trust_remote_code)
-        )
+        train_policy.load_monitor(policy_args, tokenizer)
+    texts.QueryStream(paths.task, tokenizer, split="test")  # the report at the end needs held-out queries
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
@@ -102,7 +103,7 @@ def train(args: Args) -> tuple[Path, Path]:
 
 
 def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) -> None:
-    """Let both models continue EVALUATION_QUERIES held-out queries, and say in plain words what happened."""
+    """Let both models continue held-out queries, at most EVALUATION_QUERIES; say in plain words what happened."""
     reward_run, policy_run = (
         folder.parent.parent.parent / "runs" / folder.parent.name for folder in (reward_folder, policy_folder)
     )
@@ -131,13 +132,16 @@ def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) ->
                 f"The annotator is noisy: a perfect judge would reach {learned['ceiling']:.1%}. "
                 f"So it has learned {share:.0%} of what can be learned."
             )
-    lines.append(f"PPO took its score from {before['score']:+.2f} to {after['score']:+.2f}.")
+    lines.append(
+        f"On {len(rows)} held-out {'query' if len(rows) == 1 else 'queries'}, PPO took its score from "
+        f"{before['score']:+.2f} to {after['score']:+.2f}."
+    )
     if "gold" in base:
-        deviation = statistics.stdev(base["gold"])
+        deviation = statistics.stdev(base["gold"]) if len(rows) > 1 else 0.0
         gain = (after["gold"] - before["gold"]) / deviation if deviation else 0.0
         lines.append(
-            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}: "
-            f"{gain:.1f} standard deviations of the language model's own."
+            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}"
+            + (f": {gain:.1f} standard deviations of the language model's own." if deviation else ".")
         )
     if policy_meta["args"]["task"]["query_dataset"] == "tales":
         shares = [worlds.tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]

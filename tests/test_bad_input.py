@@ -420,8 +420,8 @@ TEXTS = {
     "a number among the texts": bad_texts("texts.json", ["Mara. She sang.", 7], "item 2"),
     "half a character": bad_texts("texts.json", ["Mara. She sang.", "Half \ud800."], "item 2", "Unicode"),
     "a broken line": bad_texts("texts.jsonl", '"Mara. She sang."\n{"text": "Mara\n', "item 2"),
-    "both: of no query": both(
-        "--task.query_dataset x.txt", "x.txt", "2 texts", damage=write("x.txt", "Mara\nIlse\n")
+    "both: none to hold out": both(
+        "--task.query_dataset x.txt", "x.txt", "0 texts that are held out", damage=write("x.txt", "A. B.\n" * 49)
     ),
     "books without a network": policy("--task.query_dataset books", "--task.query_dataset books", ".jsonl"),
     "cnndm without a network": policy("--task.query_dataset cnndm", "--task.query_dataset cnndm", "--preset tales"),
@@ -453,6 +453,11 @@ MODELS = {
     "a file": policy("--base_model stories.txt", "--base_model stories.txt", "folder"),
     "an empty folder": policy("--base_model empty", "empty", damage=make_folder("empty")),
     "no config": bad_model(remove("model/config.json"), "config.json"),
+    "the folder of a run": policy(
+        "--base_model models/train_policy__tales__1__7", "config.json", "give models/train_policy__tales__1__7/policy"
+    ),
+    "the folder of a reward model's run": reward("--base_model models/train_reward__tales__1__7", "no config.json"),
+    "a reward model": reward("--base_model reward", "--base_model reward is a reward model", "policy"),
     "config is not JSON": bad_model(write("model/config.json", "{"), "config.json"),
     "config has a text for a number": bad_model(edit("model/config.json", "n_embd", to="wide"), "n_embd"),
     "config of another width": bad_model(edit("model/config.json", "n_embd", to=32), "transformer."),
@@ -493,6 +498,8 @@ def edit_head(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Dama
     return edit_tensors(HEAD, lambda tensors: tensors.update({name: change(tensors[name])}))
 
 
+LARGER_VOCABULARY = edit("reward/tokenizer.json", "model", "vocab", "a", to=50_256)
+
 REWARD_MODELS = {
     "no such folder": policy("--rewards.trained_model nowhere", "nowhere", "no such folder"),
     "a policy": policy("--rewards.trained_model policy", "policy is not a reward model"),
@@ -506,7 +513,9 @@ REWARD_MODELS = {
     "cut weights": bad_reward_model(cut("reward/model.safetensors"), "safetensors"),
     "too short": bad_reward_model(fewer_positions("reward", 40), "40 tokens", "48"),
     "fewer rows than tokens": bad_reward_model(fewer_tokens("reward", 500), "500 rows"),
-    "another vocabulary": bad_reward_model(edit("reward/ppo_rlhf.json", "vocab_size", to=50_257), "50257"),
+    "a critic": bad_reward_model(edit("reward/ppo_rlhf.json", "kind", to="critic"), "critic", "be a reward model"),
+    "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "50257"),
+    "other words of the same number": bad_reward_model(other_words("reward"), "'a'", "'b'"),
     "no ppo_rlhf.json": bad_reward_model(remove("reward/ppo_rlhf.json"), "ppo_rlhf.json"),
     "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),
     "ppo_rlhf.json is nested without end": bad_reward_model(write("reward/ppo_rlhf.json", DEEP)),
@@ -719,9 +728,9 @@ SAMPLES = {
     "no such reward model": sample("--reward_model nowhere", "nowhere", "no such folder"),
     "reward model is a policy": sample("--reward_model policy", "policy is not a reward model"),
     "reward model too short": sample("", "reward", "40 tokens", damage=fewer_positions("reward", 40)),
-    "reward model of another vocabulary": sample(
-        "", "reward", "50257", damage=edit("reward/ppo_rlhf.json", "vocab_size", to=50_257)
-    ),
+    "reward model of another vocabulary": sample("", "reward", "50257", damage=LARGER_VOCABULARY),
+    "reward model of other words": sample("", "--reward_model reward", "'a'", damage=other_words("reward")),
+    "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
     "no such texts": sample("--query_dataset no.txt", "--query_dataset no.txt"),
     "cut weights": sample("", "policy", "safetensors", damage=cut("policy/model.safetensors")),
     "cut ppo_rlhf.json": sample("", "policy", damage=cut(INFO)),

@@ -191,12 +191,21 @@ def test_dummy_texts_are_forty_letters_and_full_stops():
     assert len(set(found)) == len(found)
 
 
-def test_every_fiftieth_story_is_held_out(tmp_path):
+@pytest.mark.parametrize("source", [".", "stories.txt", "s.jsonl", "s.json"])
+def test_every_fiftieth_story_is_held_out(tmp_path, source):
     stories = [f"story {number}" for number in range(120)]
     write(tmp_path / "stories.txt", "\n".join(stories) + "\n")
-    test, train = texts.load_texts(str(tmp_path), "test"), texts.load_texts(str(tmp_path))
-    assert list(test) == ["story 49", "story 99"]
-    assert list(train) == [story for story in stories if story not in ("story 49", "story 99")]
+    write(tmp_path / "s.jsonl", "\n".join(map(json.dumps, stories)))
+    write(tmp_path / "s.json", json.dumps(stories))
+    train, test, both = (list(texts.load_texts(str(tmp_path / source), split)) for split in ("train", "test", "all"))
+    assert test == ["story 49", "story 99"]
+    assert train == [story for story in stories if story not in ("story 49", "story 99")]
+    assert both == stories
+
+
+def test_a_folder_without_stories_is_named(tmp_path):
+    message = error_line(texts.load_texts, str(tmp_path))
+    assert message == f"--task.query_dataset {tmp_path}: the folder has no stories.txt"
 
 
 ITEMS = [{"text": "a ] , [ b"}, [], 12, 'caf\u00e9 \u2603 "quoted"', {"nested": [{"x": [1, 2]}]}, 1.5e300, None, 345]
@@ -483,14 +492,18 @@ def test_the_query_of_a_long_text_is_that_of_all_its_tokens(tiny_world, with_sta
     assert sum(read) < 3_000
 
 
-def make_stream(path: Path, texts: list[str], position: int = 0, **task) -> QueryStream:
+def make_stream(path: Path, texts: list[str], position: int = 0, split: str = "train", **task) -> QueryStream:
     write(path, json.dumps(texts))
     task = {"query_length": 6, "start_text": None, "end_text": None} | task
-    return QueryStream(TaskArgs(query_dataset=str(path), **task), Letters(), position)
+    return QueryStream(TaskArgs(query_dataset=str(path), **task), Letters(), position, split)
+
+
+def as_texts(queries: torch.Tensor) -> list[str]:
+    return texts.to_texts(Letters(), queries, PAD)
 
 
 def batch_texts(stream: QueryStream, size: int) -> list[str]:
-    return texts.to_texts(Letters(), stream.next_batch(size, PAD), PAD)
+    return as_texts(stream.next_batch(size, PAD))
 
 
 @pytest.fixture
@@ -554,6 +567,16 @@ def test_the_batches_of_several_processes_are_slices_of_one(texts_file):
     torch.testing.assert_close(torch.cat(halves), make_stream(texts_file, texts).next_batch(8, PAD))
 
 
+def test_the_first_queries_are_no_more_than_there_are(texts_file):
+    texts = ["x.one.", "no stop", "x.two.", "x.three."]
+    stream = make_stream(texts_file, texts, start_text=".", end_text=".")
+    stream.next_batch(2, PAD)
+    position = stream.position
+    assert sorted(as_texts(stream.first(9, PAD))) == ["one.", "three.", "two."]
+    assert as_texts(stream.first(2, PAD)) == as_texts(stream.first(9, PAD))[:2]
+    assert stream.position == position
+
+
 def test_unusable_texts_are_skipped_and_counted(texts_file):
     texts = ["x.good one.", "no stop", "x.", "x.much too long."]
     stream = make_stream(texts_file, texts, start_text=".", end_text=".", query_length=9)
@@ -567,6 +590,13 @@ def test_a_text_without_tokens_is_skipped(texts_file, monkeypatch):
     stream = make_stream(texts_file, [])
     assert batch_texts(stream, 3) == ["ab"] * 3
     assert stream.position - 3 >= 4
+
+
+@pytest.mark.parametrize("texts", [["x.y."] * 49, [*["x.y."] * 49, "no stop"]])
+def test_too_few_texts_to_hold_any_out_are_refused(texts_file, texts):
+    make_stream(texts_file, texts, start_text=".", end_text=".")
+    message = error_line(lambda: make_stream(texts_file, texts, start_text=".", end_text=".", split="test"))
+    assert f"none of its {len(texts) - 49} texts that are held out, one of 50, gives a query" in message
 
 
 @pytest.mark.parametrize("texts", [[], [" ", ""], ["no stop", "neither"], ["x.too long to end."]])

@@ -16,6 +16,7 @@ from runs import both_arguments, metrics_of, only, policy_arguments, samples_of,
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from ppo_rlhf import train_both
 from ppo_rlhf.lib.models import load_reward_model
 
 
@@ -86,6 +87,35 @@ def test_the_summary_names_what_was_learned_and_where_it_lies(both_run: Path) ->
         assert words in stdout
     for name in ("learning_curves.png", "comparison.jsonl", "/policy", "/reward"):
         assert name in stdout
+
+
+def held_out_queries(policy_run: Path) -> list[str]:
+    return [json.loads(line)["query"] for line in (policy_run / "comparison.jsonl").read_text().splitlines()]
+
+
+def test_the_summary_is_about_queries_that_were_held_out(both_run: Path, tiny_world: Path) -> None:
+    """Each once, although it asks for more than there are."""
+    stories = (tiny_world / "stories.txt").read_text().splitlines()
+    queries = held_out_queries(only(both_run, "runs/train_policy__*"))
+    assert len(queries) == len(set(queries)) == len(stories) // 50
+    assert all(any(query in story for story in stories[49::50]) for query in queries)
+    assert f"On {len(queries)} held-out queries, PPO took its score" in (both_run / "stdout").read_text()
+
+
+def test_the_summary_of_one_held_out_query(both_run: Path, tiny_world: Path, tmp_path: Path, capsys) -> None:
+    """Whose scores have no deviation."""
+    shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
+    stories = (tiny_world / "stories.txt").read_text().splitlines()[:60]
+    (tmp_path / "few.txt").write_text("\n".join(stories))
+    reward, policy = (only(tmp_path, f"models/train_{kind}__*/{kind}") for kind in ("reward", "policy"))
+    info = json.loads((policy / "ppo_rlhf.json").read_text())
+    info["task"]["query_dataset"] = str(tmp_path / "few.txt")
+    (policy / "ppo_rlhf.json").write_text(json.dumps(info))
+    train_both.report(reward, policy, False)
+    (query,) = held_out_queries(only(tmp_path, "runs/train_policy__*"))
+    assert query in stories[49]
+    said = capsys.readouterr().out
+    assert "On 1 held-out query, PPO took its score" in said and "standard deviations" not in said
 
 
 def test_torchrun_with_two_processes_gives_the_run_of_one(both_run: Path, tiny_world: Path, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
     monkeypatch.setattr(cli.Stages, "train", stop)
     monkeypatch.setattr(models, "load_tokenizer", lambda *_: tiny_tokenizer)
     monkeypatch.setattr(worlds, "find_paths", lambda args: args)  # no world is built
+    monkeypatch.setattr(train_both.texts, "QueryStream", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from fractions import Fraction
 
 import numpy as np
@@ -556,6 +557,52 @@ def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenize
         config = json.loads((tmp_path / kind / "config.json").read_text())
         settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]
         assert settings == [0.25, 0.0, "gelu_new"]
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModel])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_embedding_of_a_padding_token_learns(tiny_models, tmp_path, architecture, auto_class):
+    """The library would leave it out of the gradient. What is saved names it as before."""
+    model, token = tiny_models(architecture), UNPADDED[0, 1].item()
+    model.config.pad_token_id = model.generation_config.pad_token_id = token
+    model.save_pretrained(tmp_path / "base")
+    loaded = load_pretrained(str(tmp_path / "base"), torch.float64, auto_class=auto_class)
+    hidden_states = read_tokens(loaded, UNPADDED, PAD, slice(None))
+    (gradient,) = torch.autograd.grad(hidden_states[..., 0].sum(), loaded.get_input_embeddings().weight)
+    assert_close(gradient.any(1), torch.isin(torch.arange(len(gradient)), UNPADDED))
+    loaded.save_pretrained(tmp_path / "saved")
+    for name in ("config", "generation_config")[: 2 if auto_class is AutoModelForCausalLM else 1]:
+        assert json.loads((tmp_path / f"saved/{name}.json").read_text())["pad_token_id"] == token
+
+
+ODD_SETTINGS = {
+    "attentions": {"output_attentions": True},
+    "hidden states": {"output_hidden_states": True},
+    "tuples": {"return_dict": False},
+    "flex attention": {"_attn_implementation": "flex_attention"},
+    "padding beyond the embedding": {"pad_token_id": VOCAB},
+    "padding below 0": {"pad_token_id": -1},
+}
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("settings", ODD_SETTINGS.values(), ids=ODD_SETTINGS)
+def test_odd_settings_of_a_base_model_do_not_keep_it_from_training(tiny_models, tmp_path, architecture, settings):
+    tiny_models(architecture).save_pretrained(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "base")
+    config = tmp_path / "base/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    found = []
+    for name in ("base", "plain"):
+        loaded = load_pretrained(str(tmp_path / name), torch.float32)
+        assert loaded.config._attn_implementation == "sdpa"  # flex attention ends the interpreter on a CPU
+        check_model(loaded, name, 12, VOCAB, read_tokens)
+        logprobs, _, _ = PolicyWithValueHead(loaded)(UNPADDED, PAD, QUERY - 2, TEMPERATURE)
+        found.append([logprobs, *torch.autograd.grad(logprobs.sum(), [*loaded.base_model.parameters()])])
+        loaded.save_pretrained(tmp_path / "saved" / name)
+    assert all(torch.equal(odd, plain) for odd, plain in zip(*found, strict=True))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved/base")
+    assert saved(input_ids=UNPADDED).logits.isfinite().all()
 
 
 def test_gelu_of_a_loaded_gpt2_is_the_same_function(tiny_models, tmp_path):

@@ -21,7 +21,7 @@ from processes import launch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
+from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
 from ppo_rlhf.lib import errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
@@ -495,6 +495,52 @@ def test_memory_knobs_of_the_reward_model_may_change():
     flags = ["--local-micro-batch-size", "8", "--local-rollout-batch-size", "16"]
     args = parse_args(train_reward.PRESETS, ["--resume", str(folder), *flags])
     assert (args.local_micro_batch_size, args.local_rollout_batch_size) == (8, 16)
+
+
+EPISODES, INTERVAL = "policy.ppo.total_episodes", "policy.save_interval"
+
+
+def changed(args, changes: dict):
+    """Arguments with other values for some, such as policy.ppo.lr."""
+    for name, value in changes.items():
+        first, _, rest = name.partition(".")
+        args = replace(args, **{first: changed(getattr(args, first), {rest: value}) if rest else value})
+    return args
+
+
+def joint_run(own, joint) -> Path:
+    """The folder of a stage's run, given its arguments and those of the script with several stages."""
+    folder = Path("runs", run_module.run_name(replace(own, preset=joint.preset, seed=joint.seed), 7))
+    folder.mkdir(parents=True)
+    meta = {"args": dataclasses.asdict(own), "joint": {"args": dataclasses.asdict(joint), "timestamp": 7}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("script", "told", "expected"),
+    [
+        (train_both, {"reward": {}, "policy": {EPISODES: 640, INTERVAL: 3}}, {EPISODES: 640, INTERVAL: 3}),
+        (tldr_all, {"sft": {}, "reward": {EPISODES: 640}}, {EPISODES: 640}),
+        (tldr_all, {"sft": {EPISODES: 64}, "reward": {EPISODES: 640}, "policy": {EPISODES: 320}}, {EPISODES: 320}),
+    ],
+)
+def test_any_stage_knows_what_a_later_one_was_told(script, told, expected):
+    """Of arguments that may change. told: how those of a stage that has begun differ from the preset's."""
+    args, folders = script.PRESETS["tales"], []
+    for stage, changes in told.items():
+        joint = changed(args, changes)
+        folders.append(joint_run(replace(getattr(joint, stage), resume="somewhere"), joint))
+    for folder in folders:
+        assert script.parse(["--resume", str(folder)]) == replace(changed(args, expected), resume=str(folder))
+
+
+def test_a_joint_run_knows_what_a_stage_was_told_by_its_own_script():
+    """And takes nothing else from it: the reward model is filled in anew."""
+    args = train_both.PRESETS["tales"]
+    own = changed(args.policy, {"ppo.total_episodes": 640, "rewards.trained_model": "models/mine"})
+    folder = joint_run(own, args)
+    assert train_both.parse(["--resume", str(folder)]) == replace(changed(args, {EPISODES: 640}), resume=str(folder))
 
 
 @pytest.mark.parametrize("meta", [None, b"", b"{", b"\xff", b"[]", b"{}"])

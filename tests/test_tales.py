@@ -251,7 +251,7 @@ def test_labels_are_read_like_those_of_people(tiny_world, tiny_world_args, name)
     assert labels.targets.tolist() == [row["best"] for row in rows]
     assert labels.queries.shape == (96, 24)
     assert labels.samples.shape == (96, 4, 24)
-    torch.testing.assert_close(labels.queries, QueryStream(task, tokenizer).next_batch(96, pad_id))
+    torch.testing.assert_close(labels.queries, QueryStream(task, tokenizer, split="all").next_batch(96, pad_id))
 
     # The ceiling by the formula, over the 32 held-out rows.
     texts = to_texts(tokenizer, labels.samples[64:].flatten(0, 1), pad_id)

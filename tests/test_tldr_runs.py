@@ -965,6 +965,14 @@ def long_summary(folder: Path) -> None:
     file.write_text("\n".join([*lines[:5], json.dumps(row), *lines[6:]]))
 
 
+def long_article(folder: Path) -> None:
+    """A validation comparison is of a news article of more than 256 tokens."""
+    file = folder / "world/comparisons_validation.jsonl"
+    lines = file.read_text().splitlines()
+    row = json.loads(lines[0]) | {"info": {"article": "Mara robbed sailors.\n" * 100}}
+    file.write_text("\n".join([json.dumps(row), *lines[1:]]))
+
+
 def sliding_window(folder: Path) -> None:
     """The fine-tuned model attends to 100 tokens, which is enough for the longest post, but not for its summary."""
     long_summary(folder)
@@ -1048,7 +1056,12 @@ BAD_INPUT = {
     "queries that cannot fit": bad_policy("--task.query_length 5", "query_length 5"),
     "longer than the model reads": bad_sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
     "comparisons longer than the model reads": bad_reward(
-        "--task.comparison_length 300", "256 tokens", "--base_model sft", damage=long_summary
+        "--task.comparison_length 300",
+        *("256 tokens", "--base_model sft", "--task.query_length or --task.comparison_length"),
+        damage=long_summary,
+    ),
+    "articles longer than the model reads": bad_reward(
+        "", "256 tokens", "--task.article_query_length or --task.comparison_length", damage=long_article
     ),
     "comparisons longer than a window": bad_reward(
         "--task.comparison_length 300", "does not attend to all of", "within a window", damage=sliding_window

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,15 +28,18 @@ from test_tldr_math import (
     spoil,
     states,
 )
+from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf import tldr_policy, tldr_reward
 from ppo_rlhf.lib import posts, processes
-from ppo_rlhf.lib.errors import NumericalError
+from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.lm import RewardModel, has_stop
 from ppo_rlhf.lib.models import (
     LoraArgs,
+    add_adapters,
     load_pretrained,
     load_reward_model,
     save_policy_and_critic,
@@ -938,10 +942,66 @@ def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_to
     for i, length in enumerate(LENGTHS):
         row, _ = slow_logprobs(policy, tokens[i], TEMPERATURE)
         assert_close(logprobs[i, :length].numpy(), row[-length:], atol=1e-9, rtol=0)
-    assert (tmp_path / "policy/adapter/adapter_model.safetensors").is_file()
+    names = {"adapter_model.safetensors", "adapter_config.json"}
+    assert {path.name for path in (tmp_path / "policy/adapter").iterdir()} == names
+    assert adapted.args.base_model not in (tmp_path / "policy/adapter/adapter_config.json").read_text()
     assert classifier_scores(tmp_path / "value", right_padded(tokens)).tolist() == pytest.approx(scores, abs=1e-9)
     loaded = load_reward_model(tmp_path / "value", torch.float64)
     assert loaded(tokens, PAD).tolist() == pytest.approx(scores, abs=1e-9)
+
+
+def tied_model(tiny_models, architecture: str):
+    """A model whose output layer has the weight of its embedding."""
+    model = tiny_models(architecture).double()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_adapters_on_all_linear_layers_are_part_of_what_is_saved(tiny_models, tiny_tokenizer, tmp_path, architecture):
+    model, tokens = tied_model(tiny_models, architecture), torch.arange(12)[None]
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)} - {"lm_head"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapters = add_adapters(model, LoraArgs(rank=2, target_modules="all-linear"), 1)
+    assert set(adapters.base_model.targeted_module_names) == linear
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        unadapted = tied_model(tiny_models, architecture)(input_ids=tokens).logits
+        save_policy_and_critic(tmp_path, model, None, adapters, tiny_tokenizer, {"base_model": "", "task": {}}, False)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+        assert_close(saved(input_ids=tokens).logits, expected, atol=1e-9, rtol=0)
+    assert not saved.get_output_embeddings().weight.ne(saved.get_input_embeddings().weight).any()
+    assert (expected - unadapted).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+def test_by_default_adapters_are_on_queries_and_values_of_the_attention_alone(tiny_models, architecture):
+    """As the help says, whatever version of peft is installed."""
+    adapters = add_adapters(tiny_models(architecture), LoraArgs(rank=2), 1)
+    assert {name.rpartition(".")[2] for name in adapters.base_model.targeted_module_names} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "target_modules", "words"),
+    [
+        ("gpt2", "c_attn, lm_head", "lm_head has the same weight as transformer.wte"),
+        ("gpt2", "wte", "transformer.wte has the same weight as lm_head"),
+        ("llama", "embed_tokens", "model.embed_tokens has the same weight as lm_head"),
+        ("llama", "q_proj,o_prj", "has no layer 'o_prj'; it has down_proj, embed_tokens, gate_proj"),
+        ("llama", "all-linear,v_proj", "has no layer 'all-linear'"),
+        ("llama", "norm", "does not fit the base model"),
+    ],
+)
+def test_layers_that_cannot_have_adapters_are_named(tiny_models, architecture, target_modules, words):
+    """Merged into one of two tied layers, an adapter would change the other, which was trained without it."""
+    lora = LoraArgs(rank=2, target_modules=target_modules)
+    with pytest.raises(InputError, match=f"^--lora.target_modules.* {words}"):
+        add_adapters(tied_model(tiny_models, architecture), lora, 1)
 
 
 @pytest.mark.parametrize("kind", [tldr_reward.RewardModel, RewardModel])

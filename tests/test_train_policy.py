@@ -105,6 +105,11 @@ def stories_of(world: Path) -> list[str]:
     return (world / "stories.txt").read_text().splitlines()
 
 
+def trained_on(stories: list[str]) -> list[str]:
+    """Without those that are held out: 49, 99, ..."""
+    return [story for number, story in enumerate(stories) if number % 50 != 49]
+
+
 def queries_in_order(stories: list[str], tokenizer: PreTrainedTokenizerBase, length: int = 24) -> Iterator[list[int]]:
     """The queries of a stage, from the first on, without end: whole sentences of stories, padded on the right."""
     stories = list(stories)
@@ -142,7 +147,7 @@ def replay(args: Args, world: Path) -> Left:
     policy = PolicyWithValueHead(model, pad).double()
     reward_model = load_reward_model(Path(args.rewards.trained_model), torch.float64)
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=0.0)
-    stream, kl_coef = queries_in_order(stories_of(world), tokenizer), args.rewards.kl_coef
+    stream, kl_coef = queries_in_order(trained_on(stories_of(world)), tokenizer), args.rewards.kl_coef
     metrics, samples = [], []
 
     for update in range(UPDATES):
@@ -705,6 +710,17 @@ def test_a_joint_run_gives_both_parts_one_task(tiny_world: Path, tmp_path: Path,
 
 
 # ---- Reading what a policy writes: sample.py -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["", "own.txt", "./own.txt", "other.txt", "."])
+def test_sample_takes_all_texts_of_a_file_that_ppo_never_read(source, tiny_tokenizer, tmp_path, monkeypatch):
+    """Of that which it trained on, and of a world, those that were held out."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("own.txt", "other.txt", "stories.txt"):
+        Path(name).write_text(".a.\n" * 53)
+    task = dataclasses.asdict(TaskArgs("own.txt", query_length=4, response_length=2, truncate_after=0))
+    queries, _ = sample.Continuations(task, tiny_tokenizer, source, tmp_path).held_out(60)
+    assert len(queries) == (53 if source == "other.txt" else 1)
 
 
 def test_sample_continues_held_out_queries_as_training_does(

@@ -17,7 +17,7 @@ import torch
 from processes import launch_together
 from runs import metrics_of, only, reward_arguments, world_arguments
 from safetensors.torch import load_file
-from test_train_policy import mean, mistaken, queries_in_order, stories_of, task_of
+from test_train_policy import mean, mistaken, queries_in_order, stories_of, task_of, trained_on
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
@@ -124,7 +124,7 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
     sample_keys = {"best": ["sample0", "sample1", "sample2", "sample3"], "score": ["sample"]}.get(
         kind, ["sample0", "sample1"]
     )
-    stream = queries_in_order(stories_of(world), tokenizer)
+    stream = queries_in_order(trained_on(stories_of(world)), tokenizer)
 
     def score(chosen: list[dict]) -> torch.Tensor:
         texts = [row["query"] + row[key] for row in chosen for key in sample_keys]

@@ -247,10 +247,42 @@ def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, desc
     joint = run.read_meta(folder).get("joint")
     if not joint:
         raise InputError(f"--resume {folder}: {script} did not start that run; resume it with its own script")
-    saved = dataclasses.replace(saved_args(cls, folder, joint["args"]), resume=str(folder))
+    saved = saved_args(cls, folder, joint["args"])
+    saved = dataclasses.replace(newest_args(saved, folder, joint["timestamp"]), resume=str(folder))
     args = tyro.cli(cls, args=argv, default=saved, description=description)
     check_same_arguments(saved, args)
     return args
+
+
+def newest_args(saved: Args, folder: Path, timestamp: int) -> Args:
+    """The arguments of several stages in a row as the last stage that has begun was given them.
+
+    saved: as one of the stages was given them, whose run is in this folder. A stage keeps those with which it ended,
+    so one before the last may not know of a change.
+    """
+    for part in ("policy", "reward", "sft"):  # the last comes first
+        if stage := getattr(saved, part, None):
+            stage = dataclasses.replace(stage, preset=saved.preset, seed=saved.seed)
+            newest = run.absolute(str(folder)).parent / run.run_name(stage, timestamp)
+            if (newest / "meta.json").exists():
+                meta = run.read_meta(newest)
+                joint, own = meta.get("joint") or {}, saved_args(type(stage), newest, meta["args"])
+                saved = saved_args(type(saved), newest, joint.get("args"))
+                # A stage may have been resumed with its own script, too.
+                return dataclasses.replace(saved, **{part: with_changes(getattr(saved, part), own)})
+    return saved
+
+
+def with_changes(args: Args, newer: Args, prefix: str = "") -> Args:
+    """Arguments, or a group of them, in which those that may change have newer values."""
+    values = {}
+    for field in dataclasses.fields(args):
+        old, new = getattr(args, field.name), getattr(newer, field.name)
+        if dataclasses.is_dataclass(old):
+            values[field.name] = with_changes(old, new, f"{prefix}{field.name}.")
+        elif prefix + field.name in MAY_CHANGE - {"resume"}:
+            values[field.name] = new
+    return dataclasses.replace(args, **values)
 
 
 # ---- Checks ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ Files and lines beside marks are those of openai/lm-human-preferences at commit 
 import contextlib
 import copy
 import dataclasses
+import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +97,21 @@ def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrain
 def load_pretrained(
     base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings."""
+    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings.
+
+    Settings that ask for more outputs than hidden states, and a padding id that has no embedding, are dropped.
+    """
+    if auto_class is AutoModelForCausalLM and (Path(base_model) / "ppo_rlhf.json").is_file():
+        # Where embeddings are tied, the library would make a language model of a reward model.
+        check_kind(Path(base_model), f"{flag('base_model')} {base_model}", "policy", "sft model")
     with model_errors(base_model) as (path, revision):
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        outputs = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code, **outputs)
+        if config._attn_implementation == "flex_attention" and not torch.cuda.is_available():
+            config._attn_implementation = None  # it has no backward pass on a CPU; the library chooses another
+        text_config = config.get_text_config(decoder=True)
+        if not 0 <= (getattr(text_config, "pad_token_id", 0) or 0) < getattr(text_config, "vocab_size", math.inf):
+            text_config.pad_token_id = None
         # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
         own_settings = dict(vars(config))
         for name, value in own_settings.items():
@@ -119,6 +133,8 @@ def load_pretrained(
             model.source = base_model
         else:
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
+        # [D66] The embedding of the token that the configuration names as padding learns like any other.
+        model.get_input_embeddings().padding_idx = None
         unpadded.prepare(model)  # replaces how a wide model reads rows
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
@@ -212,6 +228,11 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     if not base_model:
         raise InputError(f"{flag('base_model')} is empty; give a folder, a name on the hub, or tales")
     path = Path(base_model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        inside = sorted(config.parent for config in path.glob("*/config.json"))
+        language_models = [folder for folder in inside if not (folder / "reward_head.safetensors").is_file()]
+        offer = f"; give {language_models[0]}" if language_models else ""
+        raise InputError(f"{path} is not the folder of a model: it has no config.json{offer}")
     remedy = "give the folder of a downloaded model, or use --preset tales"
     if not path.is_dir() and not hub.HUB_NAME.fullmatch(base_model):
         raise InputError(f"{flag('base_model')} {base_model}: no such folder; {remedy}")
@@ -331,13 +352,24 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 # ---- Check -----------------------------------------------------------------------------------------------------
 
 
-def check_vocabulary(info: dict[str, Any], what: str, base_model: str, vocab_size: int) -> None:
-    """Raise if a reward model, which info describes, was trained with another tokenizer."""
-    if info["vocab_size"] != vocab_size:
-        raise InputError(
-            f"{what}: its tokenizer has {info['vocab_size']} tokens, that of {base_model} {vocab_size}; "
-            f"both must start from the same kind of model"
-        )
+def check_kind(folder: Path, what: str, *kinds: str) -> None:
+    """Raise if a model that was trained here is of another kind. what: the argument that names it, and its value."""
+    if (kind := read_info(folder)["kind"]) not in kinds:
+        raise InputError(f"{what} is a {kind}; it must be a {' or '.join(kinds)}")
+
+
+def check_vocabulary(model: str, what: str, other: str, trust_remote_code: bool = False) -> None:
+    """Raise if an id stands for another text in a model than in another one. what: the argument that names it."""
+    tokenizers = [load_tokenizer(name, trust_remote_code) for name in (model, other)]
+    sizes = [vocabulary_size(tokenizer) for tokenizer in tokenizers]
+    remedy = "both must start from the same kind of model"
+    if sizes[0] != sizes[1]:
+        raise InputError(f"{what}: its tokenizer has {sizes[0]} tokens, that of {other} {sizes[1]}; {remedy}")
+    tokens = [{token: text for text, token in tokenizer.get_vocab().items()} for tokenizer in tokenizers]
+    for token in range(sizes[0]):
+        texts = [by_id.get(token) for by_id in tokens]
+        if texts[0] != texts[1]:
+            raise InputError(f"{what}: its token {token} is {texts[0]!r}, that of {other} {texts[1]!r}; {remedy}")
 
 
 def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) -> None:
@@ -459,7 +491,9 @@ def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = 
     what = f"{flag(f'rewards.{field}')} {folder}"
     dtype = dtype_of_weights(args, frozen=frozen)
     model = load_reward_model(folder, dtype, args.trust_remote_code)
-    check_vocabulary(read_info(folder), what, args.base_model, vocab_size)
+    # A critic may start as a reward model, but its values are no scores.
+    check_kind(folder, what, "reward model", *(["critic"] if field == "value_model" else []))
+    check_vocabulary(str(folder), what, args.base_model, args.trust_remote_code)
     check_size(model.lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
     return model
 
@@ -545,7 +579,8 @@ class LoraArgs:
     alpha: float = 16.0
     """the adapters' output is scaled by alpha / rank"""
     target_modules: str = ""
-    """layers that get adapters, names separated by commas, or all-linear; empty: peft's choice for the model"""
+    """layers that get adapters, names separated by commas; all-linear: every linear layer but the output layer;
+    empty: peft's choice for the model, which is only q_proj and v_proj of the attention for Llama, Mistral, Qwen"""
 
 
 def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.Module:
@@ -554,16 +589,43 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.
 
     names = [name.strip() for name in lora.target_modules.split(",")]
     target_modules = None if not lora.target_modules else "all-linear" if names == ["all-linear"] else names
+    if isinstance(target_modules, list):
+        check_target_modules(lm_backbone, target_modules)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM, r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules
     )
     torch.manual_seed(seed)  # the same adapters on every process
     try:
-        return get_peft_model(lm_backbone, config)
+        with warnings.catch_warnings():  # of an attribute that peft reads by its old name, and one that it corrects
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`|fan_in_fan_out")
+            return get_peft_model(lm_backbone, config)
     except ValueError as error:
         raise InputError(
             f"{flag('lora.target_modules')} {lora.target_modules!r} does not fit the base model: {error}"
         ) from error
+
+
+def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None:
+    """Raise if one of these names fits no layer of a model, or one that shares its weight with another layer.
+
+    An adapter changes one of two such layers. Merged into the weight that both have, it would change the other, too,
+    so that the model that is saved would not be the one that was trained.
+    """
+    layers = {name: module.weight for name, module in lm_backbone.named_modules() if hasattr(module, "weight")}
+    for name in names:
+        fitting = [layer for layer in layers if f".{layer}".endswith(f".{name}")]
+        if not fitting:
+            there = sorted({layer.rpartition(".")[2] for layer, weight in layers.items() if weight.dim() == 2})
+            raise InputError(
+                f"{flag('lora.target_modules')}: the base model has no layer {name!r}; it has {', '.join(there)}; "
+                f"all-linear, by itself, stands for every linear layer but the output layer"
+            )
+        for layer in fitting:
+            if shared := [other for other in layers if other != layer and layers[other] is layers[layer]]:
+                raise InputError(
+                    f"{flag('lora.target_modules')} {name}: {layer} has the same weight as {shared[0]}, so it cannot "
+                    f"have an adapter; all-linear stands for every linear layer but the output layer"
+                )
 
 
 # ---- Save ------------------------------------------------------------------------------------------------------
@@ -680,7 +742,7 @@ def save_policy_and_critic(
     """
     critic = unsharded(critic, trust_remote_code) if critic else None
     if adapters is not None and errors.is_first_process():
-        adapters.save_pretrained(folder / "policy" / "adapter")
+        save_adapters(folder / "policy" / "adapter", adapters)
         lm_backbone = adapters.merge_and_unload()
     weights = processes.full_state_dict(lm_backbone)
     if not errors.is_first_process():
@@ -690,3 +752,12 @@ def save_policy_and_critic(
     if critic:
         kept = {name: info[name] for name in ("base_model", "vocab_size", "task")}
         save_reward_model(folder / "value", critic, tokenizer, kept | {"kind": "critic"}, trust_remote_code)
+
+
+def save_adapters(folder: Path, adapters: nn.Module) -> None:
+    """Save low-rank adapters as peft does, but without a path of this machine and without its empty model card."""
+    adapters.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    config = files.read_json(folder / "adapter_config.json")
+    if Path(config["base_model_name_or_path"] or "").is_dir():
+        files.write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})

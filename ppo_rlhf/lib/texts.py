@@ -10,6 +10,8 @@
                                            queries come from a world: its simulated labels, of the same names
                     <file>.json            a local file in the same format
 
+`cnndm` and `tldr` have texts of their own for tests. Of any other source, PPO never sees every 50th text.
+
 The books file of the original is lost. `books` stands in for it: a copy of BookCorpus, whose rows are single
 sentences with spaces around punctuation. We join BOOK_ROWS rows to a passage and undo the spaces, because the task
 needs passages with ordinary full stops. Its letters stay lower case: PPO's queries are, those of the labels are not.
@@ -46,7 +48,7 @@ HUB_FILES = {
 }
 HUB_TEXTS = ("books", "cnndm", "tldr")
 BOOK_ROWS = 16
-HELD_OUT = 50  # of a source without a test split, the last text of each 50 is held out for sample.py
+HELD_OUT = 50  # of a source without a test split, the last of each 50 texts is held out for comparisons
 OPENAI_PAD_ID = 50259
 OPENAI_VOCAB_SIZE = 50257
 LARGEST_RATING = 1e6
@@ -267,7 +269,7 @@ class Subset(Sequence):
 def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     """The texts of a data set, in the order of its files. split: train, or test for texts that PPO never sees [X12].
 
-    Of books and worlds, every 50th text is held out. Local files and `dummy` have one split only.
+    Only cnndm and tldr have files for each. Of all others every 50th text is held out, and `all` gives both splits.
     """
     # [D01] The name says where texts come from.   datasets/books.py#L7-L17
     if query_dataset in HUB_TEXTS:
@@ -277,14 +279,16 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     elif Path(query_dataset).is_dir():
         texts = read_text_file(Path(query_dataset, "stories.txt"))
     elif query_dataset == "dummy":
-        return dummy_texts()
+        texts = dummy_texts()
     elif Path(query_dataset).suffix in {".txt", ".jsonl", ".json"}:
-        return read_text_file(Path(query_dataset))
+        texts = read_text_file(Path(query_dataset))
     else:
         raise InputError(
             f"{flag('task.query_dataset')} {query_dataset}: unknown; there are {', '.join(HUB_TEXTS)}, tales, dummy, "
             f"and files that end in .txt, .jsonl or .json"
         )
+    if split == "all":
+        return texts
     held_out = range(HELD_OUT - 1, len(texts), HELD_OUT)
     return Subset(
         texts, held_out if split == "test" else [i for i in range(len(texts)) if i % HELD_OUT != HELD_OUT - 1]
@@ -368,9 +372,10 @@ class QueryStream:
         self.order = list(range(len(self.texts)))
         random.Random(0).shuffle(self.order)
         if len(self.texts) == 0 or self._next_usable() is None:
+            which = f"texts that are held out, one of {HELD_OUT}," if split == "test" else "texts"
             raise InputError(
-                f"{flag('task.query_dataset')} {task.query_dataset}: none of its {len(self.texts)} texts gives a "
-                f"query; see {flag('task.start_text')} and {flag('task.end_text')}"
+                f"{flag('task.query_dataset')} {task.query_dataset}: none of its {len(self.texts)} {which} gives a "
+                f"query; give more texts, or see {flag('task.start_text')} and {flag('task.end_text')}"
             )
         self.position = position
 
@@ -389,18 +394,25 @@ class QueryStream:
         """The next queries, padded on the right: (batch_size, query_length)."""
         # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
         #       language/datasets.py#L66-L85
-        queries = torch.full((batch_size, self.task.query_length), pad_id)
-        for row in queries:
-            query = self._next_usable()
-            row[: len(query)] = torch.tensor(query)
-        return queries
+        return self._padded([self._next_usable() for _ in range(batch_size)], pad_id)
 
     def first(self, n: int, pad_id: int) -> torch.Tensor:
-        """The first n queries of all (n, query_length), wherever the stream stands."""
+        """The first queries of all, wherever the stream stands: (n, query_length), or as many as the texts give."""
         position, self.position = self.position, 0
-        queries = self.next_batch(n, pad_id)
+        queries = []
+        while len(queries) < n:
+            query = self._next_usable()
+            if self.position > len(self.order):  # a second pass over the texts has begun
+                break
+            queries.append(query)
         self.position = position
-        return queries
+        return self._padded(queries, pad_id)
+
+    def _padded(self, queries: list[list[int]], pad_id: int) -> torch.Tensor:
+        padded = torch.full((len(queries), self.task.query_length), pad_id)
+        for row, query in zip(padded, queries, strict=True):
+            row[: len(query)] = torch.tensor(query)
+        return padded
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
     pad_id, count = len(tokenizer), args.train_comparisons + args.test_comparisons
     task = texts.TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=args.query_length)
     try:
-        queries = texts.QueryStream(task, tokenizer).next_batch(count, pad_id)  # (count, query_length)
+        queries = texts.QueryStream(task, tokenizer, split="all").next_batch(count, pad_id)  # (count, query_length)
     except InputError as error:
         raise InputError(f"no story has a sentence of query_length {args.query_length} tokens or fewer") from error
     generator = lm.keyed_generator(args.seed, "comparisons")
