@@ -3,7 +3,7 @@
 rlvr_policy.py samples and trains in turn, so that one of the two always waits. Here workers, processes of their own
 on this machine or others, sample ahead while the learner trains. With staleness K, the batch of update t is sampled
 by the weights that had seen max(t - K, 0) updates, version t - K, whatever the timing, the number of workers, or what
-becomes of them.
+becomes of them. (With filter_groups, which needs K = 0, what an update leaves over is trained on in the next.)
 
     learner, update t                                            worker, again and again
 
