@@ -3,7 +3,7 @@
 rlvr_policy.py samples and trains in turn, so that one of the two always waits. Here workers, processes of their own
 on this machine or others, sample ahead while the learner trains. With staleness K, the batch of update t is sampled
 by the weights that had seen max(t - K, 0) updates, version t - K, whatever the timing, the number of workers, or what
-becomes of them.
+becomes of them. (With filter_groups, which needs K = 0, what an update leaves over is trained on in the next.)
 
     learner, update t                                            worker, again and again
 
@@ -451,13 +451,14 @@ def ray_errors(ray: Any) -> Iterator[None]:
 
 def correct(
     batch: rlvr_policy.Rollout, args: Args, number: int, accelerator: Accelerator
-) -> tuple[rlvr_policy.Rollout, Tensor | None, dict[str, float]]:
+) -> tuple[rlvr_policy.Rollout, rlvr_policy.Weights | None, dict[str, float]]:
     """The batch as the losses take it, factors of its tokens' losses (None: all 1), and how far the sampler is off.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
 
         decoupled   min(prox / mu, cap) * the loss of the ratio new / prox
-        bypass      the loss of the ratio new / mu: its clip also counts how far prox has come from mu
+        bypass      the loss of the ratio new / mu: its clip also counts how far prox has come from mu. The loss
+                    reinforce has no ratio and gets a factor instead: min(new / mu, cap) * the loss
         none        the loss of the ratio new / prox: as if prox had sampled
 
     number: of the update. Every process must call this, and all find the same of the whole batch.
@@ -491,11 +492,19 @@ def correct(
     # leaves its group's baseline too.
     masks = {"mask": batch.mask & kept[mine].any(1, keepdim=True), "loss_mask": batch.loss_mask & kept[mine]}
     trained, way = dataclasses.replace(batch, **masks), correction_of(args)
-    if way == "bypass":
-        # [V84] Old is what the sampler says.   core_algos.py#L2065-L2195
-        trained = dataclasses.replace(trained, logprobs=batch.sampler_logprobs)
-    # [V83] Decoupled: the clip is around prox, the weight leads from mu to prox.   core_algos.py#L1237
-    return trained, weights[mine] if way == "decoupled" else None, metrics
+    if way == "decoupled":
+        # [V83] The clip is around prox, the weight leads from mu to prox.   core_algos.py#L1237
+        return trained, weights[mine], metrics
+    if way == "none":
+        return trained, None, metrics
+    # [V84] Old is what the sampler says.   core_algos.py#L2065-L2195
+    trained = dataclasses.replace(trained, logprobs=batch.sampler_logprobs)
+
+    def weights_now(new_logprobs: Tensor, mb: rlvr_policy.Rollout) -> Tensor:
+        told = (mb.logprobs, mb.loss_mask, args.correction_level, args.correction_cap)
+        return rlvr_policy.importance_weights(new_logprobs, *told)
+
+    return trained, weights_now if args.ppo.loss == "reinforce" else None, metrics
 
 
 def correction_of(args: Args) -> str:

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,10 +140,11 @@ class PpoArgs:
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
     """how losses of tokens become one number; see aggregate"""
-    cliprange_low: float = 0.2
-    """the probability ratio is clipped to 1 - this"""
+    cliprange_low: float | None = None
+    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 for cispo, which as published has no lower bound
+    (verl gives it one of 0.8)"""
     cliprange_high: float = 0.2
-    """and to 1 + this; for cispo the only bound that acts"""
+    """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
     dual_clip: float | None = None
     """a token of a bad response whose ratio exceeds this is no longer pushed down; None: no such bound"""
     cliprange_value: float | None = 0.5
@@ -230,6 +232,7 @@ PRESETS = {
         rewards=RewardsArgs(kl_coef=0.0, kl_loss_coef=0.001),
         ppo=PpoArgs(batch_size=1_280, samples_per_prompt=5, nminibatches=2, advantage="grpo", dual_clip=3.0),
     ),
+    # DAPO as verl has it: its token mean is over a minibatch, the paper's over the responses to one question.
     "dapo": Args(
         dtype="bfloat16",
         eval_interval=5,
@@ -313,7 +316,8 @@ class Learner:
         self.accelerator = accelerator = processes.make_accelerator()
         check_arguments(args)
         if accelerator.is_main_process:
-            warn(args.rewards)
+            for doubt in doubts(args):
+                print(doubt)
         sizes = ppo_sizes(args.ppo, accelerator.num_processes)
         self.given = args  # with names such as `sums`, not yet paths: what meta.json and the saved models keep
         args = worlds.find_paths(args, joint)
@@ -323,8 +327,8 @@ class Learner:
         check_problems(train_problems, sizes)
         with cli.typed_as({"task.query_length": "task.prompt_length"}):
             self.actor_critic, self.reference, self.adapters = load_networks(args, tokenizer, accelerator)
-        ids = problems.task_ids(args.task, tokenizer, self.actor_critic.lm_backbone.generation_config)
-        sources = load_sources(args, ids, accelerator)
+            ids = problems.task_ids(args.task, tokenizer, self.actor_critic.lm_backbone.generation_config)
+            sources = load_sources(args, ids, accelerator)
         self.setup = Setup(args, sizes, tokenizer, ids, train_problems, sources, accelerator)
         self.sample = partial(self.actor_critic.sample, ids)
         self.evaluate = partial(evaluate_policy, self.setup, self.actor_critic, self.sample, held_out)
@@ -350,7 +354,7 @@ class Learner:
         if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
             self.evaluation |= self.evaluate(args.eval_samples if number == 0 else 0)[0]
 
-    def update(self, number: int, batch: Rollout, weights: Tensor | None = None) -> tuple[dict, Estimate]:
+    def update(self, number: int, batch: Rollout, weights: Weights | None = None) -> tuple[dict, Estimate]:
         """Steps 6 and 7: see the function update."""
         args, sizes, rank = self.setup.args, self.setup.sizes, self.accelerator.process_index
         orders = [draw_minibatches(args.seed, number, epoch, sizes, rank) for epoch in range(args.ppo.noptepochs)]
@@ -727,7 +731,7 @@ def rollout(
     parts, raw_scores = score_responses(setup, prompts, answers, queries, responses)
     # [V22] What cannot be scored has no token that counts.
     mask = mask & raw_scores.isfinite().unsqueeze(1)
-    raw_scores = raw_scores.nan_to_num(0)
+    parts, raw_scores = parts.nan_to_num(0), raw_scores.nan_to_num(0)
     scores = punish(raw_scores, mask.sum(1), stopped, shaping, task.response_length)
     baselines = torch.zeros_like(scores)
     for likeliest, _ in greedy:
@@ -827,19 +831,21 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str)
 
         k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
-    k1 stands for the KL because its mean over sampled tokens is the KL; single tokens, and batches, may be negative.
-    In the reward, k1 has the gradient of the whole response's KL: the return of a token holds what it leads to.
-    As a loss, only the slope counts, and only for the token itself. That of k1 is 1 everywhere, and the mean of the
-    gradient of log p is 0: it moves nothing. That of k2 has the gradient of the KL of the next token, given the text
-    so far; that of k3 the gradient of the reverse KL. `k1+`, `k2+`, `k3+`: the value of the name with the slope of
-    k2, to be multiplied by the detached ratio.
+    The mean of k1 over sampled tokens is the KL; single tokens, and whole batches, may be negative.
+    In the reward, k1 has the gradient of the whole response's KL, because the return of a token includes the KL of
+    all tokens after it. As a loss, an estimate acts only through its slope, and only on the token that it was
+    computed for. The slope of k1 is 1 everywhere. It moves nothing, because the mean of the gradient of log p is 0.
+    The slope of k2 gives the gradient of the reverse KL of the next token, KL(policy || reference), given the text so
+    far; the slope of k3 that of the forward KL, KL(reference || policy). `k1+`, `k2+` and `k3+` have the value of
+    the name and the slope of k2, and are to be multiplied by the detached ratio.
     """
     d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
-    inverse_ratio = torch.exp((-d).clamp(max=20))
     forms = {"k1": (d, 1), "abs": (d.abs(), d.sign()), "k2": (d**2 / 2, d)}  # value and slope
+    # `expm1` is exact where d is near 0, and k3 a difference of two almost equal numbers.
+    inverse_ratio_less_1 = torch.expm1((-d).clamp(max=20))
     # [V52] Far below the reference k3 grows on, and pulls back with a slope of -10; verl's clamps leave it none.
     #       core_algos.py#L1890-L1896
-    forms["k3"] = (inverse_ratio - 1 + d, (1 - inverse_ratio).clamp(min=-10))
+    forms["k3"] = (inverse_ratio_less_1 + d, (-inverse_ratio_less_1).clamp(min=-10))
     value, slope = forms[name.removesuffix("+")]
     # [V50] A plus: the value of the name, the slope of k2.   core_algos.py#L1841-L1864
     slope = torch.as_tensor(d if name.endswith("+") else slope)
@@ -882,6 +888,11 @@ def draw_minibatches(seed: int, number: int, epoch: int, sizes: PpoSizes, rank: 
     return inds[share].T - rank * sizes.local_batch
 
 
+# Factors of the losses of sampled tokens, where another policy than that of `logprobs` has sampled them: fixed ones,
+# (rows, response_length), or a function of the new log-probs of a micro-batch, and its rows.
+Weights = Tensor | Callable[[Tensor, Rollout], Tensor]
+
+
 def update(
     actor_critic: ActorCritic,
     optimizers: dict[str, torch.optim.Optimizer],
@@ -894,14 +905,13 @@ def update(
     *,
     version: int,
     policy_learns: bool = True,
-    weights: Tensor | None = None,
+    weights: Weights | None = None,
 ) -> tuple[dict[str, Tensor], Estimate]:
     """Steps 6 and 7: advantages, and all epochs over one batch.
 
-    orders: for each epoch this process's rows of each minibatch. version: updates that the policy has seen. weights:
-    factors of the losses of tokens, for what another policy has sampled. Returns numbers of the optimiser steps,
-    (steps,): gradient norms, and of everything else this process's share, which add up over all processes; and the
-    advantages and returns.
+    orders: for each epoch this process's rows of each minibatch. version: updates that the policy has seen. Returns
+    numbers of the optimiser steps, (steps,): gradient norms, and of everything else this process's share, which add
+    up over all processes; and the advantages and returns.
     """
     ppo, shaping = args.ppo, args.rewards
     reduce = partial(accelerator.reduce, reduction="sum")
@@ -934,16 +944,22 @@ def update(
                     mb_advantages,
                     mb.loss_mask,
                     ppo.loss,
-                    low=ppo.cliprange_low,
-                    high=ppo.cliprange_high,
-                    dual_clip=ppo.dual_clip,
+                    **bounds(ppo),
                 )
                 kl = kl_in_loss(new_logprobs, mb, exact_kl, shaping)
+                if callable(weights):
+                    # [V84] The weights of the policy of this step, where the loss has no ratio.
+                    losses = weights(new_logprobs, mb) * losses
+                elif weights is not None:
+                    # [V83] The weights of the policy that the steps began with.   core_algos.py#L1237
+                    losses = weights[inds] * losses
+                    if shaping.kl_loss_estimator != "full":  # which is the same whichever token was drawn
+                        kl = weights[inds] * kl
                 v_losses, v_clipped = value_losses(
                     new_values, mb.values, mb_returns, mb.loss_mask, ppo.cliprange_value
                 )
-                policy_loss = mean_of(losses if weights is None else weights[inds] * losses)
-                kl_loss, entropy, value_loss = mean_of(kl), mean_of(entropies), mean_of(v_losses)
+                policy_loss, kl_loss = mean_of(losses), mean_of(kl)
+                entropy, value_loss = mean_of(entropies), mean_of(v_losses)
                 # [V49] [V68] All terms have one divisor, and what is logged of each stays as it is.
                 #       losses.py#L158-L172
                 loss = policy_loss + shaping.kl_loss_coef * kl_loss - ppo.entropy_coef * entropy
@@ -951,6 +967,7 @@ def update(
                 ((loss + value_loss) * accelerator.num_processes).backward()
                 losses_of = {"policy": policy_loss, "value": value_loss, "kl": kl_loss, "entropy": entropy}
                 share = {"objective/loss": loss} | {f"loss/{name}_avg": x for name, x in losses_of.items()}
+                share |= {"tokens": mb.loss_mask.sum()}
                 flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below}
                 flags |= {"val/clipfrac_avg": v_clipped}
                 shares.append(
@@ -977,10 +994,13 @@ def compute_advantages(batch: Rollout, ppo: PpoArgs, reduce: Callable[[Tensor], 
     # [V32] Over the tokens of the response; what is left out of the loss narrows the loss alone.
     estimate = partial(ESTIMATORS[ppo.advantage], values=batch.values, baselines=batch.baselines)
     advantages, returns = estimate(batch.rewards, batch.mask, batch.groups, gamma=ppo.gamma, lam=ppo.lam)
-    whitened = ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages
-    if whitened:
+    if is_whitened(ppo):
         advantages = whiten(advantages, batch.mask, keep_mean=False, reduce=reduce)
     return advantages, torch.zeros_like(advantages) if returns is None else returns
+
+
+def is_whitened(ppo: PpoArgs) -> bool:
+    return ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages
 
 
 def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, int]:
@@ -996,7 +1016,8 @@ def kl_in_loss(new_logprobs: Tensor, mb: Rollout, exact_kl: Tensor, shaping: Rew
     if name == "full" or not shaping.kl_loss_coef:
         return exact_kl
     kl = kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, name)
-    # [V50] Times the ratio, without its gradient: right also when the policy has moved.   core_algos.py#L1841-L1864
+    # [V50] Times the ratio, without its gradient, so that it is right also when the policy has moved. With k3+ this
+    #       is the unbiased estimate of DeepSeek-V3.2.   core_algos.py#L1841-L1864
     ratio = torch.exp((new_logprobs.detach() - mb.logprobs).masked_fill(~mb.loss_mask, 0).clamp(-20, 20))
     return kl * ratio if name.endswith("+") else kl
 
@@ -1121,7 +1142,8 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": remax,
 }
 IN_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline")
-# [V47] By default. After GRPO, subtracting the mean over tokens would give groups without a signal an advantage.
+# [V47] By default. After GRPO, subtracting the mean over tokens would give groups without a signal an advantage; so
+#       it does in reinforce++-baseline, here as in verl and OpenRLHF.
 WHITENED = ("gae", "reinforce++", "reinforce++-baseline")
 
 
@@ -1163,7 +1185,8 @@ def token_losses(
         ppo         max(-A r, -A clip(r)); with a dual clip c and A < 0, at most -A c
         gspo        the same with the r of the whole sequence, exp(mean of new - old), which hardly leaves 1: its
                     bounds are 3e-4 and 4e-4 where those of ppo are 0.2
-        cispo       -clip(r) A log p, the clip taken as given: no token ever loses its gradient
+        cispo       -clip(r) A log p, the clip taken as given: no token ever loses its gradient. With low = 1 there is
+                    only an upper bound, and this is REINFORCE with a truncated importance weight
         reinforce   -A log p
     """
     new_logprobs, logprobs, advantages = (x.masked_fill(~mask, 0) for x in (new_logprobs, logprobs, advantages))
@@ -1180,7 +1203,7 @@ def token_losses(
     ratio = torch.exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - low, 1 + high)
     if loss == "cispo":
-        # [V66] Bounds as distances from 1; TRL's upper bound is the bound itself.   core_algos.py#L1722-L1780
+        # [V66] Bounds as distances from 1.   core_algos.py#L1722-L1780
         return -clipped_ratio.detach() * advantages * new_logprobs, (ratio != clipped_ratio) & mask, nothing
     # [V58] [V63] The lower bound and the upper may differ, as in DAPO's clip-higher.   core_algos.py#L1160-L1250
     losses, clipped_losses = -advantages * ratio, -advantages * clipped_ratio
@@ -1193,6 +1216,14 @@ def token_losses(
     bound = -advantages * dual_clip
     clipped_below = (advantages < 0) & (losses > bound) & mask
     return torch.where(clipped_below, bound, losses), clipped, clipped_below
+
+
+def bounds(ppo: PpoArgs) -> dict[str, float | None]:
+    """The bounds of the ratio, for token_losses."""
+    # [V66] MiniMax-M1 and ScaleRL bound cispo's ratio from above alone: a floor would lift weights that ought to be
+    #       small. verl has one.   core_algos.py#L1722-L1780
+    low = {"cispo": 1.0}.get(ppo.loss, 0.2) if ppo.cliprange_low is None else ppo.cliprange_low
+    return {"low": low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip}
 
 
 def value_losses(
@@ -1305,7 +1336,7 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
     log_ppl, sampler_log_ppl = (-x.sum(1) / lengths for x in (logprobs, sampler_logprobs))
     return {
         "kl": -log_w[mask].mean(),
-        "k3": (weights - 1 - log_w[mask]).mean(),
+        "k3": (torch.expm1(log_w.clamp(-20, 20)) - log_w)[mask].mean(),
         "chi2_token": (weights**2).mean() - 1,
         "chi2_sequence": (sequence_weights**2).mean() - 1,
         "perplexity": log_ppl.exp().mean(),
@@ -1350,6 +1381,8 @@ def update_metrics(
         "objective/rlhf_reward": batch.rewards.masked_fill(~batch.mask, 0).sum(1),
         "objective/entropy": -batch.logprobs.masked_fill(~batch.mask, 0).sum(1),
     }
+    if setup.args.ppo.filter_groups:  # [V78] groups that were left over are as many updates old
+        of_episodes["train/staleness_mean"] = version - batch.versions
     of_tokens = {
         "objective/kl_per_token": batch.kl,
         "objective/sampler_gap": (batch.logprobs - batch.sampler_logprobs).abs(),
@@ -1369,10 +1402,17 @@ def update_metrics(
         (live & ~right, {"val/sequence_lengths_incorrect": lengths}),
         accelerator=accelerator,
     )
-    shares = {name: x.mean() for name, x in steps.items() if not name.endswith("grad_norm")}
+    # [V55] A minibatch in which no token counts is in no mean either.
+    live_steps = accelerator.reduce(steps["tokens"], "sum") > 0  # (steps,)
+    shares = {
+        name: x[live_steps].sum() / live_steps.sum().clamp(min=1)
+        for name, x in steps.items()
+        if not name.endswith("grad_norm")
+    }
     m |= processes.sum_over_processes(shares | {"first": steps["first"][0]}, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
-    m |= {"val/ratio_var": m["square"] - (m["val/ratio"] - 1) ** 2, "val/first_ratio_gap": math.sqrt(m["first"])}
+    off = m["val/ratio"] - 1 if live_steps.any() else 0
+    m |= {"val/ratio_var": m["square"] - off**2, "val/first_ratio_gap": math.sqrt(m["first"])}
     if critic:
         variance_of_errors = m["square_of_error"] - m["error"] ** 2
         variance_of_returns = m["square_of_return"] - m["val/returns"] ** 2
@@ -1433,27 +1473,49 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")
     cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
     cli.at_least(0, "lora.", args.lora, "rank")
-    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_low", "cliprange_high", "adam_eps", "max_grad_norm")
-    cli.above_zero(
-        "ppo.", ppo, *(name for name in ("dual_clip", "cliprange_value") if getattr(ppo, name) is not None)
-    )
+    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "adam_eps", "max_grad_norm")
+    may_be_none = ("cliprange_low", "dual_clip", "cliprange_value")
+    cli.above_zero("ppo.", ppo, *(name for name in may_be_none if getattr(ppo, name) is not None))
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
-    for problem in impossible(args):
+    for problem in (*impossible(args), *without_effect(args)):
         raise InputError(problem)
 
 
-def warn(shaping: RewardsArgs) -> None:
-    """Say what may not be meant."""
+def doubts(args: Args) -> Iterator[str]:
+    """What is allowed, but may not be meant."""
+    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
     # [V48] verl and TRL offer these without a word.   ray_trainer.py#L86-L108
     if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
-        print(
-            f"{cli.flag('rewards.kl_estimator')} {shaping.kl_estimator}: in the reward, its gradient vanishes near "
-            f"the reference and can point away from it further out; that of k1 is the gradient of the KL divergence"
+        yield (
+            f"{estimator}: in the reward, its gradient vanishes near the reference and can point away from it "
+            f"further out; that of k1 is the gradient of the KL divergence"
+        )
+    # [V34] The penalties of a group whose scores are all equal differ, and are divided by how much they differ. verl
+    #       does the same.   core_algos.py#L267-L330
+    if shaping.kl_coef and ppo.advantage == "grpo" and not ppo.filter_groups:
+        yield (
+            f"{flag('ppo.advantage')} grpo divides by the group's standard deviation. Where all scores are equal, "
+            f"that of the KL penalty is left, and however small {flag('rewards.kl_coef')} {shaping.kl_coef:g} is, "
+            f"advantages are about 1; {flag('rewards.kl_loss_coef')} or {flag('ppo.advantage')} dr_grpo avoids that"
         )
     # [V56] Allowed, and said.   verl/utils/config.py#L181
     if shaping.kl_coef and shaping.kl_loss_coef and shaping.kl_estimator != "full":
-        print(f"{cli.flag('rewards.kl_coef')} and {cli.flag('rewards.kl_loss_coef')} both penalise the KL")
+        yield f"{flag('rewards.kl_coef')} and {flag('rewards.kl_loss_coef')} both penalise the KL"
+    if shaping.adaptive_kl.target is not None and shaping.kl_estimator in ("abs", "k2"):
+        yield f"{flag('rewards.adaptive_kl.target')} is in nats of KL, which {estimator} does not estimate"
+    if ppo.loss == "gspo" and max(bounds(ppo)["low"], ppo.cliprange_high) > 0.01:
+        yield (
+            f"{flag('ppo.loss')} gspo: the ratio of a whole response hardly leaves 1, so a clip range above 0.01 "
+            f"never acts; its authors take {flag('ppo.cliprange_low')} 3e-4 and {flag('ppo.cliprange_high')} 4e-4"
+        )
+    # [V36] Half of Dr. GRPO is in the loss.
+    if ppo.advantage == "dr_grpo" and ppo.loss_aggregation != "seq-mean-token-sum-norm":
+        yield (
+            f"{flag('ppo.advantage')} dr_grpo is Dr. GRPO only with {flag('ppo.loss_aggregation')} "
+            f"seq-mean-token-sum-norm"
+        )
 
 
 def impossible(args: Args) -> Iterator[str]:
@@ -1472,11 +1534,17 @@ def impossible(args: Args) -> Iterator[str]:
     # [V51] With equal coefficients, and advantages that nothing rescales, they are the gradient of the sequence's KL;
     #       in the reward alone it points away.
     unequal = shaping.kl_loss_coef != shaping.kl_coef or shaping.adaptive_kl.target is not None
-    if shaping.kl_coef and shaping.kl_estimator == "full" and (not full_in_loss or unequal):
+    full_in_reward = shaping.kl_coef and shaping.kl_estimator == "full"
+    if full_in_reward and (not full_in_loss or unequal):
         yield (
             f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
             f"{flag('rewards.kl_loss_coef')} that is {flag('rewards.kl_coef')}, and no "
             f"{flag('rewards.adaptive_kl.target')}: in the reward alone its gradient points away from the reference"
+        )
+    if full_in_reward and (is_whitened(ppo) or ppo.advantage == "grpo"):
+        yield (
+            f"{flag('rewards.kl_estimator')} full needs advantages that nothing rescales, since the loss has the "
+            f"rest of its gradient: {flag('ppo.whiten_advantages')} False, and {flag('ppo.advantage')} rloo, not grpo"
         )
     # [V56] A coefficient that cannot act is an error.   verl/utils/config.py#L181
     if shaping.adaptive_kl.target is not None and not shaping.kl_coef:
@@ -1498,11 +1566,45 @@ def impossible(args: Args) -> Iterator[str]:
         )
     if ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean":
         yield f"{flag('ppo.loss')} gspo goes with {flag('ppo.loss_aggregation')} seq-mean-token-mean alone"
+    # [V78] Sums with a reward model's score in them are never equal.
+    if ppo.filter_groups and shaping.trained_model:
+        yield (
+            f"{flag('ppo.filter_groups')} leaves out groups whose scores are all equal, which they never are with "
+            f"{flag('rewards.trained_model')}; leave one of the two out"
+        )
     if shaping.overlong_buffer > args.task.response_length:
         yield (
             f"{flag('rewards.overlong_buffer')} {shaping.overlong_buffer} is more than "
             f"{flag('task.response_length')} {args.task.response_length}"
         )
+
+
+def without_effect(args: Args) -> Iterator[str]:
+    """Arguments that nothing reads, although they were given: their value is not the preset's."""
+    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
+    start = shaping.value_model or shaping.trained_model
+    # [V56] Arguments; whether something reads them; what would.
+    readers = [
+        (of_critic, ppo.advantage == "gae", f"{flag('ppo.advantage')} gae"),
+        (new_head, ppo.advantage == "gae" and not start, f"a new head of a critic, {flag('ppo.advantage')} gae"),
+        ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
+        ("ppo.cliprange_low ppo.cliprange_high", ppo.loss != "reinforce", f"a {flag('ppo.loss')} that has a ratio"),
+        ("ppo.prompts_per_round ppo.max_generation_rounds", ppo.filter_groups, flag("ppo.filter_groups")),
+        ("rewards.format_weight", shaping.format, flag("rewards.format")),
+        ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
+        ("rewards.overlong_factor", shaping.overlong_buffer, flag("rewards.overlong_buffer")),
+        ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
+        ("rewards.kl_estimator", shaping.kl_coef or shaping.kl_loss_coef, flag("rewards.kl_coef")),
+        ("rewards.kl_loss_estimator", shaping.kl_loss_coef, flag("rewards.kl_loss_coef")),
+        ("rewards.adaptive_kl.horizon", shaping.adaptive_kl.target, flag("rewards.adaptive_kl.target")),
+        ("eval_temperature", args.eval_samples, flag("eval_samples")),
+    ]
+    for names, is_read, reader in readers:
+        for name in names.split():
+            value, usual = (attrgetter(name)(one) for one in (args, PRESETS.get(args.preset, Args())))
+            if not is_read and value != usual:
+                yield f"{flag(name)} {value} does nothing without {reader}; leave it at {usual!r}"
 
 
 @dataclass(frozen=True)

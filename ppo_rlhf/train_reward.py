@@ -537,11 +537,19 @@ def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_size: int, temperature: float) -> Tensor:
-    """Logits over the tokenizer's ids, divided by the temperature, in float32 or better: (..., vocab_size)."""
+    """Logits over the tokenizer's ids, divided by the temperature: (..., vocab_size). In full precision even in
+    bfloat16 runs, where rounded logits would move the log-prob of every token.
+    """
+    output_layer = lm_backbone.get_output_embeddings()
+    hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        if getattr(output_layer, "weight", hidden_states).dtype == torch.bfloat16:  # a frozen model
+            logits = F.linear(hidden_states, *(parameter.float() for parameter in output_layer.parameters()))
+        else:
+            logits = output_layer(hidden_states)
     # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
-    logits = lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
     # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits[..., :vocab_size] / temperature
 
 
 def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:

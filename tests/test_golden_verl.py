@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from golden_models import GOLDEN, close, load_json
+from test_rlvr_math import StandIn, rollout_of, updated_stand_in
 from torch import Tensor
 
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_async, rlvr_policy
 from ppo_rlhf.lib import rewards
 
 CASES = {case["name"]: case for case in load_json("verl/cases")["cases"]}
@@ -162,17 +163,30 @@ def check_policy(name: str) -> None:
 
 
 def check_bypass_reinforce() -> None:
+    """An update of rlvr_async.py. Rewards that are discounted by 0 are the advantages."""
     x, _ = case("policy_bypass_reinforce")
-    logprobs, sampler = x["log_prob"].clone().requires_grad_(True), x["rollout_log_prob"]
+    mask, sampler, advantages = x["response_mask"], x["rollout_log_prob"], x["advantages"]
     # verl's bounds hold for the inverse ratio; .4 and 2.5 are each other's.
-    mask = rlvr_policy.rejection_mask(logprobs, sampler, x["response_mask"], "token", 0.4, 2.5)
-    same(mask.double(), x["out/kept_mask"])
-    weights = rlvr_policy.importance_weights(logprobs, sampler, mask, "token", 2.0)
-    losses, _, _ = rlvr_policy.token_losses(logprobs, sampler, x["advantages"], mask, "reinforce", low=0.2, high=0.2)
-    total = rlvr_policy.aggregate(weights * losses, mask, "token-mean")
-    (gradient,) = torch.autograd.grad(total, logprobs)
-    same(total.detach(), x["out/loss"], AVERAGE)
-    same(gradient, x["out/grad_log_prob"], AVERAGE)
+    args = rlvr_async.Args(
+        correction="bypass",
+        rejection="token",
+        rejection_low=0.4,
+        rejection_high=2.5,
+        ppo=rlvr_policy.PpoArgs(advantage="reinforce++", gamma=0.0, whiten_advantages=False, loss="reinforce"),
+    )
+    tokens = torch.arange(len(mask)).unsqueeze(1).expand(len(mask), 1 + mask.shape[1])
+    given = {"logprobs": x["log_prob"], "sampler_logprobs": sampler, "rewards": advantages, "query_responses": tokens}
+    seen = []
+
+    def read(table: Tensor, tokens: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(kept)
+        return table, torch.zeros_like(table)
+
+    network = StandIn(x["log_prob"], read)
+    steps = updated_stand_in(network, rollout_of(mask, **given), args)
+    same(seen[0].double(), x["out/kept_mask"])
+    same(steps["loss/policy_avg"][0], x["out/loss"], AVERAGE)
+    same(network.table.grad, x["out/grad_log_prob"], AVERAGE)
 
 
 def check_entropy() -> None:
@@ -553,7 +567,7 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     ),
     "whitening of all entries": ("whiten", "mask.sum().double()", "torch.tensor(mask.numel()).double()", [GAE]),
     "k2 without its half": ("kl_estimate", "d**2 / 2", "d**2", [check_kl]),
-    "k3 upside down": ("kl_estimate", "torch.exp((-d)", "torch.exp((d)", [check_kl]),
+    "k3 upside down": ("kl_estimate", "torch.expm1((-d)", "torch.expm1((d)", [check_kl]),
     "k3 without a slope far below": ("kl_estimate", ".clamp(min=-10)", " * (d > -2.6)", [check_differing_kl_extreme]),
     "one bound for both sides": ("token_losses", "1 + high", "1 + low", [GSPO]),
     "the smaller loss": ("token_losses", "torch.maximum(losses", "torch.minimum(losses", [VANILLA]),

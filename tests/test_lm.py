@@ -10,6 +10,22 @@ from ppo_rlhf.lib import lm
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_logits_are_in_full_precision_in_a_bfloat16_run(tiny_models, weights, biased):
+    """Those of weights that are in bfloat16 themselves, too."""
+    model = tiny_models("gpt_neox").to(weights)
+    layer = model.get_output_embeddings()
+    if biased:
+        layer.bias = torch.nn.Parameter(torch.linspace(-3, 3, VOCAB).to(weights))
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = lm.scaled_logits(model, hidden, VOCAB - 1, 0.7)
+    expected = hidden.double().numpy() @ layer.weight.detach().double().numpy().T
+    expected = (expected + (layer.bias.detach().double().numpy() if biased else 0))[:, : VOCAB - 1] / 0.7
+    assert_close(logits, torch.from_numpy(expected).float(), atol=1e-5, rtol=1e-5)
+
+
 def contexts_and_noise(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     contexts = token_ids(5, rows, 6)
     contexts[1, :4] = contexts[2, 3:] = contexts[3, 2:4] = PAD

@@ -20,7 +20,7 @@ import torch
 from processes import Launched, launch_together
 from runs import explained_metrics, metrics_of, only
 from test_engine_vllm import FAKE
-from test_rlvr_math import numbers, rollout_of
+from test_rlvr_math import ALONE, numbers, rollout_of
 from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
 from test_tldr_math import on_processes
 from torch.testing import assert_close
@@ -421,7 +421,6 @@ def test_an_engine_takes_whole_weights_and_samples_by_no_others(tiny_sums):
 
 # ---- Corrections -----------------------------------------------------------------------------------------------
 
-ALONE = SimpleNamespace(gather=lambda tensor: tensor, process_index=0)
 RATIOS = [[0.25, 1.0, 3.0], [1.0, 1.0, 1.0], [4.0, 4.0, 9.0]]  # prox / mu; the last 9 is masked
 LIVE = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]]).bool()
 
@@ -474,6 +473,12 @@ def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word
         assert weights is None and trained.logprobs is batch.logprobs and trained.loss_mask.equal(LIVE)
     trained, weights, _ = correct(batch, args_of(correction="bypass"), 5, ALONE)
     assert weights is None and trained.logprobs is batch.sampler_logprobs
+    # The loss reinforce has no ratio; its weights are those of the newest policy, here twice as likely as prox.
+    for level, expected in {"token": [0.5, 2, 4], "sequence": [4] * 3}.items():
+        settings = {"correction_level": level, "correction_cap": 4.0, "ppo": rlvr_policy.PpoArgs(loss="reinforce")}
+        trained, weights, _ = correct(batch, args_of(correction="bypass", **settings), 5, ALONE)
+        assert trained.logprobs is batch.sampler_logprobs
+        assert weights(batch.logprobs + math.log(2), trained)[0].tolist() == pytest.approx(expected)
     assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE)[1] is not None
 
 

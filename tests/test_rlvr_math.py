@@ -14,6 +14,7 @@ from golden_models import load_json
 from test_tldr_math import on_processes
 from torch.testing import assert_close
 
+from ppo_rlhf import rlvr_async
 from ppo_rlhf.rlvr_policy import (
     ESTIMATORS,
     IN_GROUPS,
@@ -22,6 +23,7 @@ from ppo_rlhf.rlvr_policy import (
     RewardsArgs,
     Rollout,
     aggregate,
+    bounds,
     compute_advantages,
     compute_rewards,
     importance_weights,
@@ -33,6 +35,7 @@ from ppo_rlhf.rlvr_policy import (
     response_mask,
     scores_differ,
     token_losses,
+    update,
     value_losses,
     whiten,
     with_rewards,
@@ -64,6 +67,31 @@ def rollout_of(mask: torch.Tensor = MASK, **fields: torch.Tensor) -> Rollout:
     given |= {"parts": torch.zeros(rows, 1), "stopped": torch.ones(rows, dtype=torch.bool)}
     given |= {"query_responses": torch.ones(rows, 1 + mask.shape[1], dtype=torch.long)}
     return Rollout(**given | {"mask": mask, "loss_mask": mask} | fields)
+
+
+ALONE = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, process_index=0)
+
+
+class StandIn(torch.nn.Module):
+    """In place of a policy: parameters, and how log-probs of responses, and exact KLs, are read from them."""
+
+    critic = None
+
+    def __init__(self, parameters: torch.Tensor, read: Callable):
+        super().__init__()
+        self.table, self.read = torch.nn.Parameter(parameters.clone()), read
+
+    def forward(self, tokens, mask, pad_id, reference, longest):
+        logprobs, exact_kl = (x.masked_fill(~mask, 0) for x in self.read(self.table, tokens, mask))
+        return logprobs, torch.zeros_like(logprobs), torch.zeros_like(logprobs), exact_kl
+
+
+def updated_stand_in(network: StandIn, batch: Rollout, args: rlvr_async.Args) -> dict[str, torch.Tensor]:
+    """The steps of an update as rlvr_async.py makes it of a batch of one update before; network.table.grad stays."""
+    trained, weights, _ = rlvr_async.correct(batch, args, 1, ALONE)
+    optimizers, order = {"policy": torch.optim.SGD(network.parameters(), lr=0.0)}, torch.arange(len(batch.mask))
+    options = {"version": 1, "weights": weights}
+    return update(network, optimizers, None, trained, [order[None]], args, -1, ALONE, **options)[0]
 
 
 # ---- Masks and rewards -----------------------------------------------------------------------------------------
@@ -191,6 +219,21 @@ def test_one_right_answer_of_eight_weighs_2_47():
     advantages, _ = ESTIMATORS["grpo"](rewards, torch.ones(8, 1).bool(), torch.zeros(8, dtype=torch.long))
     assert advantages[5].item() == pytest.approx(math.sqrt(7 / 8 * 7 / 1), abs=1e-4)
     assert advantages[0].item() == pytest.approx(-math.sqrt(7 / 8 * 1 / 7), abs=1e-4)
+
+
+def test_grpo_makes_a_signal_of_whatever_differs_in_a_group():
+    """Eight equal scores: a KL penalty however small, or a punishment of 0.002, still gets advantages of about 1."""
+    kl = np.array([0.1, 0.9, 1.2, 1.3, 0.3, 0.7, 0.5, 1.1])
+    logprobs, zeros, mask = torch.from_numpy(kl)[:, None], torch.zeros(8, 1).double(), torch.ones(8, 1).bool()
+    for coef, size in ((1e-3, 1.0), (1e-5, 0.8)):
+        rewards, _, _ = compute_rewards(zeros[:, 0], logprobs, zeros, mask, coef, "k1")
+        of_grpo, of_dr_grpo = (ESTIMATORS[name](rewards, mask, zeros[:, 0])[0][:, 0] for name in ("grpo", "dr_grpo"))
+        expected = -coef * (kl - kl.mean())
+        assert of_dr_grpo.numpy() == pytest.approx(expected)
+        assert of_grpo.numpy() == pytest.approx(expected / (coef * kl.std(ddof=1) + 1e-6))
+        assert of_grpo.abs().max() > size > 100 * of_dr_grpo.abs().max()
+    punished, _ = ESTIMATORS["grpo"](torch.tensor([1.0] * 7 + [0.998]).double()[:, None], mask, zeros[:, 0])
+    assert punished[7, 0].item() == pytest.approx(-2.47, abs=0.005)
 
 
 def test_equal_prompts_are_two_groups_and_their_order_does_not_matter():
@@ -340,6 +383,41 @@ def test_gradient_of_the_kl_in_the_loss_when_another_policy_samples(name):
     assert_close(gradient, expected, atol=2e-10, rtol=0)
 
 
+@pytest.mark.parametrize("correction", ["decoupled", "bypass"])
+@pytest.mark.parametrize("name", ["abs", "k2", "k3", "k1+", "k2+", "k3+", "full"])
+def test_gradient_of_the_kl_in_the_loss_with_a_sampler_that_is_not_the_policy_of_the_clip(name, correction):
+    """Three policies over three tokens: mu has sampled, the learner was prox when the batch came, and is new."""
+    mu, prox, ref = np.array([0.5, 0.25, 0.25]), np.array([0.2, 0.5, 0.3]), np.array([0.3, 0.3, 0.4])
+    logits, drawn = np.array([0.4, -0.7, 0.1]), np.array([0, 0, 1, 2])  # four rows: each token as often as mu says
+    new = np.exp(logits) / np.exp(logits).sum()
+    d = np.log(new / ref)
+    old = {"decoupled": prox, "bypass": mu}[correction]  # after which policy a sampled token counts
+    slopes = {"abs": np.sign(d), "k2": d, "k3": 1 - ref / new}
+    weighted = old * slopes[name] if name in slopes else new * d
+    expected = weighted - new * weighted.sum()
+    if name not in slopes:  # the gradient of KL(new || ref)
+        assert expected == pytest.approx(new * (d - (new * d).sum()), abs=1e-12)
+
+    def read(table, tokens, mask):
+        logprobs = table.log_softmax(0)
+        exact = (logprobs.exp() * (logprobs - torch.from_numpy(ref).log())).sum()
+        return logprobs[tokens[:, -1:]], exact.expand(mask.shape)
+
+    of_tokens = {"sampler_logprobs": mu, "logprobs": prox, "ref_logprobs": ref}
+    of_tokens = {field: torch.from_numpy(np.log(p)[drawn])[:, None] for field, p in of_tokens.items()}
+    tokens = torch.tensor([[5, token] for token in drawn])
+    batch = rollout_of(torch.ones(4, 1, dtype=torch.bool), query_responses=tokens, **of_tokens)
+    network, cap = StandIn(torch.from_numpy(logits), read), 0.9 if name == "full" else 9.0
+    args = rlvr_async.Args(
+        correction=correction,
+        correction_cap=cap,
+        ppo=PpoArgs(advantage="reinforce++"),
+        rewards=RewardsArgs(kl_loss_coef=1.0, kl_loss_estimator=name),
+    )
+    updated_stand_in(network, batch, args)
+    assert network.table.grad.numpy() == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "full"])
 def test_gradient_of_the_kl_in_the_reward(name):
     expected = torch.tensor(stored(f"{name} in the reward, gamma = lambda = 1")["grad"], dtype=torch.float64)
@@ -371,6 +449,19 @@ def test_kl_estimates_do_not_see_what_is_masked(name):
     kl = kl_estimate(logprobs, spoiled(numbers(2)), MASK, name)
     (slope,) = torch.autograd.grad(kl.sum(), logprobs)
     assert (kl[~MASK] == 0).all() and (slope[~MASK] == 0).all() and slope.isfinite().all()
+
+
+def test_k3_and_its_slope_are_exact_where_two_policies_hardly_differ():
+    """In float32, at the distances that two ways to compute one policy have."""
+    d = torch.tensor([[1e-4, -1e-4, 1e-5, -1e-5, 1e-6, -1e-6, 1e-8]])
+    logprobs, mask = d.clone().requires_grad_(True), torch.ones(1, 7, dtype=torch.bool)
+    k3 = kl_estimate(logprobs, torch.zeros(1, 7), mask, "k3")
+    (slope,) = torch.autograd.grad(k3.sum(), logprobs)
+    expected = d.double() ** 2 / 2 - d.double() ** 3 / 6
+    assert (k3 >= 0).all() and k3[0, :4].tolist() == pytest.approx(expected[0, :4].tolist(), rel=0.02)
+    assert slope[0].tolist() == pytest.approx((d.double() - d.double() ** 2 / 2)[0].tolist(), rel=1e-6)
+    off = mismatch(d.repeat(1000, 1), torch.zeros(1000, 7), mask.expand(1000, 7))
+    assert off["k3"].item() == pytest.approx(expected.mean().item(), rel=0.02)
 
 
 def test_descent_on_the_kl_in_the_loss_alone_lowers_the_kl():
@@ -414,6 +505,17 @@ def test_two_bounds_by_hand():
         )
         assert losses.tolist()[0] == pytest.approx(expected)
         assert clipped.tolist()[0] == ([False, False, False, True] if sign == 1 else [True, False, False, False])
+
+
+@pytest.mark.parametrize(("low", "weights"), [(None, [0.05, 0.9, 1.2]), (0.2, [0.8, 0.9, 1.2])])
+def test_cispo_has_a_lower_bound_only_if_one_is_asked_for(low, weights):
+    settings = PpoArgs(loss="cispo", cliprange_low=low)
+    ratios, mask = torch.tensor([[0.05, 0.9, 5.0]], dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
+    new = ratios.log().requires_grad_(True)
+    losses, clipped, _ = token_losses(new, torch.zeros(1, 3), torch.ones(1, 3), mask, "cispo", **bounds(settings))
+    assert (-torch.autograd.grad(losses.sum(), new)[0])[0].tolist() == pytest.approx(weights)
+    assert clipped[0].tolist() == [low is not None, False, True]
+    assert bounds(PpoArgs()) == {"low": 0.2, "high": 0.2, "dual_clip": None}
 
 
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_says_so():

@@ -35,6 +35,13 @@ def letters(prompts, responses, answers):
 def some(prompts, responses, answers):
     return [None if len(response) % 3 == 0 else 1.0 for response in responses]
 
+def some_of_three(prompts, responses, answers):
+    sums = [sum(map(ord, response)) for response in responses]
+    return [None if total % 3 == 0 else float(len(response) % 3) for total, response in zip(sums, responses)]
+
+def silent(prompts, responses, answers):
+    return [None] * len(responses)
+
 def never(prompts, responses, answers):
     return [0.0] * len(responses)
 """
@@ -187,7 +194,8 @@ WAYS |= {
     "cispo": f"{WAYS['rloo']} --ppo.loss cispo --ppo.loss_aggregation seq-mean-token-sum",
     "reinforce": f"{WAYS['remax']} --ppo.loss reinforce --ppo.loss_aggregation seq-mean-token-sum-norm",
     "k3+ in the loss": f"{WAYS['grpo']} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k3+",
-    "full": "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full --rewards.kl_estimator full",
+    "full": "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full --rewards.kl_estimator full "
+    "--ppo.whiten_advantages False",
     "k3 in the reward": "--rewards.kl_estimator k3 --rewards.kl_loss_coef 0.1",
     "no kl": f"{WAYS['dr_grpo']} --rewards.kl_coef 0",
     "adapters": "--lora.rank 2 --lora.target_modules all-linear",
@@ -246,6 +254,21 @@ def test_what_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch)
     assert 0 < rows[0]["val/unscorable"] < 1 and rows[0]["objective/scores"] == 1
 
 
+@pytest.mark.parametrize("verifier", ["some", "silent"])
+def test_a_minibatch_without_a_token_is_in_no_mean(tiny_sums, in_folder, monkeypatch, verifier):
+    """The critic warms up: the policy does not move, and all ratios are 1."""
+    words = f"--rewards.verifier letters:{verifier} --ppo.nminibatches 16 --ppo.entropy_coef 0.5"
+    row, _ = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    assert row["val/unscorable"] > 0.1 and row["val/ratio_var"] == pytest.approx(0, abs=1e-9)
+    if verifier == "silent":
+        assert row["val/unscorable"] == 1 and row["policy/entropy_avg"] == 0
+        return
+    # An episode is a minibatch: the losses are those of its tokens, and the unscorable have none.
+    assert row["val/ratio"] == pytest.approx(1, abs=1e-9) and 1 < row["policy/entropy_avg"] < math.log(400)
+    assert row["policy/entropy_avg"] == pytest.approx(row["loss/entropy_avg"])
+    assert row["objective/loss"] == pytest.approx(row["loss/policy_avg"] - 0.5 * row["loss/entropy_avg"])
+
+
 def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(tiny_sums, in_folder, monkeypatch):
     words = "--rewards.verifier letters:letters --rewards.verifier_weight 10 --rewards.format gsm8k_format"
     words += " --rewards.format_weight 0.5 --rewards.missing_stop subtract --rewards.missing_stop_penalty 0.25"
@@ -287,11 +310,28 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
 def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_folder, monkeypatch):
     words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:letters --ppo.filter_groups"
     words += " --ppo.prompts_per_round 6"
+    fill_batch, versions = rlvr_policy.fill_batch, []
+
+    def watched(*given):
+        found = fill_batch(*given)
+        versions.append(found[0].versions)
+        return found
+
+    monkeypatch.setattr(rlvr_policy, "fill_batch", watched)
     rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
     assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
+    ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]
+    assert [row["train/staleness_mean"] for row in rows] == ages and ages[1] > 0
     words = words.replace("letters:letters", "letters:never")
     with pytest.raises(InputError, match=r"--ppo.max_generation_rounds 10 did not fill a batch: only 0 of 16"):
         run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+
+
+def test_groups_with_responses_that_cannot_be_scored_may_be_left_over(tiny_sums, in_folder, monkeypatch):
+    words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:some_of_three --ppo.filter_groups"
+    words += " --ppo.prompts_per_round 6"
+    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    assert len(rows) == 2 and rows[0]["val/unscorable"] > 0
 
 
 # ---- GSM8K -----------------------------------------------------------------------------------------------------
@@ -416,6 +456,7 @@ def test_a_question_becomes_the_prompt_of_the_run(tiny_qwen, tmp_path):
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 FULL = "--rewards.kl_coef 0.1 --rewards.kl_estimator full"
+RLOO = "--ppo.advantage rloo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0"
 BAD = {
     "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
     "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
@@ -436,6 +477,24 @@ BAD = {
     "--rewards.verifier nothing": "--rewards.verifier nothing: unknown; there are gsm8k_strict",
     "--rewards.verifier letters:nothing": "--rewards.verifier letters:nothing",
     "--rewards.value_model nowhere": "reward model nowhere: no such folder",
+    f"{RLOO} --rewards.value_model nowhere": "--rewards.value_model nowhere does nothing without --ppo.advantage gae",
+    f"{RLOO} --ppo.lam 0.9": "--ppo.lam 0.9 does nothing without --ppo.advantage gae; leave it at 0.95",
+    f"{RLOO} --ppo.cliprange_value 0.5": "--ppo.cliprange_value 0.5 does nothing",
+    f"{RLOO} --ppo.value_head normal": "--ppo.value_head normal does nothing",
+    f"{RLOO} --ppo.gamma 0.9": "--ppo.gamma 0.9 does nothing",
+    "--ppo.loss reinforce --ppo.cliprange_low 0.1": "--ppo.cliprange_low 0.1 does nothing",
+    "--ppo.prompts_per_round 8": "--ppo.prompts_per_round 8 does nothing without --ppo.filter_groups",
+    "--ppo.max_generation_rounds 3": "--ppo.max_generation_rounds 3 does nothing",
+    "--rewards.overlong_factor 2": "--rewards.overlong_factor 2.0 does nothing without --rewards.overlong_buffer",
+    "--rewards.missing_stop_penalty 2": "--rewards.missing_stop_penalty 2.0 does nothing",
+    "--rewards.format_weight 2": "--rewards.format_weight 2.0 does nothing without --rewards.format",
+    "--rewards.trained_weight 2": "--rewards.trained_weight 2.0 does nothing",
+    "--rewards.kl_loss_estimator k2": "--rewards.kl_loss_estimator k2 does nothing without --rewards.kl_loss_coef",
+    "--rewards.kl_estimator k3": "--rewards.kl_estimator k3 does nothing",
+    "--rewards.adaptive_kl.horizon 99": "--rewards.adaptive_kl.horizon 99 does nothing",
+    "--eval_samples 0 --eval_temperature 0.5": "--eval_temperature 0.5 does nothing without --eval_samples",
+    f"{RLOO} --ppo.filter_groups --rewards.trained_model x": "leave one of the two out",
+    f"{FULL} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full": "--ppo.whiten_advantages False",
     "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
     "--task.temperature 0": "--task.temperature is 0.0; it must be above 0",
     "--eval_temperature 0": "eval_temperature is 0.0; it must be above 0",
@@ -451,6 +510,35 @@ def test_bad_input_ends_in_one_line_before_anything_is_written(tiny_sums, in_fol
     assert not (folder / "runs").exists()
 
 
+DOUBTFUL = {
+    "--ppo.advantage grpo --rewards.kl_coef 1e-5": "--ppo.advantage grpo divides by the group's standard deviation",
+    "--ppo.loss gspo": "a clip range above 0.01 never acts",
+    "--ppo.advantage dr_grpo": "Dr. GRPO only with --ppo.loss_aggregation seq-mean-token-sum-norm",
+    "--rewards.kl_coef 0.1 --rewards.adaptive_kl.target 3 --rewards.kl_estimator k2": "k2 does not estimate",
+    "--ppo.advantage rloo --rewards.kl_coef 1e-5": "",
+    "--ppo.loss gspo --ppo.cliprange_low 3e-4 --ppo.cliprange_high 4e-4": "",
+    "--ppo.advantage dr_grpo --ppo.loss_aggregation seq-mean-token-sum-norm --rewards.kl_coef 0.1": "",
+    "--ppo.advantage grpo --rewards.kl_coef 0.1 --ppo.filter_groups": "",
+}
+
+
+@pytest.mark.parametrize("words", DOUBTFUL)
+def test_what_may_not_be_meant_is_said(words):
+    said = list(rlvr_policy.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
+    assert DOUBTFUL[words] in "\n".join(said) and bool(said) == bool(DOUBTFUL[words])
+    assert not any("\n" in line for line in said)
+
+
+def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(tiny_sums, in_folder, monkeypatch):
+    def too_short(*_, **__):
+        raise InputError(f"shorten {cli.flag('task.query_length')}")
+
+    monkeypatch.setattr(models, "load_scalar_model", too_short)
+    words = [*sums_arguments(tiny_sums), *RLOO.split(), "--rewards.trained_model", "x"]
+    with pytest.raises(InputError, match=r"shorten --task\.prompt_length"):
+        run_in(in_folder(), monkeypatch, *words)
+
+
 def test_k1_in_the_loss_is_no_choice():
     with pytest.raises(SystemExit):
         cli.parse_args(PRESETS, ["--rewards.kl_loss_estimator", "k1"])
@@ -458,7 +546,7 @@ def test_k1_in_the_loss_is_no_choice():
 
 def test_presets_are_named_by_their_key_and_pass_the_checks():
     for name, args in PRESETS.items():
-        assert args.preset == name
+        assert args.preset == name and not [*rlvr_policy.doubts(args)]
         rlvr_policy.check_arguments(args)
         rlvr_policy.ppo_sizes(args.ppo, 4)
         assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
@@ -477,7 +565,8 @@ def test_every_metric_is_explained(ppo_run):
     assert len(names) > 50 and {name for name in names if not any(re.fullmatch(p, name) for p in patterns)} == set()
     of_another_script = ("async/", "time/")
     standing = {name for name in explained_metrics(3) if "<" not in name and not name.startswith(of_another_script)}
-    assert standing - names == {"objective/format_reward", "objective/reward_model_reward", "eps", "time"}
+    of_others = {"objective/format_reward", "objective/reward_model_reward", "train/staleness_mean"}
+    assert standing - names == of_others | {"eps", "time"}
 
 
 def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):

@@ -151,8 +151,9 @@ class VLLM:
         for ids, theirs in zip(found.responses, found.logprobs, strict=True):
             drawn = torch.tensor(ids[ids != self.spec.pad])
             with precision.mixed_precision(torch.device("cpu"), enabled=self.spec.dtype == "bfloat16"):
-                logits = model(torch.cat([torch.tensor(prompt[0]), drawn])[None]).logits[0, width - 1 : -1]
-            ours = (logits[:, : self.spec.pad].float() / 0.7).log_softmax(1).gather(1, drawn[:, None])[:, 0]
+                read = model.base_model(torch.cat([torch.tensor(prompt[0]), drawn])[None])
+                logits = lm.scaled_logits(model, read.last_hidden_state[0, width - 1 : -1], self.spec.pad, 0.7)
+            ours = logits.log_softmax(1).gather(1, drawn[:, None])[:, 0]
             gaps.append((ours - torch.tensor(theirs[: len(drawn)])).abs())
         check_gap(torch.cat(gaps).mean().item(), self.spec.dtype)
         self.version = -1

@@ -277,7 +277,10 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
         if query_dataset != "books":
             return texts
     elif Path(query_dataset).is_dir():
-        texts = read_text_file(Path(query_dataset, "stories.txt"))
+        path = Path(query_dataset, "stories.txt")
+        if not path.is_file():
+            raise InputError(f"{flag('task.query_dataset')} {query_dataset}: the folder has no stories.txt")
+        texts = read_text_file(path)
     elif query_dataset == "dummy":
         texts = dummy_texts()
     elif Path(query_dataset).suffix in {".txt", ".jsonl", ".json"}:

@@ -310,8 +310,7 @@ def of_problems(
         if not repeated:
             new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, setup.ids.pad)
             _, clipped, _ = script.token_losses(
-                *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss),
-                **{"low": ppo.cliprange_low, "high": ppo.cliprange_high, "dual_clip": ppo.dual_clip},
+                *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss), **script.bounds(ppo)
             )
             of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
             of_tokens |= {"ratio": torch.exp(new_logprobs - one.logprobs)}

@@ -44,6 +44,7 @@ class LLM:
     def __init__(self, *, model, revision, dtype, seed, trust_remote_code, skip_tokenizer_init, enforce_eager, **own):
         assert dtype == "float32" and skip_tokenizer_init and enforce_eager and revision is None
         assert own["enable_chunked_prefill"] is False and own["load_format"] == "dummy"
+        assert own["hf_overrides"] == {"head_dtype": "float32"}
         if TROUBLE == "leaves at once":
             raise MemoryError("there is no room\nfor keys and values")
         self.bent = own.get("generation_config") != "vllm" or TROUBLE == "bends"
