@@ -42,6 +42,7 @@ import dataclasses
 import math
 import os
 import queue
+import socket
 import subprocess
 import sys
 import time
@@ -370,39 +371,43 @@ class Workers:
 @contextlib.contextmanager
 def connected(args: Args) -> Iterator[Any]:
     """Ray, on the first process; the others get None."""
-    ray, ours, problem = None, False, ""
-    if errors.is_first_process():
-        try:
-            ray, ours = connect(args)
-        except InputError as error:
-            problem = str(error)
-    processes.fail_together(problem)
-    try:
+    ray, problem = None, ""
+    with contextlib.ExitStack() as at_end:
+        if errors.is_first_process():
+            try:
+                ray = connect(args, at_end)
+            except InputError as error:
+                problem = str(error)
+        processes.fail_together(problem)
         yield ray
-    finally:
-        if ours:
-            ray.shutdown()
 
 
-def connect(args: Args) -> tuple[Any, bool]:
-    """Ray, and whether it was started here: a program that calls train() may have done so."""
+def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
+    """Ray. It is ended with at_end, unless it was there before: a program that calls train() may have started it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers
     try:
         import ray  # an extra
     except ModuleNotFoundError as error:
         raise InputError("rollouts apart from the learner need Ray: pip install 'ppo-rlhf[async]'") from error
     if ray.is_initialized():
-        return ray, False
+        return ray
     own = {"address": "local", "num_cpus": args.workers + 1, "include_dashboard": False}
     where = {"address": args.ray_address} if args.ray_address else own
+    host, _, port = args.ray_address.removeprefix("ray://").rpartition(":")
+    # Ray starts in a thread of its own. In the main thread it would replace our handler of SIGTERM, and a signal
+    # would leave it half started, which makes it crash later. Its processes end with the thread that started them.
+    starter = at_end.enter_context(ThreadPoolExecutor(1))
+    at_end.callback(lambda: starter.submit(ray.shutdown).result())
     try:
-        with errors.handler_of_sigterm(errors.stop_now):  # Ray puts another in its place
-            ray.init(**where, log_to_driver=False, logging_level="error")
-    except (OSError, RuntimeError, ValueError) as error:  # ConnectionError; other versions of Ray or Python
+        if port.isdecimal():  # where nothing listens, Ray would wait for twelve minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        starter.submit(ray.init, **where, log_to_driver=False, logging_level="error").result()
+    except (OSError, RuntimeError, ValueError, OverflowError) as error:  # some are of other versions of Ray or Python
+        hint = "; `ray start --head` prints the address of a cluster" * bool(args.ray_address)
         raise InputError(
-            f"{cli.flag('ray_address')} {args.ray_address or '(a cluster of its own)'}: {error}"
+            f"{cli.flag('ray_address')} {args.ray_address or '(a cluster of its own)'}: {error}{hint}"
         ) from error
-    return ray, True
+    return ray
 
 
 @contextlib.contextmanager

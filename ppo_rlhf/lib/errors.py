@@ -68,7 +68,7 @@ def run_script(main: Callable[[], Any]) -> None:
     transformers.logging.disable_progress_bar()
     threading.excepthook = thread_failed
     try:
-        with handler_of_sigterm(stop_now):
+        with handler_of(signal.SIGTERM, stop_now), handler_of(signal.SIGINT, interrupt_now):
             main()
     except (InputError, NumericalError) as error:
         exit_with(str(error))
@@ -79,38 +79,76 @@ def run_script(main: Callable[[], Any]) -> None:
     except SafetensorError as error:  # of a write; what cannot be read is an InputError
         exit_with(f"writing failed: {error}")
     except (MemoryError, RuntimeError) as error:
+        if "gloo/transport" in str(error):  # of a collective; what went wrong, the other process says
+            exit_with(with_how_to_go_on("another process has ended"))
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         exit_with(
             "the memory does not suffice; smaller local_micro_batch_size and local_rollout_batch_size need less"
         )
     except Stopped as stopped:
+        leave_at_the_next_signal(0)
         if is_first_process():
-            print(visible(str(stopped)))
+            print(visible(str(stopped)), flush=True)
     except KeyboardInterrupt:
+        leave_at_the_next_signal(130)
         if not is_first_process():
             sys.exit(130)
-        exit_with("interrupted" + (f"; {how_to_go_on}" if how_to_go_on else ""), status=130)
+        exit_with(with_how_to_go_on("interrupted"), status=130)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def handler_of_sigterm(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """What SIGTERM does within the block; only the main thread can say."""
-    if threading.current_thread() is not threading.main_thread():
+def handler_of(number: signal.Signals, handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """What a signal does to this process within the block, unless it is ignored; only the main thread can say."""
+    previous = signal.getsignal(number) or signal.SIG_DFL
+    if threading.current_thread() is not threading.main_thread() or previous is signal.SIG_IGN:
         yield
         return
-    previous = signal.signal(signal.SIGTERM, handler)
+    process = os.getpid()
+
+    def handle(signal_number: int, frame: Any) -> None:
+        if os.getpid() == process:
+            handler(signal_number, frame)
+        else:
+            # Forks inherit the handler, but must end when they are told to: a Pool waits until its workers have.
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)
+
+    signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(number, previous)
 
 
 def stop_now(signal_number: int, frame: Any) -> None:
-    raise Stopped("stopped by SIGTERM" + (f"; {how_to_go_on}" if how_to_go_on else ""))
+    line = with_how_to_go_on("stopped by SIGTERM")
+    leave_at_the_next_signal(0, line)
+    raise Stopped(line)
+
+
+def interrupt_now(signal_number: int, frame: Any) -> None:
+    leave_at_the_next_signal(130, with_how_to_go_on("error: interrupted"))
+    raise KeyboardInterrupt
+
+
+def with_how_to_go_on(line: str) -> str:
+    return line + (f"; {how_to_go_on}" if how_to_go_on else "")
+
+
+def leave_at_the_next_signal(status: int, line: str = "") -> None:
+    """Let a further signal end the process at once, with a line and a status: tidying up may take seconds."""
+
+    def leave(signal_number: int, frame: Any) -> None:
+        os.write(2, f"{visible(line)}\n".encode() if line and is_first_process() else b"")
+        os._exit(status)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, leave)
 
 
 def thread_failed(failure: threading.ExceptHookArgs) -> None:

