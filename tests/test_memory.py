@@ -68,7 +68,7 @@ def test_logits_in_pieces_give_the_same(rows, tiny_models, monkeypatch):
     expected, _ = passes(network)
     network.zero_grad()
     length = TOKENS.shape[1] - CONTEXT
-    monkeypatch.setattr(processes, "LARGEST_PIECE", rows * length * VOCAB + 1)
+    monkeypatch.setattr(passes, "MOST_LOGITS", rows * length * VOCAB + 1)
     monkeypatch.setattr(lm, "scaled_logits", counted := Counted(lm.scaled_logits))
     actual, _ = passes(network)
     for tensor, expected_tensor in zip(actual, expected, strict=True):

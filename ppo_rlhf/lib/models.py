@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ppo_rlhf.lib import errors, files, hub, lm, precision, processes, unpadded
+from ppo_rlhf.lib import errors, files, hub, lm, packing, precision, processes
 from ppo_rlhf.lib.errors import InputError, flag
 
 
@@ -119,7 +119,7 @@ def load_pretrained(
             model.source = base_model
         else:
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
-        unpadded.prepare(model)  # replaces how a wide model reads rows
+        packing.prepare(model)  # replaces how a wide model reads rows
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
             setattr(model.config, name, value)
@@ -324,7 +324,7 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         tensor.copy_(processes.full_tensor(tensors[name]))
-    unpadded.prepare(whole)
+    packing.prepare(whole)
     return whole.eval()
 
 
@@ -531,7 +531,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 
 def compile_backbone(lm_backbone: PreTrainedModel) -> None:
     """Compile a language model. It reads padding, since each line of tokens without it would be compiled anew."""
-    unpadded.undo(lm_backbone)
+    packing.undo(lm_backbone)
     lm_backbone.base_model.compile(dynamic=False)
 
 
