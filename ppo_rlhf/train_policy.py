@@ -261,7 +261,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         # [D70] [D71] The controller sees the KL averaged over all processes.   train_policy.py#L299-L305
         controller.update(metrics["objective/kl"], sizes.batch)
         this_run.end_of_update(
-            *(update, metrics, ["objective/score", "objective/kl"]),
+            *(update, metrics, f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"),
             samples=partial(sample_rows, tokenizer, ids, episodes),
             trace=partial(trace, update, rollout, episodes),
             checkpoint=partial(training_state, policy, optimizer, controller, stream),
@@ -552,13 +552,15 @@ def ppo_update(
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
     device, response_length = rollout.rewards.device, rollout.rewards.shape[1]
-    b_inds = (permutations + torch.arange(groups).unsqueeze(1) * group_batch).to(device)  # as permutations
+    b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
+    lengths = passes.count_tokens(rollout.context_responses, pad_id)  # (local_batch,), on the CPU as b_inds
     limits = {"rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
     steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
             slice_of_group = slice(minibatch * group_minibatch, (minibatch + 1) * group_minibatch)
-            mb_inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch)
+            inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch)
+            mb_inds = inds.to(device, non_blocking=True)
 
             # 6. Compute advantages and returns. The critic's values say how well a response was going to do anyway.
             #    What is left, the advantage, says what the sampled token added, with much less noise.
@@ -570,12 +572,12 @@ def ppo_update(
             mb = [x.flatten(0, 1) for x in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
             shares = []  # what is logged of each micro-batch, times its share of the minibatch
             optimizer.zero_grad()
-            for tokens, *old in passes.micro_batches(policy, *mb, pad_id=pad_id, **limits):
+            for tokens, *old in passes.micro_batches(policy, lengths[inds.flatten()], *mb, pad_id=pad_id, **limits):
                 # tokens: (micro_batch, context_length + response_length); all others: (micro_batch, response_length)
                 context_length = tokens.shape[1] - response_length
                 new_logprobs, entropies, new_values = policy(tokens, pad_id, context_length, temperature)
                 loss, info = ppo_loss(new_logprobs, entropies, new_values, *old, ppo)
-                share = len(tokens) / mb_inds.numel()
+                share = len(tokens) / inds.numel()
                 (loss * share).backward()
                 shares.append({name: value * share for name, value in info.items()})
             processes.average_gradients(policy)

@@ -8,7 +8,7 @@ import padding
 import pytest
 import torch
 
-from ppo_rlhf.lib import packing, passes
+from ppo_rlhf.lib import packing, passes, processes
 from ppo_rlhf.lib.errors import InputError
 
 # Queries of 4, 6 and 8 tokens.

@@ -12,7 +12,7 @@ from test_tldr_math import on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_policy
-from ppo_rlhf.lib import lm, problems
+from ppo_rlhf.lib import lm, passes, problems
 from ppo_rlhf.rlvr_policy import (
     ESTIMATORS,
     ActorCritic,

@@ -33,7 +33,7 @@ def by_length(
     the function appends to each row, if it generates. Returns what the function returns, a tensor or several, with
     the rows in the order in which they were given.
     """
-    lengths = (tokens != pad_id).sum(1).cpu() + new_tokens  # (batch,)
+    lengths = count_tokens(tokens, pad_id) + new_tokens  # (batch,)
     plan = plan_passes(lengths, model, rows, uses=max(1, new_tokens))
 
     def call(tokens: Tensor, *others_and_longest: Tensor | int) -> Tensor | tuple[Tensor, ...]:
@@ -43,14 +43,25 @@ def by_length(
     return in_passes(call, plan, tokens, *others)
 
 
+def count_tokens(tokens: Tensor, pad_id: int) -> Tensor:
+    """How many tokens of each row (batch, length) are not padding: (batch,), on the CPU. This waits for the device."""
+    return (tokens != pad_id).sum(1).cpu()
+
+
 def micro_batches(
-    model: nn.Module, tokens: Tensor, *others: Tensor, pad_id: int, rows: int = 0, most_tokens: int = 0
+    model: nn.Module,
+    lengths: Tensor,
+    tokens: Tensor,
+    *others: Tensor,
+    pad_id: int,
+    rows: int = 0,
+    most_tokens: int = 0,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Divide a minibatch into passes: yields the packed tokens of each pass, and its rows of the other tensors.
 
-    tokens: (minibatch, length) token ids. rows, most_tokens: of a pass, at most; 0: as many as are fast.
+    tokens: (minibatch, length) token ids. lengths: as count_tokens gives them (minibatch,). rows, most_tokens: of a
+    pass, at most; 0: as many as are fast.
     """
-    lengths = (tokens != pad_id).sum(1).cpu()  # (minibatch,)
     for one in plan_passes(lengths, model, rows, most_tokens):
         yield pack(tokens[one.rows], pad_id, one.longest), *(tensor[one.rows] for tensor in others)
 

@@ -433,7 +433,7 @@ class Run:
         self,
         update: int,
         metrics: dict[str, float],
-        shown: list[str],
+        status: str,
         *,
         samples: Callable[[], list[dict[str, Any]]],
         trace: Callable[[], None],
@@ -441,7 +441,7 @@ class Run:
     ) -> None:
         """All that is kept of an update (0-based). Every process must call this.
 
-        shown: metrics for the progress bar. These functions are called only if it is time for them: samples gives rows
+        status: for the progress bar. The functions are called only if it is time for them: samples gives rows
         to print, trace keeps a few episodes with all their numbers, checkpoint gives tensors and state. Ends the run
         by raising Stopped after the checkpoint, if it was told to stop.
         """
@@ -450,9 +450,8 @@ class Run:
             self.log_samples(update, samples())
         if self.is_time_to_trace(update):
             trace()
-        numbers = [f"{name.rpartition('/')[2]} {metrics[name]:.2f}" for name in shown]
         speed = self.meta["sizes"]["batch"] / self.seconds_of_update()
-        self._advance(", ".join([f"{speed:.0f} episodes/s", *numbers]))
+        self._advance(f"{speed:.0f} episodes/s, {status}")
         # [D81] Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
         if self.is_time_to_save(update + 1, self.meta["sizes"]["updates"]):
             self.save_checkpoint(update + 1, *checkpoint())
