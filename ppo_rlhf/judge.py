@@ -17,6 +17,7 @@ that a logistic regression on the difference in length predicts for summaries of
 
 Every verdict and refusal is written to a cache as it arrives. The same command goes on where an interrupted one
 stopped, and costs nothing once all are there. What failed, or ended in no verdict, is not kept and is asked again.
+Only one evaluation at a time can use a cache.
 The folder `<candidate>__against_<baseline>__by_<judge>` beside the candidate's file gets judgement.json with all
 numbers, and judgement.jsonl with every row.
 
@@ -39,7 +40,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,9 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds between two tries; the first dou
 LONGEST_RETRY_AFTER = 600.0  # seconds that a server may ask for
 LONGEST_REPLY = 2**22  # bytes, which is about a million tokens
 FAILURES_IN_A_ROW = 20  # questions after which an endpoint is given up
+LONGEST_TIMEOUT = 86_400.0  # seconds; with far more, the clocks of the system overflow
+LONGEST_NAME = 255  # bytes, of a folder
+MOST_TOKENS = 2**31 - 1  # of a text, or of all replies to a question
 LAST_WAIT = 1.0  # seconds for the answers that are under way at the end
 GO_ON = "the same command goes on where this one stopped"
 
@@ -84,7 +88,7 @@ class EndpointArgs:
     concurrency: int = 8
     """requests under way at a time"""
     timeout: float = 60.0
-    """seconds for a reply, from the first contact to its last byte"""
+    """seconds for a reply, from the first contact to its last byte; at most a day"""
     retries: int = 6
     """tries after the first, for a request that fails in a way that may pass"""
     replies: int = 3
@@ -136,6 +140,10 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "--endpoint.", endpoint, "retries", "max_tokens", "price_input", "price_output")
     cli.at_least(1, "--endpoint.", endpoint, "concurrency", "replies")
     cli.above_zero("--endpoint.", endpoint, "timeout")
+    if endpoint.timeout > LONGEST_TIMEOUT:
+        raise InputError(
+            f"--endpoint.timeout is {endpoint.timeout:g}; it must be at most {LONGEST_TIMEOUT:g}, which is a day"
+        )
 
 
 # ---- Rows ------------------------------------------------------------------------------------------------------
@@ -157,8 +165,15 @@ def file_of(given: str) -> Path:
     return Path(given) / EVALUATION if Path(given).is_dir() else Path(given)
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value that was read from JSON can be a number of tokens."""
+    return files.fits(value, int) and 0 <= value <= MOST_TOKENS
+
+
 def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
-    """The rows of a file. texts: names of the texts that each row must hold. Raises InputError with the line."""
+    """The rows of a file. required: names of the texts that each row must hold. Raises InputError with the line."""
+    if (path.parent / "ppo_rlhf.json").is_file() and not path.exists():
+        raise InputError(f"{flag} {path.parent} is the folder of a model; give that of its run, runs/<run>")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
@@ -169,8 +184,16 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
     for number, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{flag} {path}: line {number} is not a JSON object")
+        if "prompt" in row and "query" not in row:
+            raise InputError(
+                f"{flag} {path}: holds solutions of chapter 3, which the verifier of their run has judged; meta.json "
+                f"beside it has the accuracy. Here, summaries are compared: rows with query, response and reference"
+            )
         if wrong := [name for name, kind in kinds.items() if not files.fits(row.get(name), kind)]:
             raise InputError(f"{flag} {path}: line {number} has no {wrong[0]}, or one of another type")
+        lengths = [name for name in ("tokens", "reference_tokens") if row.get(name) is not None]
+        if wrong := [name for name in lengths if not is_count(row[name])]:
+            raise InputError(f"{flag} {path}: line {number}: {wrong[0]} must be from 0 to {MOST_TOKENS}")
         for name in kinds:
             if isinstance(row.get(name), str):
                 texts.check_text(row[name], f"{flag} {path}: line {number}, {name},")
@@ -412,8 +435,9 @@ def seconds_to_wait(retry_after: str | None) -> float:
 
 
 def usage_of(body: dict[str, Any]) -> Counter[str]:
+    """Tokens that a reply has cost; one request without usage, if the server gives no numbers that can be meant."""
     usage, names = body.get("usage"), ("prompt_tokens", "completion_tokens")
-    if isinstance(usage, dict) and all(files.fits(usage.get(name), int) for name in names):
+    if isinstance(usage, dict) and all(is_count(usage.get(name)) for name in names):
         return Counter({name: usage[name] for name in names})
     return Counter(requests_without_usage=1)
 
@@ -450,17 +474,22 @@ class Endpoint:
 
     def read_cache(self) -> dict[str, Answer]:
         """The verdicts and refusals that are known. A line that the end of a process has cut is left out."""
-        entries = []
-        for line in self.cache.read_text(errors="replace").split("\n") if self.cache.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError, RecursionError):
-                entries.append(json.loads(line))
-        try:
-            return {
-                entry["key"]: Answer(entry["verdict"], entry["reply"], Counter(entry["usage"]), cached=True)
-                for entry in entries
-            }
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{self.cache} is not the cache of a judge; move it away") from error
+        known, kinds = {}, {"key": str, "verdict": Literal["A", "B", "tie", "refused"], "reply": str, "usage": dict}
+        text = self.cache.read_text(encoding="utf-8", errors="replace") if self.cache.exists() else ""
+        for number, line in enumerate(text.split("\n"), 1):
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            fits = isinstance(entry, dict) and all(files.fits(entry.get(name), kind) for name, kind in kinds.items())
+            if not fits or not all(map(is_count, entry["usage"].values())):
+                raise InputError(
+                    f"{self.cache} is not the cache of a judge, or was damaged: line {number} holds no verdict; "
+                    f"remove that line, or move the file away"
+                )
+            usage = Counter(entry["usage"])
+            known[entry["key"]] = Answer(entry["verdict"], entry["reply"], usage, cached=True)
+        return known
 
     def remember(self, key: str, answer: Answer) -> None:
         """Append a verdict or a refusal to the cache, on a line of its own."""
@@ -523,12 +552,12 @@ class Endpoint:
         data = json.dumps(self.payload(messages)).encode()
         request = urllib.request.Request(f"{self.args.url.rstrip('/')}/chat/completions", data, headers)
         for attempt in range(self.args.retries + 1):
-            wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT) * random.uniform(0.5, 1.0)
+            wait = min(FIRST_WAIT * 2 ** min(attempt, 30), LONGEST_WAIT) * random.uniform(0.5, 1.0)
             try:
                 status, retry_after, said = self.exchange(request)
                 answer = self.read_answer(said) if 200 <= status < 300 else None
             except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = str(error) or type(error).__name__
+                reason = self.without_key(" ".join(str(error).split())) or type(error).__name__
             else:
                 if answer:
                     return answer
@@ -642,16 +671,36 @@ def judge_by_gold(args: Args, pairs: Sequence[Pair]) -> Judgement:
     return results, details, {"judge": f"{args.gold}, a known gold score and not a judge's opinion", **means}
 
 
+@contextlib.contextmanager
+def only_user_of(cache: Path) -> Iterator[None]:
+    """Keep other evaluations from using a cache, since two at once would pay twice for what they both ask."""
+    if not cache.exists():
+        cache.touch()
+    try:
+        lock = run.lock_folder(cache)
+    except InputError as error:
+        raise InputError(
+            f"{cache} is in use by another evaluation; wait for its end, or name another file with --cache"
+        ) from error
+    try:
+        yield
+    finally:
+        if cache.is_file() and not cache.stat().st_size:
+            cache.unlink()
+        if lock is not None:
+            os.close(lock)
+
+
 def judge_by_endpoint(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The mean of two verdicts: one with the candidate first, one with the candidate second."""
     cache = Path(args.cache) if args.cache else file_of(args.candidate).with_name("judge_cache.jsonl")
-    endpoint = Endpoint(args.endpoint, cache)
     # [T56] [X28] Both orders of every pair.   eval/oai2.py#L112-L127
     asked = [
         (question(pair.query, pair.candidate, pair.baseline), question(pair.query, pair.baseline, pair.candidate))
         for pair in pairs
     ]
-    answers = endpoint.answers([text for both in asked for text in both])
+    with only_user_of(cache):
+        answers = Endpoint(args.endpoint, cache).answers([text for both in asked for text in both])
     results, details, first_positions, disagreements = [], [], [], []
     for both in asked:
         first, second = (answers[text] for text in both)
@@ -692,11 +741,20 @@ def judge_by_endpoint(args: Args, pairs: Sequence[Pair]) -> Judgement:
 
 
 def results_folder(args: Args) -> Path:
-    """A folder of its own for each candidate, baseline and judge."""
+    """A folder of its own for each candidate, baseline and judge. Raises InputError if none can have its name."""
     file, other = file_of(args.candidate), file_of(args.baseline)
     name = other.resolve().parent.name if other.stem.startswith("evaluation") else other.stem
     names = [file.stem, f"against_{name}", f"by_{args.gold or args.endpoint.model}"]
-    return Path(args.out) if args.out else file.parent / "__".join(re.sub(r"[^\w.-]+", "-", name) for name in names)
+    own_name = "__".join(re.sub(r"[^\w.-]+", "-", name) for name in names)
+    folder = Path(args.out) if args.out else file.parent / own_name
+    if (length := max(len(part.encode()) for part in ("", *folder.parts))) > LONGEST_NAME:
+        raise InputError(
+            f"the folder for the results would have a name of {length} bytes, and {LONGEST_NAME} are the most; name "
+            f"another one with --out"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is not a folder that can take the results; name another one with --out")
+    return folder
 
 
 def statistics_of(pairs: Sequence[Pair], results: Sequence[float | None]) -> dict[str, Any]:
@@ -751,6 +809,7 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
     length_unit, rows, judged_rows, wins, losses, ties, args. Raises InputError if no row can be judged.
     """
     check_arguments(args)
+    folder = results_folder(args)  # before any question costs something
     pairs, unit = read_pairs(args)
     results, details, numbers = (judge_by_gold if args.gold else judge_by_endpoint)(args, pairs)
     baseline = args.baseline if args.baseline == "reference" else str(file_of(args.baseline))
@@ -767,7 +826,6 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
         {**dataclasses.asdict(pair), "result": result, **detail}
         for pair, result, detail in zip(pairs, results, details, strict=True)
     ]
-    folder = results_folder(args)
     folder.mkdir(parents=True, exist_ok=True)
     files.replace_file(folder / "judgement.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     files.write_json(folder / "judgement.json", report)

@@ -7,7 +7,7 @@ few episodes of its updates token by token: log-probs, KL penalty, reward, value
     python ppo_rlhf/report.py --run runs/<run>                    # of any script and chapter, finished or not
     python ppo_rlhf/report.py --run runs/<run> --with runs/<run>  # two runs: curves and episodes side by side
 
-Needs plotly: pip install "ppo-rlhf[report]".
+Needs plotly: pip install -e '.[report]'.
 """
 
 import csv
@@ -39,10 +39,15 @@ def report(args: Args) -> Path:
     try:
         import plotly.offline
     except ImportError as error:
-        raise InputError('plotly is not installed: pip install "ppo-rlhf[report]"') from error
+        raise InputError("plotly is not installed: pip install -e '.[report]'") from error
     from jinja2 import Environment, FileSystemLoader
 
     folders = [Path(args.run) if args.run else newest_run(Path("runs")), *([Path(args.other)] if args.other else [])]
+    path = Path(args.out) if args.out else folders[0] / "report.html"
+    if path.is_dir():
+        raise InputError(f"--out {path} is a folder; name a file in it, such as {path / 'report.html'}")
+    if args.out and not path.parent.is_dir():
+        raise InputError(f"--out {path}: there is no folder {path.parent}; name a file in a folder that exists")
     runs = [read_run(folder) for folder in folders]
     traced = [one_run.traced(TRACE_BYTES // len(runs)) for one_run in runs]
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -52,6 +57,8 @@ def report(args: Args) -> Path:
         facts=side_by_side([one_run.facts for one_run in runs]),
         arguments=side_by_side([files.flatten(one_run.meta["args"]) for one_run in runs]),
         panels=(panels := draw_panels(runs)),
+        most_points=MOST_POINTS,
+        thinned=any(len(one_run.steps) > MOST_POINTS for one_run in runs),
         data={
             "figures": [figure for _, figure in panels],
             "runs": [{"name": r.name, "traces": t, "scales": scales(t)} for r, t in zip(runs, traced, strict=True)],
@@ -62,8 +69,7 @@ def report(args: Args) -> Path:
         held_out=held_out_texts(runs),
         plotly=plotly.offline.get_plotlyjs(),
     )
-    path = Path(args.out) if args.out else folders[0] / "report.html"
-    files.replace_file(path, text)
+    files.replace_file(path, text.encode(errors="replace").decode())  # half a character has no place in a file
     print(f"report  {run.shown(path.absolute())}")
     return path
 
@@ -79,7 +85,7 @@ def newest_run(runs: Path) -> Path:
 # ---- What a run left -------------------------------------------------------------------------------------------
 
 TRACE_BYTES = 2_500_000  # of traces on a page; beyond, updates are left out
-MOST_POINTS = 2_000  # of a curve; beyond, rows are left out
+MOST_POINTS = 2_000  # of a curve; beyond, rows are left out, but none that is a spike
 KINDS = {
     "rlvr": "PPO with verifiable rewards (chapter 3)",
     "summaries": "PPO on summaries, against a reward model (chapter 2)",
@@ -136,7 +142,7 @@ class OneRun:
 
     def traced(self, most_bytes: int) -> list[dict[str, Any]]:
         """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
-        found = [traced_update([traces.read(self.folder, *one) for one in kept]) for kept in self.kept()]
+        found = [traced_update(self.folder, kept) for kept in self.kept()]
         while len(found) > 2 and len(json.dumps(found)) > most_bytes:
             found = found[:-1:2] + found[-1:]
         return found
@@ -161,16 +167,27 @@ class OneRun:
 def read_run(folder: Path) -> OneRun:
     """What the folder of a run holds, finished or not."""
     meta, path = run.read_meta(folder), folder / "metrics.csv"
+    check_meta(folder / "meta.json", meta)
     try:
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))  # the last may be half written
-        rows = rows[:: math.ceil(len(rows) / MOST_POINTS) or 1]
         metrics = {name: [float(row[name]) for row in rows] for name in (rows[0] if rows else {})}
         if meta["args"].get("ppo", {}).get("samples_per_prompt") == 1:  # groups of one say nothing
             metrics = {name: values for name, values in metrics.items() if not name.startswith("val/groups_")}
         return OneRun(folder, meta, [int(step) for step in metrics.pop("step", [])], metrics)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
+
+
+def check_meta(path: Path, meta: dict[str, Any]) -> None:
+    """Raise an InputError if something that the page uses has a type that no run writes."""
+    values = files.flatten(meta)  # a part that is a dictionary is not in it, its values are
+    parts = ("args.ppo", "args.rewards", "args.rewards.adaptive_kl", "args.task", "sizes", "versions")
+    kinds = dict.fromkeys(parts, dict) | {name: int for name in values if name.startswith("sizes.")}
+    kinds |= {"args.rewards.monitor": str, "args.rewards.verifier": str}
+    kinds |= {"args.rewards.adaptive_kl.target": float | None}
+    if broken := [name for name in kinds if name in values and not files.fits(values[name], kinds[name])]:
+        raise InputError(f"{path} was damaged: {broken[0]} is {values[broken[0]]!r}")
 
 
 def side_by_side(columns: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -213,9 +230,17 @@ NUMBERS = {  # of an episode: title
 MARKS = ("mask", "value_mask", "scored")
 
 
-def traced_update(parts: list[traces.Trace]) -> dict[str, Any]:
-    """An update of the token view."""
-    return {"update": parts[0].update, "episodes": [episode for part in parts for episode in traced_episodes(part)]}
+def traced_update(folder: Path, kept: list[tuple[int, bool]]) -> dict[str, Any]:
+    """An update of the token view, from its traces: names that `traces.kept` gives."""
+    episodes = []
+    for update, again in kept:
+        trace = traces.read(folder, update, again)
+        try:
+            episodes += traced_episodes(trace)
+        except (LookupError, TypeError, AttributeError) as error:
+            path = traces.path_of(folder, update, again)
+            raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
+    return {"update": kept[0][0], "episodes": episodes}
 
 
 def traced_episodes(trace: traces.Trace) -> list[dict[str, Any]]:
@@ -301,9 +326,10 @@ def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
 def read_lines(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of a file of JSON lines by their query, in chapter 3 their prompt; none if there is no such file."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        rows = [json.loads(line) for line in lines if line]
         return {str(row.get("query") or row["prompt"]): row for row in rows}
-    except (ValueError, AttributeError, KeyError) as error:
+    except (ValueError, RecursionError, AttributeError, KeyError, OSError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
 
 
@@ -324,14 +350,15 @@ PANELS = [
         "objective/score objective/scores objective/gold_scores objective/verifiable_correct_rate",
         "Rises steadily and flattens; what only watches (gold) rises with it.",
         "Score up while gold falls: the reward model is being exploited. Raise the KL coefficient or stop earlier. "
-        "Flat: look at the advantages, and whether responses end at all.",
+        "Flat: look at the advantages, at groups without a signal, and whether responses end at all.",
     ),
     Panel(
         "KL from the reference (nats per response)",
         "objective/kl",
         "Starts at 0, rises, and stays near the target (dashed), if there is one.",
-        "Shoots up: the text leaves the language; lower the learning rate or raise the KL coefficient. Not 0 at the "
-        "start, or below 0 for long: sampler and training pass disagree.",
+        "Shoots up: the text leaves the language; lower the learning rate or raise the KL coefficient. Not 0 in the "
+        "first update, or below 0 for long: sampler and training pass disagree. Only where older weights sample may "
+        "it be a little below 0 at first.",
     ),
     Panel(
         "KL coefficient",
@@ -349,7 +376,7 @@ PANELS = [
     Panel(
         "Responses that end",
         "objective/stopped objective/eos_rate val/stop_token_rate eval/eos_rate eval/stopped",
-        "Near 1 soon, since a response without its stop token is punished.",
+        "Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely right.",
         "Falls: the policy has found that long responses pay. Check the penalty and response_length.",
     ),
     Panel(
@@ -370,9 +397,9 @@ PANELS = [
     Panel(
         "Groups without a signal",
         "val/groups_zero_std val/groups_all_right val/groups_all_wrong",
-        "Falls from all wrong, and rises slowly towards all right.",
-        "Near 1: all responses to a prompt get the same score, and nothing is learned. Take easier or harder "
-        "prompts, more samples per prompt, or filter_groups.",
+        "Well below 1. The groups that are all wrong become fewer, those that are all right slowly more.",
+        "groups_zero_std near 1: in nearly every group all responses have the same score, and nothing is learned "
+        "from them. Take easier or harder prompts, more samples per prompt, or filter_groups.",
     ),
     Panel(
         "Entropy of the policy (nats per token)",
@@ -384,9 +411,11 @@ PANELS = [
     Panel(
         "Clipped share of tokens",
         "ppo/policy/clipfrac policy/clipfrac_avg policy/clipfrac_low_avg ppo/val/clipfrac val/clipfrac_avg",
-        "Of the policy a few in a hundred, up to about 0.2.",
-        "Of the policy above 0.3: steps are too large; lower the learning rate or the epochs. Always 0: too small. "
-        "Of the values near 1: the critic may not move as far as it has to.",
+        "For the policy a few in a hundred, up to about 0.2. With one step per update 0, since no ratio has moved "
+        "yet, unless the correction bypass counts the age of the weights too.",
+        "For the policy above 0.3: steps are too large; lower the learning rate or the epochs. Always 0 with many "
+        "steps per update: steps are very small, or the clip range is wider than any ratio. For the values near 1: "
+        "the critic may not move as far as it has to.",
     ),
     Panel(
         "Size of an update",
@@ -397,34 +426,107 @@ PANELS = [
     Panel(
         "Ratio before the first step, less 1",
         "ppo/val/first_ratio_gap val/first_ratio_gap",
-        "0 but for rounding: the first pass of training sees what the sampler saw.",
-        "Above 0.01: padding, positions, temperature or precision differ between sampling and training.",
+        "0 but for rounding: the first pass of training finds the log-probs that the rollout was given.",
+        "Far above rounding: padding, positions, temperature or precision differ between rollout and training. Above "
+        "0.001, in bfloat16 above 0.1, the run stops by itself.",
+    ),
+    Panel(
+        "Distance of the sampler's log-probs (nats per token)",
+        "objective/sampler_gap",
+        "Rounding, where the weights that sample are those that learn: far below 0.001 in float32 and, averaged "
+        "over tokens, about 0.02 in bfloat16. With older weights also what the updates since then have changed.",
+        "Large although the weights are the same: the sampler computes another policy than the one that learns. "
+        "Check temperature, precision, and which weights the engine has. Rising although the age of the weights "
+        "stays: the policy moves too fast for samples of that age.",
+    ),
+    Panel(
+        "Age of the weights that sampled (updates)",
+        "async/staleness_mean async/staleness_max train/staleness_mean",
+        "0 in rlvr_policy.py, but for groups that filter_groups keeps for the next update. In rlvr_async.py it rises "
+        "to the staleness that was asked for, and stays there.",
+        "Old weights cost accuracy: lower the staleness. With filter_groups: sample fewer prompts at a time "
+        "(prompts_per_round), so that fewer groups are left over.",
+    ),
+    Panel(
+        "Divergence of the sampler from the learner (nats per token)",
+        "async/kl async/k3 async/chi2_token async/log_perplexity_gap",
+        "Near 0 and level. kl and k3 are two estimates of one number; chi2 is about twice that where it is small.",
+        "Rises with every update: the learner runs away from the policy that samples. Lower the staleness or the "
+        "learning rate. The ratio and the clipped share need not show this. k3 or chi2 far above kl: a few tokens "
+        "have weights far from 1.",
+    ),
+    Panel(
+        "Spread of the weights of whole responses (chi2)",
+        "async/chi2_sequence",
+        "Below 1, and level.",
+        "Above 1: few responses outweigh the others, so with correction_level sequence an update would be mostly "
+        "noise. Take token, or younger weights.",
+    ),
+    Panel(
+        "Effective sample size (share), and mean weight",
+        "async/ess async/weight_mean",
+        "Both near 1: all tokens count about alike.",
+        "The sample size falls towards 0: a few tokens count for all others. Lower the staleness or the learning "
+        "rate. The mean weight falls well below 1: the cap takes away a part of the update.",
+    ),
+    Panel(
+        "Weights that are capped, tokens that are rejected (shares)",
+        "async/clipped_share async/rejected_share",
+        "0, or a few in a hundred.",
+        "Grows: the corrections now change what is learned. Lower the staleness; a higher cap or wider bounds only "
+        "trade this bias for variance.",
+    ),
+    Panel(
+        "Largest distance of two log-probs of a token (nats)",
+        "async/largest_gap",
+        "Level. Rounding, where the weights are the same; with older weights it may be several nats.",
+        "Jumps: some token became very much likelier or less likely than when it was sampled. With the same weights: "
+        "the engine is at fault.",
+    ),
+    Panel(
+        "Perplexity of the responses",
+        "async/perplexity async/sampler_perplexity",
+        "Both fall slowly, together.",
+        "They part: learner and sampler no longer agree about the same texts.",
+    ),
+    Panel(
+        "Time of an update spent waiting (seconds)",
+        "time/waiting time/weight_sync",
+        "Waiting is near 0, if the staleness is 1 or more: batches are there when the learner wants them.",
+        "Waiting takes most of an update: sampling is slower than learning. Add workers, or a staleness of 1 more.",
     ),
     Panel(
         "Policy loss",
         "ppo/loss/policy loss/policy_avg",
-        "Below 0 and small; its size says little.",
-        "Trends far from 0: the policy is far from the one that sampled. Lower the learning rate or the epochs.",
+        "Near 0, above or below; it need not fall. With the losses ppo and gspo, an update begins at minus the mean "
+        "advantage, since all ratios are 1, and whitening, or the mean of a group, makes that 0 or nearly 0. A loss "
+        "of 0 trains all the same: it is a sum in which positive and negative advantages cancel, but in the gradient "
+        "each is multiplied by the gradient of its own token's log-prob, and these differ. Tokens that did better "
+        "than expected become likelier, the others less likely.",
+        "Moves far from 0 and stays there: the policy is far from the one that sampled. Lower the learning rate or "
+        "the epochs. Whether the policy learns shows in score and gradient norm, not here; it learns nothing where "
+        "all advantages are 0: see groups without a signal.",
     ),
     Panel(
         "Value loss",
         "ppo/loss/value loss/value_avg",
-        "Falls, or follows the scores.",
-        "Grows: lower the learning rate.",
+        "Falls, or follows the spread of the scores.",
+        "Grows while that does not: lower the critic's learning rate.",
     ),
     Panel(
         "Explained variance of returns",
         "ppo/val/var_explained val/var_explained val/explained_var",
         "Rises from 0 towards 1.",
-        "Stays at 0 or below: the critic knows nothing, and advantages are noise. More critic steps, a higher rate "
-        "for it, or a better start.",
+        "Stays at 0 or below: the critic predicts no better than a constant, so advantages are noisy. Give it more "
+        "steps, a higher learning rate, or a better start.",
     ),
     Panel(
         "Gradient norm",
         "ppo/gradient_norm gradient_norm policy/grad_norm value/grad_norm train/gradient_norm "
         "train/sft/gradient_norm train/rm/gradient_norm",
-        "Even.",
-        "Spikes: look at the texts of these updates; lower the learning rate if they are ordinary.",
+        "Even, and above 0.",
+        "Spikes: look at the texts of these updates; lower the learning rate if they are ordinary. The policy's "
+        "is 0, although it is no longer waiting for the critic: all advantages are 0, and nothing is learned.",
     ),
     Panel(
         "Loss",
@@ -447,8 +549,8 @@ PANELS = [
     Panel(
         "Learning rate",
         "ppo/lr lr train/lr train/rm/lr train/sft/lr",
-        "As it was asked for.",
-        "Else: check total_episodes, which stretches the schedule.",
+        "Follows the schedule that was asked for.",
+        "Another course: check total_episodes, which stretches the schedule.",
     ),
 ]
 
@@ -458,29 +560,32 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
     import plotly.graph_objects as go
 
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
-    monitors = {one_run.meta["args"].get("rewards", {}).get("monitor", "") for one_run in runs}
+    rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
+    monitors = (of_run.get("monitor", "") for of_run in rewards)
     watched = [f"objective/{monitor.rsplit('.', 1)[-1].rsplit(':', 1)[-1]}" for monitor in monitors if monitor]
+    verifiers = [f"eval/{of_run['verifier']}" for of_run in rewards if "verifier" in of_run]
+    of_the_runs = {"Score": watched, "Held-out queries": verifiers}
     drawn = []
     for panel in PANELS:
-        wanted = panel.metrics.split() + (watched if panel.title == "Score" else [])
+        wanted = panel.metrics.split() + of_the_runs.get(panel.title, [])
         names = [name for name in known if any(matches(name, pattern) for pattern in wanted)]
         names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
         if not names:
             continue
         figure = go.Figure()
         for number, one_run in enumerate(runs):
+            rows = rows_to_draw([one_run.metrics[name] for name in names if name in one_run.metrics])
             for color, name in enumerate(names):
                 if name not in one_run.metrics:
                     continue
                 label = name if len(runs) == 1 else f"{name}, run {number + 1}"
                 line = {"dash": ("solid", "dot")[number], "color": COLORS[color % len(COLORS)], "width": 1.8}
-                values = [value if math.isfinite(value) else None for value in one_run.metrics[name]]
-                figure.add_scatter(x=one_run.steps, y=values, name=label, mode="lines", line=line)
+                x, values = ([column[row] for row in rows] for column in (one_run.steps, one_run.metrics[name]))
+                y = [value if math.isfinite(value) else None for value in values]
+                figure.add_scatter(x=x, y=y, name=label, mode="lines", line=line)
         if panel.metrics == "objective/kl":
-            targets = (
-                one_run.meta["args"].get("rewards", {}).get("adaptive_kl", {}).get("target") for one_run in runs
-            )
-            for target in {target for target in targets if target}:
+            targets = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
+            for target in {target for target in targets if target and math.isfinite(target)}:
                 figure.add_hline(target, line={"dash": "dash", "width": 1}, annotation_text=f"target {target:g}")
         figure.update_layout(hovermode="x unified", hoverdistance=-1, showlegend=len(names) * len(runs) > 1)
         if len({value for line in figure.data for value in line.y}) == 1:  # else its axis would be 2 high
@@ -489,6 +594,26 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
         layout.pop("template", None)
         drawn.append((panel, {"data": [trace.to_plotly_json() for trace in figure.data], "layout": layout}))
     return drawn
+
+
+def rows_to_draw(curves: list[list[float]]) -> list[int]:
+    """Which rows of curves with the same steps are drawn: all of them, or of more than MOST_POINTS the telling ones.
+
+    The rows are divided into stretches of equal length. In each stretch, the lowest and the highest value of every
+    curve are kept, and the first one that is not finite. So a spike of a single update is always drawn.
+    """
+    count = len(curves[0]) if curves else 0
+    if count <= MOST_POINTS:
+        return list(range(count))
+    stretches = MOST_POINTS // (2 * len(curves))
+    kept = {0, count - 1}
+    for k in range(stretches):
+        stretch = range(count * k // stretches, count * (k + 1) // stretches)
+        for curve in curves:
+            finite = [row for row in stretch if math.isfinite(curve[row])]
+            kept |= {extreme(finite, key=curve.__getitem__) for extreme in (min, max) if finite}
+            kept |= set([row for row in stretch if not math.isfinite(curve[row])][:1])
+    return sorted(kept)
 
 
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # told apart by colour-blind people too

@@ -7,9 +7,14 @@ Both continue the same queries with the same sampling noise, and the reward mode
     python ppo_rlhf/sample.py --policy models/<run>/policy --prompt "Mara gladly helped the old miller."
     python ppo_rlhf/sample.py --policy models/<run>/policy --interactive       # type queries; an empty line ends
 
-A policy of chapter 1 continues texts, at the task's temperature. One of chapter 2 summarises posts of the test split,
-at the temperature of evaluations; there a prompt is the text of a post, or a whole query as evaluation.jsonl has it,
-from SUBREDDIT: to TL;DR:
+A policy of chapter 1 continues texts, at the task's temperature.
+
+One of chapter 2 summarises posts of the test split, at the temperature of evaluations. There, --prompt is the text
+of a post, or a whole query as evaluation.jsonl has it, from SUBREDDIT: to TL;DR:
+
+One of chapter 3 solves held-out problems, at the task's temperature, and its verifier says which solutions are right.
+With --temperature 0 they are those of evaluation.jsonl. There, --prompt is a question, and becomes a prompt as in the
+run.
 
 Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
@@ -18,16 +23,16 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, posts, rewards, run, texts
+from ppo_rlhf.lib import cli, lm, models, posts, problems, rewards, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 
@@ -38,11 +43,11 @@ class Args:
     n: int = 5
     """number of queries"""
     temperature: float | None = None
-    """sampling temperature; None: the task's, in chapter 2 that of evaluations"""
+    """sampling temperature; 0: the likeliest token each time; None: the task's, in chapter 2 that of evaluations"""
     seed: int = 1
     """seed of the sampling noise; both models get the same"""
     prompt: tuple[str, ...] = ()
-    """texts to continue, or posts to summarise, in place of the task's"""
+    """texts to continue, posts to summarise or questions to answer, in place of the task's"""
     interactive: bool = False
     """ask for queries until an empty line"""
     out: str = ""
@@ -65,7 +70,9 @@ def meant(argument: str, typed: str, saved: str, root: Path) -> str:
 class Continuations:
     """Chapter 1: a text is continued, and the continuation is scored up to a stop token."""
 
-    source = "query_dataset"
+    source = "query_dataset"  # where held-out queries come from: a field of the task
+    verdict = "score"  # what the function that the policy names gives
+    own_functions: Collection[str] = ()  # names of functions of ours, besides those that begin with ppo_rlhf
 
     def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
         """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
@@ -77,7 +84,7 @@ class Continuations:
         self.ids = texts.task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.ids.context_length, self.task.temperature
 
-    def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | list[str] | None]:
         """The first n queries that PPO did not see (n, query_length), and references, if the data has any."""
         return texts.QueryStream(self.task, self.tokenizer, split="test").next_batch(n, self.ids.pad), None
 
@@ -89,17 +96,28 @@ class Continuations:
         """What the models read of queries (n, query_length): (n, context_length)."""
         return texts.add_affixes(queries, self.ids.prefix, self.ids.suffix)
 
+    def respond(
+        self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        """What a model writes (n, response_length) after contexts (n, context_length)."""
+        return lm.generate(model, contexts, noise, self.ids.pad, self.ids.pad, temperature)[0]
+
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of responses: what counts for the KL, what is scored, and what is shown: three of (n, response_length)."""
         truncated = lm.truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
         return responses, truncated, truncated
 
+    def as_texts(self, shown: torch.Tensor) -> list[str]:
+        """What is shown of responses, as texts."""
+        return texts.to_texts(self.tokenizer, shown, self.ids.pad)
 
-class Summaries:
-    """Chapter 2: a post is summarised, and what comes after the end of the summary counts nowhere.
+    def scorer(self, name: str, field: str) -> rewards.Scorer:
+        """The function that the policy names: of queries, what is shown of responses, and references or None."""
+        return rewards.text_scorer(name, field, self.tokenizer, self.ids.pad)
 
-    The methods give what those of `Continuations` do.
-    """
+
+class Summaries(Continuations):
+    """Chapter 2: a post is summarised, and what comes after the end of the summary counts nowhere."""
 
     source = "posts"
 
@@ -109,7 +127,7 @@ class Summaries:
         self.ids = posts.task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.task.query_length, self.task.eval_temperature
 
-    def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         summaries = posts.read_posts(self.task, self.tokenizer, "test", n)
         return summaries.queries, summaries.references.masked_fill(summaries.references == self.ids.eos, self.ids.pad)
 
@@ -126,6 +144,73 @@ class Summaries:
         return truncated, truncated, truncated.masked_fill(truncated == self.ids.eos, self.ids.pad)
 
 
+class Solutions(Continuations):
+    """Chapter 3: a problem is solved, up to a stop token, and a verifier says whether the solution is right.
+
+    Queries are prompts as the policy's run rendered them; references are the answers, as texts.
+    """
+
+    verdict = "right"
+    own_functions = rewards.VERIFIERS
+
+    def __init__(
+        self,
+        task: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        source: str,
+        root: Path,
+        generation_config: GenerationConfig,
+    ):
+        """generation_config: of the policy; it may name more stop ids."""
+        self.task, self.tokenizer = cli.from_dict(problems.TaskArgs, task), tokenizer
+        of_train = meant("task.problems", "", self.task.problems, root)
+        of_test = meant("task.test_problems", source, self.task.test_problems, root)
+        self.task = dataclasses.replace(self.task, problems=of_train, test_problems=of_test)
+        self.source = "test_problems" if of_test else "problems"
+        self.ids = problems.task_ids(self.task, tokenizer, generation_config)
+        self.context_length, self.eval_temperature = self.task.prompt_length, self.task.temperature
+
+    def held_out(self, n: int) -> tuple[torch.Tensor, list[str]]:
+        found = problems.read_problems(self.task, self.tokenizer, "test")
+        return found.batch(range(min(n, len(found))), self.ids.pad), found.answers[:n]
+
+    def query(self, prompt: str) -> list[int]:
+        rendered = problems.render_prompt(prompt, self.task, self.tokenizer)
+        tokens = problems.encode_prompt(rendered, self.task, self.tokenizer)
+        if len(tokens) > self.task.prompt_length:  # the run left out such problems, and cut none
+            raise InputError(
+                f"--prompt: a prompt of {len(tokens)} tokens; the policy's task has at most {self.task.prompt_length}"
+            )
+        return tokens
+
+    def contexts(self, queries: torch.Tensor) -> torch.Tensor:
+        return lm.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
+
+    def respond(
+        self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        limits = (self.ids.pad, self.ids.vocab_size, temperature, self.ids.stops)
+        return lm.generate_until(model, contexts, noise, *limits)[0]
+
+    def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return responses, responses, responses
+
+    def as_texts(self, shown: torch.Tensor) -> list[str]:
+        return problems.to_texts(self.tokenizer, shown, self.ids)
+
+    def scorer(self, name: str, field: str) -> rewards.Scorer:
+        verifier = rewards.load_verifier(name, field, self.task.response_prefix)
+
+        def is_right(queries: torch.Tensor, shown: torch.Tensor, answers: list[str] | None) -> torch.Tensor | None:
+            if answers is None:
+                return None
+            prompts = texts.to_texts(self.tokenizer, queries, self.ids.pad)
+            # As in evaluations, what the verifier cannot judge is wrong.
+            return (torch.tensor(verifier(prompts, self.as_texts(shown), answers)) > 0).double()
+
+        return is_right
+
+
 class Comparison:
     """A policy, the model that it started from, and what scores them."""
 
@@ -140,27 +225,37 @@ class Comparison:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = models.load_tokenizer(str(folder), args.trust_remote_code)
         root = run.absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
-        kind = Summaries if "posts" in info["task"] else Continuations
+        policy = models.load_pretrained(str(folder), torch.float32, args.trust_remote_code).to(self.device)
+        given = (info["task"], self.tokenizer, args.query_dataset, root)
         try:
-            self.texts = kind(info["task"], self.tokenizer, args.query_dataset, root)
+            if "problems" in info["task"]:
+                self.texts = Solutions(*given, policy.generation_config)
+            else:
+                self.texts = (Summaries if "posts" in info["task"] else Continuations)(*given)
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
         base_model = meant("base_model", args.base_model, info["base_model"], root)
         reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
-        if not self.temperature > 0:
-            raise InputError(f"--temperature {self.temperature}: must be above 0")
+        if not self.temperature >= 0:
+            raise InputError(f"--temperature {self.temperature}: must be at least 0")
         trust, vocab_size = args.trust_remote_code, self.pad_id
         length = self.texts.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
             "base": models.load_pretrained(base_model, torch.float32, trust).to(self.device),
-            "policy": models.load_pretrained(str(folder), torch.float32, trust).to(self.device),
+            "policy": policy,
         }
+        if models.load_tokenizer(base_model, trust).get_vocab() != self.tokenizer.get_vocab():
+            raise InputError(
+                f"--base_model {base_model}: its tokenizer has other tokens than that of --policy {folder}; both "
+                f"must start from the same kind of model"
+            )
         models.check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
         models.check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
-        # Each gets queries, of the responses what is scored and what is shown, and references or None.
-        self.scorers: dict[str, Callable[..., torch.Tensor]] = {}
+        # Each gets queries, of the responses what is scored and what is shown, and references or None; and may give
+        # None, if it has nothing to say.
+        self.scorers: dict[str, Callable[..., torch.Tensor | None]] = {}
         if reward_model:
             scorer = models.load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
             what = f"--reward_model {reward_model}"
@@ -171,24 +266,25 @@ class Comparison:
             self.scorers["score"] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                 torch.cat([queries, scored], dim=1), self.pad_id
             )
-        for name, field in (("score", "function"), ("gold", "monitor")):
-            if info[field] and not (info[field].startswith("ppo_rlhf.") or trust or trust_functions):
+        for name, field in ((self.texts.verdict, "function"), ("gold", "monitor")):
+            ours = info[field].startswith("ppo_rlhf.") or info[field] in self.texts.own_functions
+            if info[field] and not (ours or trust or trust_functions):
                 raise InputError(
                     f"{folder} names the function {info[field]}; --trust_remote_code runs it, if you trust it"
                 )
             if info[field]:
-                scorer = rewards.text_scorer(info[field], f"rewards.{field}", self.tokenizer, self.pad_id)
+                scorer = self.texts.scorer(info[field], f"rewards.{field}")
                 self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                     queries, shown, references
                 )
 
     @torch.no_grad()
     def rows(
-        self, queries: torch.Tensor, key: int = 0, references: torch.Tensor | None = None
+        self, queries: torch.Tensor, key: int = 0, references: torch.Tensor | list[str] | None = None
     ) -> list[dict[str, Any]]:
         """Continue each query (n, query_length) with both models. One row per query: texts, scores and KL.
 
-        key: of the sampling noise. references: (n, response_length), for functions that want them.
+        key: of the sampling noise. references: (n, response_length), or n texts, for functions that want them.
         The scores are those of the truncated texts, without the penalty for a missing stop token.
         kl: log-prob of the policy's text under the policy minus that under the base model, at the temperature of
         training, in nats.
@@ -197,14 +293,17 @@ class Comparison:
         contexts = self.texts.contexts(queries)  # (n, context_length)
         generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
-        noise = noise.to(self.device)
+        noise, temperature = noise.to(self.device), self.temperature or problems.GREEDY
         columns: dict[str, list[Any]] = {"query": texts.to_texts(self.tokenizer, queries, self.pad_id)}
+        columns |= {"answer": references} if isinstance(references, list) else {}
         for name, model in self.models.items():
-            responses, _, _ = lm.generate(model, contexts, noise, self.pad_id, self.pad_id, self.temperature)
-            counted, scored, shown = self.texts.cut(responses)
-            columns[name] = texts.to_texts(self.tokenizer, shown, self.pad_id)
+            counted, scored, shown = self.texts.cut(self.texts.respond(model, contexts, noise, temperature))
+            columns[name] = self.texts.as_texts(shown)
             for score_name, scorer in self.scorers.items():
-                scores = columns[f"{name} {score_name}"] = scorer(queries, scored, shown, references).tolist()
+                said = scorer(queries, scored, shown, references)
+                if said is None:
+                    continue
+                scores = columns[f"{name} {score_name}"] = said.tolist()
                 if broken := [score for score in scores if not math.isfinite(score)]:
                     raise NumericalError(
                         f"the {score_name} of a text by the {name} model is {broken[0]}, not a number"
@@ -220,7 +319,7 @@ class Comparison:
         columns["kl"] = log_ratio.sum(1).tolist()
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def task_queries(self, n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def task_queries(self, n: int) -> tuple[torch.Tensor, torch.Tensor | list[str] | None]:
         """The first n queries of the task's held-out texts (n, query_length), and their references, if it has any."""
         with cli.typed_as({f"task.{self.texts.source}": "query_dataset"}):
             return self.texts.held_out(n)
@@ -249,10 +348,10 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
             + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
         )
 
-    cells = [
-        {"query": run.one_line(row["query"].strip()), "base model": cell(row, "base"), "policy": cell(row, "policy")}
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        given = {name: run.one_line(row[name].strip()) for name in ("query", "answer") if name in row}
+        cells.append({**given, "base model": cell(row, "base"), "policy": cell(row, "policy")})
     run.print_table(title, cells)
 
 

@@ -177,6 +177,17 @@ def fewer_tokens(model: str, tokens: int) -> Damage:
     return all_of(weights, edit(f"{model}/config.json", "vocab_size", to=tokens))
 
 
+def other_words(model: str) -> Damage:
+    """A tokenizer of as many tokens, two of which stand for each other."""
+
+    def damage(folder: Path) -> None:
+        vocab = json.loads((folder / model / "tokenizer.json").read_text())["model"]["vocab"]
+        for token, other in (("a", "b"), ("b", "a")):
+            edit(f"{model}/tokenizer.json", "model", "vocab", token, to=vocab[other])(folder)
+
+    return damage
+
+
 def edit_lines(path: str, change: Callable[[list[bytes]], list[bytes]]) -> Damage:
     return edit_bytes(path, lambda content: b"".join(change(content.splitlines(True))))
 
@@ -680,7 +691,7 @@ SAMPLES = {
     "no such policy": sample("--policy nowhere", "nowhere"),
     "a reward model": sample("--policy reward", "--policy reward", "reward model"),
     "no queries": sample("--n 0", "--n 0", "at least 1"),
-    "temperature 0": sample("--temperature 0", "--temperature 0.0", "above 0"),
+    "temperature below 0": sample("--temperature -1", "--temperature -1.0", "at least 0"),
     "temperature nan": sample("--temperature nan", "--temperature is nan"),
     "temperature inf": sample("--temperature inf", "--temperature is inf"),
     "empty prompt": sample("--prompt ''", "--prompt", "at least one token"),
@@ -692,6 +703,10 @@ SAMPLES = {
     "base model is gone": sample("", "--base_model model", damage=remove("model")),
     "base model too short": sample("", "model", "40 tokens", damage=fewer_positions("model", 40)),
     "base model with fewer rows": sample("", "model", "500 rows", damage=fewer_tokens("model", 500)),
+    "base model of another vocabulary": sample(
+        "", "--base_model model", "--policy policy", "the same kind of model", damage=other_words("model")
+    ),
+    "a function of nobody's": sample("", "boxed", "--trust_remote_code", damage=edit(INFO, "function", to="boxed")),
     "no such reward model": sample("--reward_model nowhere", "nowhere", "no such folder"),
     "reward model is a policy": sample("--reward_model policy", "policy is not a reward model"),
     "reward model too short": sample("", "reward", "40 tokens", damage=fewer_positions("reward", 40)),

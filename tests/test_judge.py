@@ -819,6 +819,55 @@ def test_a_file_that_is_no_cache(server):
     assert server.requests == 0 and Path("run/judge_cache.jsonl").read_text() == '{"query": "q"}\n'
 
 
+USAGE = {"prompt_tokens": 9, "completion_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdict": "C"},
+        {"verdict": None},
+        {"verdict": {"A": 1}},
+        {"verdict": "failed"},
+        {"reply": 5},
+        {"key": ["a"]},
+        {"usage": [9]},
+        {"usage": {"prompt_tokens": "9"}},
+        {"usage": USAGE | {"prompt_tokens": -1}},
+        {"usage": USAGE | {"completion_tokens": 2**63}},
+    ],
+    ids=str,
+)
+def test_a_damaged_verdict_is_named_and_drops_no_row_unseen(server, change):
+    assert ask(server, 3, concurrency=1)["judged_rows"] == 3
+    lines = [json.dumps(entry | change if number == 4 else entry) for number, entry in enumerate(cached(), 1)]
+    Path("run/judge_cache.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=r"judge_cache\.jsonl is not .* or was damaged: line 4 holds no verdict"):
+        ask(server, 3)
+    assert server.requests == 6
+
+
+def test_two_evaluations_do_not_pay_twice(server):
+    """The second is turned away while the first one uses the cache; afterwards it costs nothing."""
+    begun, go_on, told = threading.Event(), threading.Event(), []
+
+    def behave(number, payload):
+        begun.set()
+        assert go_on.wait(30)
+        return truth(payload)
+
+    server.behave = behave
+    first = threading.Thread(target=lambda: told.append(ask(server, 3, concurrency=1)))
+    first.start()
+    assert begun.wait(30)
+    with pytest.raises(InputError, match=r"judge_cache\.jsonl is in use by another evaluation; .* with --cache"):
+        ask(server, 3)
+    assert server.requests == 1
+    go_on.set()
+    first.join()
+    assert told[0]["judged_rows"] == 3 and ask(server, 3)["cached_answers"] == 6 and server.requests == 6
+
+
 def test_a_cache_elsewhere_serves_two_evaluations(server):
     file = write_rows("run/evaluation.jsonl", make_rows(3))
     endpoint = EndpointArgs(server.url, "m")
@@ -856,6 +905,16 @@ def test_tokens_and_cost_add_up(server):
     assert "cost" not in ask(server, 6)
 
 
+def test_usage_that_cannot_be_is_none(server):
+    """Negative counts would be added as 0, and endless ones could not be multiplied by a price."""
+    bad = [{"prompt_tokens": -5, "completion_tokens": 3}, {"prompt_tokens": 5, "completion_tokens": 10**400}]
+    good = {"prompt_tokens": 5, "completion_tokens": 3}
+    server.behave = lambda number, payload: say("Preferred: A", usage=bad[number] if number < 2 else good)
+    report = ask(server, 2, concurrency=1, price_input=1e6)
+    assert (report["prompt_tokens"], report["completion_tokens"], report["requests_without_usage"]) == (10, 6, 2)
+    assert report["cost"] == 10
+
+
 def test_so_many_requests_are_under_way_and_no_more(server):
     def behave(number, payload):
         time.sleep(0.03)
@@ -891,6 +950,14 @@ def test_the_key_is_sent_and_written_nowhere(server, tmp_path, capsys, monkeypat
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(written) >= 4
     assert [path for path in written if KEY in path.read_text()] == []
+
+    def status_line(handler):  # which is none, and quotes the request's header
+        handler.wfile.write(f"Bearer {KEY}\r\n\r\n".encode())
+        handler.close_connection = True
+
+    server.behave = lambda number, payload: status_line
+    with pytest.raises(InputError, match=r"the last failure: Bearer \*\*\*$"):
+        ask(server, 1, temperature=0.9, retries=0)
     captured = capsys.readouterr()
     assert KEY not in captured.out + captured.err and "***" in Path("run/judge_cache.jsonl").read_text()
 
@@ -1101,6 +1168,31 @@ def test_a_file_or_a_folder_and_where_the_results_go():
     assert judge(Args("rows.jsonl", "rows.jsonl", gold=gold))["ties"] == 1
 
 
+def test_where_no_results_can_go_nothing_is_asked(server):
+    with pytest.raises(InputError, match=r"a name of 3\d\d bytes, and 255 are the most; name another one with --out"):
+        ask(server, 3, model="m" * 300)
+    file = write_rows("run/evaluation.jsonl", make_rows(1))
+    with pytest.raises(InputError, match=r"run/evaluation\.jsonl is not a folder .* name another one with --out"):
+        judge(Args(file, endpoint=EndpointArgs(server.url, "m"), out=file))
+    assert server.requests == 0 and os.listdir("run") == ["evaluation.jsonl"]
+    assert judge(Args(file, endpoint=EndpointArgs(server.url, "m" * 300), out="out"))["wins"] == 1
+
+
+def test_what_is_no_run_of_chapter_2(tmp_path):
+    gold = "test_judge:count_words"
+    write_rows("solved/evaluation.jsonl", [{"prompt": "2+2?", "answer": "4", "response": "#### 4", "tokens": 5}])
+    with pytest.raises(InputError, match=r"--candidate solved/evaluation\.jsonl: holds solutions of chapter 3"):
+        judge(Args("solved", gold=gold))
+    write_rows("models/r/policy/ppo_rlhf.json", [{}])
+    write_rows("run/evaluation.jsonl", [row("a", "1", "1")])
+    with pytest.raises(
+        InputError, match=r"--baseline models/r/policy is the folder of a model; give that of its run"
+    ):
+        judge(Args("run", "models/r/policy", gold=gold))
+    write_rows("models/r/policy/mine.jsonl", [row("a", "1", "1")])
+    assert judge(Args("run", "models/r/policy/mine.jsonl", gold=gold))["ties"] == 1
+
+
 def test_what_is_printed_stays_on_its_line(capsys):
     """Texts, and names of files: all that others may have written."""
     write_rows("a\nb/evaluation.jsonl", [row("q\n", "1\n2", "1")])
@@ -1125,6 +1217,8 @@ def test_what_is_printed_stays_on_its_line(capsys):
         ('{"query": "a", "response": 5, "reference": "c"}', "line 1 has no response, or one of another type"),
         ('{"query": "a", "response": "b", "reference": "c", "tokens": 1.5}', "line 1 has no tokens, or one of ano"),
         ('{"query": "a", "response": "\\ud83d", "reference": "c"}', "line 1, response, is not valid Unicode"),
+        (json.dumps(row("a", "b", tokens=10**400)), "line 1: tokens must be from 0 to 2147483647"),
+        (json.dumps(row("a", "b", reference_tokens=-1)), "line 1: reference_tokens must be from 0 to 2147483647"),
     ],
 )
 def test_rows_that_cannot_be_read(content, message):
@@ -1157,6 +1251,7 @@ URL = "http://127.0.0.1:9/v1"
         ({}, {"url": URL, "model": "m", "replies": 0}, "--endpoint.replies is 0"),
         ({}, {"url": URL, "model": "m", "retries": -1}, "--endpoint.retries is -1"),
         ({}, {"url": URL, "model": "m", "timeout": 0.0}, "--endpoint.timeout is 0.0; it must be above 0"),
+        ({}, {"url": URL, "model": "m", "timeout": 1e10}, "--endpoint.timeout is 1e[+]10; it must be at most 86400"),
         ({}, {"url": URL, "model": "m", "max_tokens": -1}, "--endpoint.max_tokens is -1"),
         ({}, {"url": URL, "model": "m", "price_input": -1.0}, "--endpoint.price_input is -1.0"),
         ({}, {"url": URL, "model": "m", "price_output": math.inf}, "--endpoint.price_output is inf"),

@@ -2,16 +2,21 @@
 
 import csv
 import json
+import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from runs import explained_metrics
 
 from ppo_rlhf import report
-from ppo_rlhf.lib import traces
+from ppo_rlhf.lib import files, traces
 from ppo_rlhf.lib.errors import InputError
 
 pytest.importorskip("plotly", reason="plotly is not installed")
@@ -90,6 +95,58 @@ def test_the_numbers_of_the_page_are_those_of_the_run(chapter, tmp_path):
             assert episode["query"] == trace.queries[i].replace("\x1b", "␛")
 
 
+def test_spikes_of_a_long_run_are_drawn_and_all_its_rows_are_counted(tmp_path):
+    """Two curves share a panel; each has spikes of one row, up and down, and a row that is not a number."""
+    folder, count = make_run(tmp_path, "a", chapter=3), 20_001
+    generator, names = torch.Generator().manual_seed(3), ("policy/clipfrac_avg", "val/clipfrac_avg", "lr")
+    columns = {name: torch.rand(count, generator=generator).tolist() for name in names}
+    spikes = {"policy/clipfrac_avg": (17, 4_003, 19_999), "val/clipfrac_avg": (18, 4_004, 12_345)}
+    for name, (up, down, nothing) in spikes.items():
+        columns[name][up], columns[name][down], columns[name][nothing] = 1e6, -1e6, math.nan
+    rows = (",".join(map(str, [step, *values])) for step, values in enumerate(zip(*columns.values(), strict=True)))
+    (folder / "metrics.csv").write_text("\n".join([",".join(["step", *columns]), *rows]) + "\n")
+    page = write_report(folder)
+    assert "not finished: 20,001 steps are logged" in page and "Points are left out" in page
+    lines = {line["name"]: line for figure in data_of(page)["figures"] for line in figure["data"]}
+    assert set(lines) == set(columns)
+    for name, line in lines.items():
+        assert 1_000 < len(line["x"]) <= report.MOST_POINTS + 4 and line["x"] == sorted({*line["x"]})
+        assert line["x"][0] == 0 and line["x"][-1] == count - 1 and {*spikes.get(name, ())} <= {*line["x"]}
+        csv_says = [columns[name][step] for step in line["x"]]
+        assert line["y"] == [None if math.isnan(value) else value for value in csv_says]
+    clipped = [lines[name]["x"] for name in spikes]
+    assert clipped[0] == clipped[1]  # else pointing at an update would not show both
+
+
+def test_a_run_that_is_not_long_is_drawn_whole(tmp_path):
+    folder = make_run(tmp_path, "a")
+    rows = [f"{step},{step % 7}" for step in range(report.MOST_POINTS)]
+    (folder / "metrics.csv").write_text("\n".join(["step,lr", *rows]) + "\n")
+    page = write_report(folder)
+    assert data_of(page)["figures"][0]["data"][0]["x"] == list(range(report.MOST_POINTS))
+    assert "Points are left out" not in page
+
+
+def test_what_shows_the_danger_of_sampling_ahead_has_a_panel(tmp_path):
+    """Each metric of rlvr_async.py, and what rlvr_policy.py says of sampler and staleness."""
+    names = [name for name in explained_metrics(3) if name.startswith(("async/", "time/"))]
+    names += ["objective/sampler_gap", "train/staleness_mean", "val/first_ratio_gap"]
+    assert {"async/kl", "async/staleness_mean", "async/ess", "async/rejected_share"} < set(names)
+    folder = make_run(tmp_path, "a", chapter=3)
+    (folder / "metrics.csv").write_text(",".join(["step", *names]) + "\n" + ",".join("0" * (len(names) + 1)) + "\n")
+    drawn = [line["name"] for figure in data_of(write_report(folder))["figures"] for line in figure["data"]]
+    assert sorted(drawn) == sorted(names)
+
+
+def test_the_verifier_of_a_run_is_among_the_held_out_numbers(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=3)
+    args = ARGS[3] | {"rewards": {"verifier": "my_rewards:right"}}
+    (folder / "meta.json").write_text(json.dumps({"args": args}))
+    (folder / "metrics.csv").write_text("step,eval/my_rewards:right,eval/pass@2\n0,0.5,0.75\n")
+    (figure,) = data_of(write_report(folder))["figures"]
+    assert [line["name"] for line in figure["data"]] == ["eval/my_rewards:right", "eval/pass@2"]
+
+
 def test_the_target_is_a_line_and_only_where_there_is_one(tmp_path):
     for chapter, targets in ((1, [6.0]), (3, [])):
         data = data_of(write_report(make_run(tmp_path, f"run{chapter}", chapter)))
@@ -152,10 +209,73 @@ def test_a_held_out_post_has_the_summaries_before_and_after_and_those_of_another
 
 def test_damaged_answers_are_named(tmp_path):
     folder = make_run(tmp_path, "a", chapter=2)
-    for text in ("[]\n", "{}\n", "{"):
+    for text in ("[]\n", "{}\n", "{", "[" * 100_000):
         (folder / "evaluation.jsonl").write_text(text)
         with pytest.raises(InputError, match=r"evaluation\.jsonl is damaged"):
             write_report(folder)
+
+
+def test_answers_may_hold_half_a_character_and_endless_numbers(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=2)
+    row = {"query": "q", "response": "half \ud83d, one \N{OTTER}", "tokens": 10**400}
+    (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
+    (answer,) = held_out(write_report(folder))
+    assert answer["response"] == "half ?, one \N{OTTER}" and answer["tokens"] == "10" + ",000" * 133
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"sizes": {"updates": "six", "batch": 8}}, "sizes.updates is 'six'"),
+        ({"sizes": "none"}, "sizes is 'none'"),
+        ({"versions": ["2.13"]}, "versions is"),
+        ({"args": ARGS[1] | {"ppo": [1]}}, r"args.ppo is \[1\]"),
+        ({"args": ARGS[1] | {"rewards": "many"}}, "args.rewards is 'many'"),
+        ({"args": ARGS[1] | {"rewards": {"monitor": 5}}}, "args.rewards.monitor is 5"),
+        ({"args": ARGS[1] | {"rewards": {"adaptive_kl": {"target": "6"}}}}, "args.rewards.adaptive_kl.target is '6'"),
+    ],
+)
+def test_a_damaged_meta_file_is_named(change, name, tmp_path):
+    folder = make_run(tmp_path, "a")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | change))
+    with pytest.raises(InputError, match=rf"meta\.json was damaged: {name}"):
+        write_report(folder)
+
+
+def test_a_trace_with_fewer_numbers_than_texts_is_named(tmp_path):
+    folder = make_run(tmp_path, "a")
+    trace = traces.read(folder, 3)
+    trace.tokens["kl"] = trace.tokens["kl"][:, :2]
+    traces.write(folder, trace)
+    with pytest.raises(InputError, match=r"traces/3\.safetensors is damaged: its numbers do not fit its texts"):
+        write_report(folder)
+
+
+def test_where_no_page_can_be_written_nothing_is_left(tmp_path):
+    folder, elsewhere = make_run(tmp_path, "a"), tmp_path / "folder"
+    elsewhere.mkdir()
+    with pytest.raises(InputError, match=r"--out .*/folder is a folder; name a file in it, such as .*report\.html"):
+        write_report(folder, out=str(elsewhere))
+    with pytest.raises(InputError, match=r"--out .*/no/such/x\.html: there is no folder .*/no/such; name a file"):
+        write_report(folder, out=str(tmp_path / "no/such/x.html"))
+    for path, error in ((elsewhere, IsADirectoryError), (tmp_path / "no/such/x.html", FileNotFoundError)):
+        with pytest.raises(error) as raised:
+            files.replace_file(path, "text")
+        assert raised.value.filename == str(path)
+    assert sorted(os.listdir(tmp_path)) == ["a", "folder"] and os.listdir(elsewhere) == []
+
+
+def test_a_page_needs_no_utf_8_locale(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=2)
+    (folder / "evaluation.jsonl").write_text(
+        json.dumps({"query": "q", "response": "M\u00fchle"}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    locale = {"PYTHONUTF8": "0", "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, report.__file__, "--run", str(folder)]
+    result = subprocess.run(command, env=os.environ | locale, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert "M\u00fchle" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_page_needs_no_network_and_fits(tmp_path):

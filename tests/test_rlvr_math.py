@@ -426,6 +426,19 @@ def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_says_so():
     assert losses.tolist()[0] == pytest.approx([3.0, 2.0, -1.2]) and below.tolist() == [[True, False, False]]
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_loss_of_0_has_a_gradient(loss):
+    """A right response and a wrong one, before the first step: advantages cancel in the loss, not in its gradient."""
+    advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    logprobs, mask = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]), torch.ones(2, 2).bool()
+    new_logprobs = logprobs.clone().requires_grad_(True)
+    losses, _, _ = token_losses(new_logprobs, logprobs, advantages, mask, loss, low=0.2, high=0.2)
+    value = aggregate(losses, mask, "seq-mean-token-mean")
+    value.backward()
+    assert value.item() == 0
+    assert new_logprobs.grad.tolist() == [[-0.25, -0.25], [0.25, 0.25]]  # descent: the first up, the second down
+
+
 def test_an_overflowing_ratio_stays_finite():
     new = torch.tensor([[80.0, -80.0]], dtype=torch.float64)
     for loss in ("ppo", "gspo", "cispo"):

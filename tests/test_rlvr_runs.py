@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from runs import explained_metrics, metrics_of, only, samples_of
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_policy, sample
 from ppo_rlhf.lib import cli, lm, models, problems, run
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
@@ -298,6 +299,100 @@ def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_fold
     prompt = json.loads(lines[0])["prompt"]
     assert prompt.startswith("<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n")
     assert "<|im_end|>\n<|im_start|>assistant\n" in prompt
+
+
+# ---- Reading what a policy writes: sample.py -------------------------------------------------------------------
+
+
+def sampled(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes) -> list[dict]:
+    """Rows of sample.py for the policy of a run that lies in a folder, where the module `letters` is, too."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "letters", raising=False)
+    policy = str(only(folder, "models/*/policy"))
+    return sample.sample(sample.Args(policy, trust_remote_code=True, **changes))
+
+
+def test_the_likeliest_solutions_are_those_of_the_evaluation(ppo_run, monkeypatch):
+    folder, _ = ppo_run
+    solved = (only(folder, "runs/*") / "evaluation.jsonl").read_text().splitlines()
+    rows = sampled(folder, monkeypatch, n=8, temperature=0.0)
+    names = {"query": "prompt", "answer": "answer", "policy": "response", "policy right": "letters:letters"}
+    assert len(rows) == 8
+    for row, expected in zip(rows, map(json.loads, solved), strict=True):
+        assert {name: row[name] for name in names} == {name: expected[of_run] for name, of_run in names.items()}
+    assert {row["policy right"] for row in rows} == {0.0, 1.0}
+
+
+@torch.no_grad()
+def solve_slowly(model, prompt: list[int], noise: list[float], stop: int, temperature: float) -> list[int]:
+    """Token by token, each from a pass over the whole text: the first whose cumulative probability is above noise."""
+    response: list[int] = []
+    for threshold in noise:
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1].double()
+        probabilities = (logits / temperature).softmax(0).cumsum(0)
+        response.append(int((probabilities <= threshold).sum()))
+        if response[-1] == stop:
+            break
+    return response
+
+
+def text_logprob(model, prompt: list[int], response: list[int], temperature: float) -> float:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
+    return (logits / temperature).log_softmax(1)[range(len(response)), response].sum().item()
+
+
+def test_solutions_are_sampled_at_the_temperature_of_the_run(ppo_run, tiny_sums, tmp_path, monkeypatch):
+    """By the policy and by its base model; the KL is that of the policy's response."""
+    policy = tmp_path / "models/run/policy"
+    shutil.copytree(only(ppo_run[0], "models/*/policy"), policy)
+    info = json.loads((policy / "ppo_rlhf.json").read_text())
+    info["task"] |= {"temperature": 0.7, "response_length": 12}
+    (policy / "ppo_rlhf.json").write_text(json.dumps(info))
+    shutil.copy(ppo_run[0] / "letters.py", tmp_path)
+    rows = sampled(tmp_path, monkeypatch, n=3, seed=5)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    networks = {"base": AutoModelForCausalLM.from_pretrained(tiny_sums / "model")}
+    networks["policy"] = AutoModelForCausalLM.from_pretrained(policy)
+    noise = torch.rand(3, 12, generator=lm.keyed_generator(5, "sample", 0), dtype=torch.float64).tolist()
+    lines = (tiny_sums / "problems_test.jsonl").read_text().splitlines()[:3]
+    for row, line, uniforms in zip(rows, lines, noise, strict=True):
+        question = json.loads(line)["question"] + "\n"
+        prompt, kl = tokenizer(question, add_special_tokens=False)["input_ids"], []
+        assert row["query"] == question
+        for name, network in networks.items():
+            response = solve_slowly(network.float(), prompt, uniforms, tokenizer.eos_token_id, 0.7)
+            text = tokenizer.decode(response, skip_special_tokens=True)
+            assert (row[name], row[f"{name} right"]) == (text, sum(map(str.isalpha, text)) % 2)
+            kl = [text_logprob(one.float(), prompt, response, 0.7) for one in networks.values()]
+        assert row["kl"] == pytest.approx(kl[1] - kl[0], abs=1e-4)
+
+
+def test_a_question_becomes_the_prompt_of_the_run(tiny_qwen, tmp_path):
+    """In the tokenizer's chat template; without an answer there is no verdict."""
+    policy = tmp_path / "models/run/policy"
+    shutil.copytree(tiny_qwen, policy)
+    task = dataclasses.replace(problems.TASKS["gsm8k"], problems=str(GSM8K), prompt_length=160, response_length=4)
+    info = {"kind": "policy", "base_model": str(tiny_qwen), "vocab_size": 259, "task": dataclasses.asdict(task)}
+    info |= {"function": "gsm8k_strict", "monitor": "", "reward_model": ""}
+    (policy / "ppo_rlhf.json").write_text(json.dumps(info))
+    comparison = sample.Comparison(sample.Args(str(policy)))
+    (tokens,) = comparison.prompt_queries(("1+1?",)).tolist()
+    message = {"role": "user", "content": "1+1?" + task.prompt_suffix}
+    chat = AutoTokenizer.from_pretrained(tiny_qwen).apply_chat_template([message], add_generation_prompt=True)
+    assert [token for token in tokens if token != comparison.pad_id] == chat["input_ids"]
+    assert comparison.texts.ids.stops == (256, 258)  # those of the model's generation config
+    (row,) = sample.sample(sample.Args(str(policy), prompt=("1+1?",)))
+    assert set(row) == {"query", "base", "policy", "kl"} and row["kl"] == 0
+    mine = [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(3)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
+    rows = sample.sample(sample.Args(str(policy), query_dataset=str(tmp_path / "mine.jsonl")))
+    assert [(row["answer"], row["policy right"]) for row in rows] == [("0", 0), ("2", 0), ("4", 0)]
+    with pytest.raises(InputError, match=r"--prompt: a prompt of \d+ tokens; the policy's task has at most 160"):
+        sample.sample(sample.Args(str(policy), prompt=("1+1?" * 30,)))
+    with pytest.raises(InputError, match="--query_dataset nowhere"):
+        sample.sample(sample.Args(str(policy), query_dataset="nowhere"))
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeyp
     assert "KL" in capsys.readouterr().out
     rows = sample.sample(sample.Args(str(folder), n=1, query_dataset=str(tiny_posts)))
     assert rows[0]["query"] == tables[0][0]["query"]
-    for changes in ({"query_dataset": "nowhere"}, {"prompt": ("Wet \udcff",)}, {"temperature": 0.0}):
+    for changes in ({"query_dataset": "nowhere"}, {"prompt": ("Wet \udcff",)}, {"temperature": -1.0}):
         with pytest.raises(InputError, match=f"--{next(iter(changes))}"):
             sample.sample(sample.Args(str(folder), **changes))
 

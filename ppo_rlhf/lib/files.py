@@ -1,5 +1,6 @@
 """JSON files, and what was read from one."""
 
+import contextlib
 import json
 import types
 import typing
@@ -27,16 +28,24 @@ def fits(value: Any, hint: Any) -> bool:
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError or ValueError."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write to a temporary name, then rename: a reader never sees half a file."""
+    """Write to a temporary name, then rename: a reader never sees half a file.
+
+    If that fails, nothing is left of the temporary file, and the OSError names the path that was wanted.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, value: Any) -> None:
