@@ -955,7 +955,7 @@ def update(
                 shares.append(
                     share | token_statistics(mb, new_logprobs, entropies, counts["tokens"], version, **flags)
                 )
-            processes.average_gradients(actor_critic)
+            processes.average_gradients(actor_critic, accelerator)
             # [V72] The critic, then the policy, each clipped for itself over the whole minibatch.
             #       dp_critic.py#L134-L151
             norms = {

@@ -630,7 +630,7 @@ def ppo_update(
                         new_logprobs, entropies, new_values, logprobs, returns, mask, value_mask, count, value_count
                     )
                 )
-            processes.average_gradients(actor_critic)
+            processes.average_gradients(actor_critic, accelerator)
             gradient_norm = processes.full_tensor(processes.gradient_norm(actor_critic))
             optimizer.step()
             steps.append(

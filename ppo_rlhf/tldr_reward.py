@@ -202,7 +202,7 @@ def pairs_update(
         (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
         rows = torch.stack([losses, prefers_chosen(*scores), *scores]).detach().double()  # (4, micro_batch)
         sums += (rows * weights).sum(1)
-    processes.average_gradients(reward_model)
+    processes.average_gradients(reward_model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
     optimizer.step()
     # [T30] The names are the reproduction's.   reward.py#L420-L503

@@ -235,7 +235,7 @@ def sft_update(
         loss = -logprobs.sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
         total = total + loss.detach()
-    processes.average_gradients(model)
+    processes.average_gradients(model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(model))
     optimizer.step()
     # [T24] The names are the reproduction's.   sft.py#L407-L425

@@ -218,7 +218,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run.start_logging(first_update, models.config_for_plots(given, args))
     rows, groups = local_slices(sizes, accelerator.process_index)
     by_length = partial(passes.by_length, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
-    trace = partial(trace_episodes, this_run, args, tokenizer, ids, stream, policy, reference, score, monitor)
+    tools = (tokenizer, ids, stream, policy, reference, score, monitor, controller)
+    trace = partial(trace_episodes, this_run, args, *tools)
 
     for update in this_run.updates("PPO", first_update, sizes.updates):
         with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
@@ -955,6 +956,7 @@ def trace_episodes(
     reference: PreTrainedModel,
     score: scorers.Scorer,
     monitor: dict[str, scorers.Scorer],
+    controller: AdaptiveKLController,
     update: int,
     rollout: Rollout,
     episodes: Episodes,
@@ -997,7 +999,7 @@ def trace_episodes(
         stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
         raw_scores = score(queries, truncated_responses)
         scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
-        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, episodes.kl_coef)
+        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
     of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
     of_tokens |= {"scored": truncated_responses != ids.pad}
     of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}

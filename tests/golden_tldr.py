@@ -359,7 +359,7 @@ def read_as_stored(lm_backbone, tokens, pad_id, columns, longest):
 # Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
 AS_STORED: list[Replaced] = [
     (passes, "plan_passes", in_order),
-    (lm, "pack", lambda tokens, pad_id, longest: tokens),
+    (passes, "pack", lambda tokens, pad_id, longest: tokens),
     (lm, "read_packed", read_as_stored),
 ]
 

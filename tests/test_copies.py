@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 import ppo_rlhf
 from ppo_rlhf import rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import lm
 
 # ---- The same text ---------------------------------------------------------------------------------------------
 

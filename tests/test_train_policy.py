@@ -469,7 +469,10 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
         "train",
         {"told = (queries, truncated_responses,": "told = (queries, responses,"},
     ),
-    "D80 scores before the penalty are shown": ("sample_rows", {'"score": episodes.scores': '"score": episodes.raw_scores'}),
+    "D80 scores before the penalty are shown": (
+        "sample_rows",
+        {'"score": episodes.scores': '"score": episodes.raw_scores'},
+    ),
     "X01 the same noise in each update": ("train", {"episode_noise(args.seed, update": "episode_noise(args.seed, 0"}),
     "X06 total with the first coefficient": (
         "sample_rows",

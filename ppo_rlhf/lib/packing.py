@@ -45,7 +45,7 @@ def prepare(model: PreTrainedModel) -> None:
 def undo(model: PreTrainedModel) -> None:
     """Let a model read padding again. Its attention stays, and is the library's where it is given no groups."""
     if passes.is_packed(model):
-        del model.base_model.reads_no_padding, model.base_model.forward
+        del model.base_model.is_packed, model.base_model.forward
 
 
 def forward(

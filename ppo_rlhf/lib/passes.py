@@ -44,7 +44,7 @@ def by_length(
 
 
 def count_tokens(tokens: Tensor, pad_id: int) -> Tensor:
-    """How many tokens of each row (batch, length) are not padding: (batch,), on the CPU. This waits for the device."""
+    """How many tokens of each row (batch, length) are not padding: (batch,), on the CPU. Waits for the device."""
     return (tokens != pad_id).sum(1).cpu()
 
 

@@ -307,16 +307,17 @@ def map_rows(
 # ---- Gradients -------------------------------------------------------------------------------------------------
 
 
-def average_gradients(model: nn.Module) -> None:
+def average_gradients(model: nn.Module, accelerator: Accelerator | None = None) -> None:
     """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that.
 
-    If a model is sharded, the backward pass has done so already.
+    If a model is sharded, the backward pass has done so already. accelerator: its processes; None: those of
+    torch.distributed.
     """
     # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    if several and not isinstance(model, FSDPModule):
+    if (accelerator.num_processes > 1 if accelerator else several) and not isinstance(model, FSDPModule):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        mean = (accelerator.reduce if accelerator else reduce)(nn.utils.parameters_to_vector(gradients), "mean")
         nn.utils.vector_to_parameters(mean, gradients)
 
 
