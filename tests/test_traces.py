@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import models, run, traces
+from ppo_rlhf.lib import models, traces
 from ppo_rlhf.lib.errors import InputError
 
 CONTINUATIONS = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 --ppo.lr 0.01"
