@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, problems, processes, rewards as scorers, run
+from ppo_rlhf.lib import cli, lm, models, passes, problems, processes, rewards as scorers, run
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ class ActorCritic(models.MixedPrecision):
             hidden = lm.read_packed(self.lm_backbone, *place)[mask]  # (tokens, width)
             theirs = reference.hidden_states(*place)[mask] if reference else hidden[:, :0]
             read = partial(self.read_hidden, reference)
-            logprobs, entropies, exact_kl = processes.in_pieces(read, self.vocab_size, hidden, theirs, labels)
+            logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, hidden, theirs, labels)
             values = torch.zeros_like(logprobs)
             if self.critic:
                 read_by_critic = lm.read_packed(self.critic.lm_backbone, *place)[mask]
@@ -706,7 +706,7 @@ def rollout(
 
     # 2. Generate responses, up to the first stop id; log-probs and values as the training pass has them.
     (responses, sampler_logprobs), *greedy = (
-        processes.in_chunks(partial(sample, temperature=temperature), chunk, queries, uniforms)
+        passes.few_rows_at_a_time(partial(sample, temperature=temperature), chunk, queries, uniforms)
         for queries, uniforms, temperature in requests
     )
     queries = requests[0][0]
@@ -724,8 +724,8 @@ def rollout(
 
     lengths = (query_responses != ids.pad).sum(1).cpu()
     knobs = (args.ppo.local_micro_batch_size, args.ppo.local_micro_batch_tokens)
-    passes = processes.plan_passes(lengths, actor_critic, *knobs)
-    logprobs, values, ref_logprobs, exact_kl = processes.in_passes(read, passes, query_responses, mask)
+    plan = passes.plan_passes(lengths, actor_critic, *knobs)
+    logprobs, values, ref_logprobs, exact_kl = passes.in_passes(read, plan, query_responses, mask)
 
     # 4. Score.
     parts, raw_scores = score_responses(setup, prompts, answers, queries, responses)
@@ -931,7 +931,7 @@ def update(
                 optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
             # [V77] Rows of about one length at a time: little padding, and a sum that is the same.
-            for micro_batch in processes.plan_passes(lengths[mb_inds], actor_critic, *knobs):
+            for micro_batch in passes.plan_passes(lengths[mb_inds], actor_critic, *knobs):
                 inds = mb_inds[micro_batch.rows].to(device)
                 mb, mb_advantages, mb_returns = batch.rows(inds), advantages[inds], returns[inds]
                 mean_of = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
@@ -1731,11 +1731,8 @@ def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) ->
 
         def of_model(prompts: Any, texts: Any, answers: Any, queries: Tensor, responses: Tensor) -> Tensor:
             tokens = torch.cat([queries, responses], 1)
-            lengths = (tokens != ids.pad).sum(1).cpu()
-            passes = processes.plan_passes(lengths, model, args.ppo.local_rollout_batch_size)
-            scores = processes.in_passes(
-                lambda rows, longest: model(lm.pack(rows, ids.pad, longest), ids.pad), passes, tokens
-            ).double()  # (rows,)
+            at_once = {"pad_id": ids.pad, "rows": args.ppo.local_rollout_batch_size}
+            scores = passes.by_length(nn.Module.__call__, model, tokens, **at_once).double()  # (rows,)
             # [V22] That a response cannot be scored is for functions of texts to say.
             if not scores.isfinite().all():
                 raise NumericalError("the reward model gives scores that are not finite; the run stops")

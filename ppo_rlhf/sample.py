@@ -32,7 +32,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, posts, problems, rewards, run, texts
+from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, rewards, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 
@@ -187,7 +187,7 @@ class Solutions(Continuations):
         return tokens
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
-        return lm.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
+        return passes.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
 
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float

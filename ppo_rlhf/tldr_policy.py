@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, posts, processes, rewards as scorers, run
+from ppo_rlhf.lib import cli, lm, models, passes, posts, processes, rewards as scorers, run
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -208,22 +208,22 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
                 queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
                 lengths, uses = (queries != ids.pad).sum(1), task.response_length
-                query_passes = processes.plan_passes(lengths, actor_critic, at_once, uses=uses)
+                query_passes = passes.plan_passes(lengths, actor_critic, at_once, uses=uses)
                 queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
                 uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
                 # 2. Generate summaries, cut after the end-of-text token; their log-probs and values.
                 act = partial(respond, actor_critic, ids, task.temperature)  # gives 4 (local_batch, response_length)
-                responses, logprobs, values, sampler_gap = processes.in_passes(act, query_passes, queries, uniforms)
+                responses, logprobs, values, sampler_gap = passes.in_passes(act, query_passes, queries, uniforms)
 
                 # 3. Log-probs of the reference.
                 query_responses = torch.cat([queries, responses], dim=1)
-                passes = passes_over(query_responses, ids.pad, actor_critic, at_once)
+                plan = passes_over(query_responses, ids.pad, actor_critic, at_once)
                 read = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
-                ref_logprobs = processes.in_passes(read, passes, query_responses)  # (local_batch, response_length)
+                ref_logprobs = passes.in_passes(read, plan, query_responses)  # (local_batch, response_length)
 
                 # 4. Score; punish summaries that do not end.
-                raw_scores = processes.in_chunks(score, chunk, queries, responses, references)  # (local_batch,)
+                raw_scores = passes.few_rows_at_a_time(score, chunk, queries, responses, references)  # (local_batch,)
                 finished = lm.has_stop(responses, ids.stop, 0)  # (local_batch,)
                 scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
 
@@ -446,7 +446,7 @@ def respond(
     """
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     # [T33] As it is not looked at, it is not sampled either.   ppo.py#L494-L495, ppo.py#L542-L549
-    short, stop_ids = lm.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop}
+    short, stop_ids = passes.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop}
     responses, sampled_logprobs = lm.generate_until(
         actor_critic.sampler, short, uniforms, ids.pad, actor_critic.vocab_size, temperature, stop_ids
     )
@@ -458,15 +458,15 @@ def respond(
         logprobs, _, values = actor_critic(tokens, ids.pad, contexts.shape[1], temperature, longest)
         return logprobs, values
 
-    passes = passes_over(query_responses, ids.pad, actor_critic)
-    logprobs, values = processes.in_passes(read, passes, query_responses)
+    plan = passes_over(query_responses, ids.pad, actor_critic)
+    logprobs, values = passes.in_passes(read, plan, query_responses)
     gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == ids.pad, 0)
     return responses, logprobs, values, gap
 
 
-def passes_over(tokens: Tensor, pad_id: int, model: nn.Module, rows: int = 0) -> list[processes.Pass]:
+def passes_over(tokens: Tensor, pad_id: int, model: nn.Module, rows: int = 0) -> list[passes.Pass]:
     """Passes over the rows of tokens (batch, length); rows: how many at most at a time, 0: as many as are fast."""
-    return processes.plan_passes((tokens != pad_id).sum(1).cpu(), model, rows)
+    return passes.plan_passes((tokens != pad_id).sum(1).cpu(), model, rows)
 
 
 def punish_missing_eos(
@@ -607,7 +607,7 @@ def ppo_update(
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []
-            for micro_batch in processes.plan_passes(
+            for micro_batch in passes.plan_passes(
                 mb_lengths, actor_critic, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
             ):
                 query_responses, logprobs, values, advantages, returns, mask, value_mask = (
@@ -989,11 +989,7 @@ def load_scorers(
     def score(queries: Tensor, responses: Tensor, references: Tensor) -> Tensor:
         # [T37] The post with the truncated summary.   ppo.py#L635-L641
         tokens = torch.cat([queries, responses], dim=1)
-        return processes.in_passes(
-            lambda tokens, longest: reward_model(lm.pack(tokens, ids.pad, longest), ids.pad),
-            passes_over(tokens, ids.pad, reward_model),
-            tokens,
-        )
+        return passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=ids.pad)
 
     return score, monitor
 

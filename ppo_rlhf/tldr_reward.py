@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, posts, processes, run
+from ppo_rlhf.lib import cli, lm, models, passes, posts, processes, run
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def pairs_update(
     # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[inds]  # (local_batch,), of the longer text of each
-    for one in processes.plan_passes(2 * lengths, reward_model, micro_batch, micro_batch_tokens):
+    for one in passes.plan_passes(2 * lengths, reward_model, micro_batch, micro_batch_tokens):
         queries, chosen, rejected, weights = (
             t.to(device) for t in (*comparisons.tokens(inds[one.rows]), counts[one.rows])
         )
@@ -232,7 +232,7 @@ def score_pairs(
     """
     # [T25] [T19] [T20] Both in one pass, each read at its last real token.   reward.py#L211-L236, reward.py#L462-L484
     tokens = torch.cat([torch.cat([queries, queries]), torch.cat([chosen, rejected])], dim=1)
-    tokens = lm.pack(tokens, pad_id, longest or tokens.shape[1])
+    tokens = passes.pack(tokens, pad_id, longest or tokens.shape[1])
     chosen_scores, rejected_scores = reward_model(tokens, pad_id).chunk(2)
     return chosen_scores, rejected_scores
 

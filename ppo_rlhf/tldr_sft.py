@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, posts, processes, run
+from ppo_rlhf.lib import cli, lm, models, passes, posts, processes, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class LanguageModel(models.MixedPrecision):
             #       sft.py#L389-L399
             mask = next_token_mask(tokens, pad_id)
             targets = tokens[:, 1:].masked_fill(~mask, 0)
-            (logprobs,) = processes.in_pieces(
+            (logprobs,) = passes.few_logits_at_a_time(
                 self.logprobs_of, targets.shape[1] * self.vocab_size, hidden_states, targets
             )
             return logprobs.masked_fill(~mask, 0.0)
@@ -231,8 +231,8 @@ def sft_update(
     # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
     optimizer.zero_grad()
     lengths = (tokens != pad_id).sum(1).cpu()
-    for one in processes.plan_passes(lengths, model, micro_batch, micro_batch_tokens):
-        logprobs = model(lm.pack(tokens[one.rows], pad_id, one.longest), pad_id)
+    for one in passes.plan_passes(lengths, model, micro_batch, micro_batch_tokens):
+        logprobs = model(passes.pack(tokens[one.rows], pad_id, one.longest), pad_id)
         loss = -logprobs.sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
         total = total + loss.detach()

@@ -30,8 +30,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,23 +37,18 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, precision, processes, rewards as scorers, run, texts
+from ppo_rlhf.lib import cli, models, passes, precision, processes, rewards as scorers, run, texts, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class AdaptiveKLArgs:
-    target: float | None = 6.0
-    """KL divergence from the reference to hold, in nats per response; None keeps `kl_coef` fixed"""
-    horizon: int = 10_000
-    """how slowly the coefficient follows, in episodes"""
+# Controllers of the KL coefficient. The target is 6 nats per response; small worlds follow it faster.
+ADAPTIVE, QUICK = cli.AdaptiveKLArgs(target=6.0), cli.AdaptiveKLArgs(target=6.0, horizon=1_000)
+FIXED = cli.AdaptiveKLArgs(target=None)
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class RewardsArgs:
     """package.module:name of such a function that is only logged, as objective/<name>"""
     kl_coef: float = 0.15
     """weight of the KL penalty at the start, reward per nat"""
-    adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
+    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=lambda: ADAPTIVE)
     """controller of the KL coefficient"""
 
 
@@ -132,7 +125,6 @@ class Args(cli.RunArgs):
     """the optimisation"""
 
 
-FIXED, QUICK = AdaptiveKLArgs(target=None), AdaptiveKLArgs(horizon=1_000)
 # [D87] [X09] Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
@@ -150,6 +142,55 @@ PRESETS = {
 PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
 
 
+# ---- Sizes -----------------------------------------------------------------------------------------------------
+#
+# How a batch is divided, with the numbers of the default, GPT-2 on one process:
+#
+#     batch         512 episodes, one update; every process has an equal part, its local batch
+#     group          64 of them (8 groups): the slice that is whitened with its own mean and variance
+#     minibatch     512: 1 / nminibatches of every group, one optimiser step; 4 epochs make 4 steps
+#     micro-batch   a part of the minibatch in one forward and backward pass; changes memory, not numbers
+
+
+@dataclass(frozen=True)
+class PpoSizes:
+    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
+    local_groups: int
+    group_batch: int
+
+
+def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
+    slices = ppo.whiten_groups * ppo.nminibatches
+    what = f"{cli.typed('ppo.whiten_groups')} x {cli.typed('ppo.nminibatches')}"
+    group_minibatch = processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    # [D68] The original asks for eight episodes.   train_policy.py#L69-L75
+    if ppo.whiten_rewards and group_minibatch < 8:
+        raise InputError(
+            f"{cli.typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
+            f"{cli.typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
+            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough"
+        )
+    local_batch = ppo.batch_size // num_processes
+    processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch)
+    processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
+    return PpoSizes(
+        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
+        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
+        batch=ppo.batch_size,
+        local_batch=local_batch,
+        local_groups=local_groups,
+        group_batch=ppo.batch_size // ppo.whiten_groups,
+    )
+
+
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
@@ -162,98 +203,72 @@ def train(args: Args, joint: dict | None = None) -> Path:
     check_arguments(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     given, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
-    task, ppo, device, dtype = args.task, args.ppo, accelerator.device, precision.weights_dtype(args.dtype)
+    task, ppo, device = args.task, args.ppo, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids, rank = texts.task_ids(task, tokenizer), accelerator.process_index
+    ids = texts.task_ids(task, tokenizer)
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
     stream = texts.QueryStream(task, tokenizer)
-    policy, reference = load_policy_and_reference(args, ids, dtype, device)
+    policy, reference = load_policy_and_reference(args, ids, device)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
-    score = partial(processes.in_chunks, load_scorer(args, tokenizer, device), sizes.local_rollout_batch)
-    monitor = load_monitor(args, tokenizer)
+    score, monitor = load_scorer(args, tokenizer, device), load_monitor(args, tokenizer)
+    controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
     inputs = models.weight_files(args) | worlds.data_files(task, "query_dataset")
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
-    state = this_run.resume(policy, optimizer)
-    first_update, stream.position = state["step"], state.get("query_position", stream.position)
-    controller = AdaptiveKLController(state.get("kl_coef", args.rewards.kl_coef), **vars(args.rewards.adaptive_kl))
+    first_update = resume(this_run, policy, optimizer, controller, stream)
     this_run.start_logging(first_update, models.config_for_plots(given, args))
-    # [X04] A process takes a contiguous slice of the batch, and the groups in it.
-    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
-    groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
-    trace = partial(this_run.trace_texts, args, sizes, tokenizer, ids, stream, policy, reference, score, monitor)
+    rows, groups = local_slices(sizes, accelerator.process_index)
+    by_length = partial(passes.by_length, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
+    tools = (tokenizer, ids, stream, policy, reference, score, monitor, controller)
+    trace = partial(trace_episodes, this_run, args, *tools)
 
-    with this_run.progress("PPO", sizes.updates, first_update) as advance:
-        for update in range(first_update, sizes.updates):
-            started = time.monotonic()
-            with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
-                # 1. Sample queries. Every process draws the whole batch and takes its rows.
-                queries = stream.next_batch(sizes.batch, ids.pad)[rows]  # (local_batch, query_length)
-                contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-                lengths = (contexts != ids.pad).sum(1) + task.response_length  # (local_batch,), on the CPU
-                queries, contexts = queries.to(device), contexts.to(device)
-                uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+    for update in this_run.updates("PPO", first_update, sizes.updates):
+        with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
+            # 1. Sample queries. Every process draws the whole batch and takes its rows.
+            queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
+            contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
 
-                # 2. Generate responses; log-probs, values and sampler gaps are (local_batch, response_length).
-                plan = processes.plan_passes(lengths, policy, ppo.local_rollout_batch_size, uses=task.response_length)
-                act = partial(respond, policy, ids, task.temperature)
-                context_responses, logprobs, values, sampler_gap = processes.in_passes(act, plan, contexts, uniforms)
+            # 2. Generate responses; record their log-probs and values: all of (local_batch, response_length).
+            uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+            sampling = {"temperature": task.temperature, "new_tokens": task.response_length}
+            responses, logprobs, values, sampler_gap = by_length(respond, policy, contexts, uniforms, **sampling)
 
-                # 3. Log-probs of the reference.
-                plan = processes.plan_passes(lengths, reference, ppo.local_rollout_batch_size)
-                read_reference = partial(reference_logprobs, reference, ids, task.temperature)
-                ref_logprobs = processes.in_passes(read_reference, plan, context_responses)
+            # 3. Compute the reference's log-probs: (local_batch, response_length).
+            context_responses = torch.cat([contexts, responses], dim=1)
+            ref_logprobs = by_length(reference_logprobs, reference, context_responses, ids=ids, task=task)
 
-                # 4. Truncate and score.
-                responses = context_responses[:, ids.context_length :]  # (local_batch, response_length)
-                truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-                raw_scores = score(queries, truncated_responses)  # (local_batch,)
-                # [D50] Without a stop token: the penalty instead of the score.   train_policy.py#L384-L390
-                stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
-                scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
+            # 4. Truncate the responses and score them.
+            truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+            raw_scores = score(queries, truncated_responses)  # (local_batch,)
+            # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
+            stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
+            scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
 
-                # 5. Per-token rewards.
-                # [D53] With the coefficient that the last update left.   train_policy.py#L293-L297
-                rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
-            monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
-            monitored |= {"response_length": (truncated_responses != ids.pad).sum(1), "sampler_gap": sampler_gap}
-            means = objectives(scores, raw_scores, stopped, logprobs, kl, non_score_rewards, monitored)
+            # 5. Compute per-token rewards. The score judges the whole text, so it is on the last token. The KL
+            #    divergence is a sum over tokens, so each token pays for its own part.
+            # [D53] The penalty uses the coefficient that the last update left.   train_policy.py#L293-L297
+            rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
 
-            # 6. Advantages and returns, and 7. PPO epochs over minibatches.
-            optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
-            rollout = Rollout(context_responses, logprobs, values, rewards, lengths)
-            permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
-            stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature, accelerator)
+        # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
+        optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
+        rollout = Rollout(context_responses, logprobs, values, rewards)
+        permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
+        stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature)
 
-            # 8. Adapt the KL coefficient and log.
-            means = processes.mean_over_processes(means | stats, accelerator)
-            eos_tokens = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
-            means |= processes.sum_over_processes(eos_tokens, accelerator)
-            processes.check_update(means, update, args.dtype)
-            processes.check_equal("objective/kl_coef", controller.value, accelerator)
-            seconds = (run.seconds_since(started), this_run.seconds())
-            metrics = finish_metrics(means, update, args, controller.value, *seconds)
-            # [D70] [D71] It sees the mean over all processes, once the metrics are made.   train_policy.py#L299-L305
-            controller.update(metrics["objective/kl"], sizes.batch)
-            this_run.log(update, metrics)
-            if args.log_interval and update % args.log_interval == 0:
-                total = scores + non_score_rewards.sum(1)  # [X06] With the coefficient that these rewards have.
-                shown = {"score": scores, "kl": kl.sum(1), "score - kl_coef * kl": total}
-                this_run.log_samples(update, texts.sample_rows(tokenizer, ids, queries, truncated_responses, **shown))
-            if this_run.is_time_to_trace(update):  # a few episodes with all their numbers, for report.py
-                trace(update, rollout, ref_logprobs, raw_scores, monitored, controller.value)
-            speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
-            advance(f"{speed}, score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}")
-            # [D81] Weights, Adam's moments, KL coefficient, place in the texts.   train_policy.py#L474-L508
-            if this_run.is_time_to_save(update + 1, sizes.updates):
-                state = {"kl_coef": controller.value, "query_position": stream.position}
-                this_run.save_checkpoint(update + 1, run.training_state(policy, optimizer), state)
-
-    models.save_policy(this_run.model_folder / "policy", policy, tokenizer, given)
-    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
-    this_run.finish(PANELS, **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
-    this_run.upload("policy")
-    return this_run.model_folder / "policy"
+        # 8. Adapt the KL coefficient and log.
+        monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
+        told = (queries, truncated_responses, stopped, raw_scores, scores, ref_logprobs, kl, non_score_rewards)
+        episodes = Episodes(*told, sampler_gap, monitored, controller.value)
+        metrics = update_metrics(this_run, args, update, ids, rollout, episodes, stats)
+        # [D70] [D71] The controller sees the KL averaged over all processes.   train_policy.py#L299-L305
+        controller.update(metrics["objective/kl"], sizes.batch)
+        this_run.end_of_update(
+            *(update, metrics, f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"),
+            samples=partial(sample_rows, tokenizer, ids, episodes),
+            trace=partial(trace, update, rollout, episodes),
+            checkpoint=partial(training_state, policy, optimizer, controller, stream),
+        )
+    return finish(this_run, policy, tokenizer, stream, given)
 
 
 # ---- Steps 1 to 3: how a model writes and reads tokens ---------------------------------------------------------
@@ -274,29 +289,23 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 
 @torch.no_grad()
 def respond(
-    policy: PolicyWithValueHead,
-    ids: texts.TaskIds,
-    temperature: float,
-    contexts: Tensor,
-    uniforms: Tensor,
-    longest: int = 0,
+    policy: PolicyWithValueHead, contexts: Tensor, uniforms: Tensor, *, pad_id: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length). longest: tokens of the longest with response; 0: unknown.
+    """Sample responses to contexts (batch, context_length), with a random number for each token.
 
-    Returns context_responses (batch, context_length + response_length), logprobs and values (batch, response_length),
-    and the distance of the log-probs from the sampler's, 0 but in low precision (batch, response_length).
+    Returns four tensors of (batch, response_length): responses, their log-probs and values, and the distance of the
+    log-probs from the sampler's, which is 0 unless in low precision.
     """
-    short = pack(contexts, ids.pad, longest - uniforms.shape[1] if longest else contexts.shape[1])
     responses, sampled_logprobs, hidden_states = generate(
-        policy.lm_backbone, short, uniforms, ids.pad, policy.vocab_size, temperature
+        policy.lm_backbone, contexts, uniforms, pad_id, policy.vocab_size, temperature
     )
     if policy.low_precision:
         # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-        logprobs, _, values = policy(torch.cat([short, responses], 1), ids.pad, short.shape[1], temperature)
-    else:  # [D25] [D26] What the sampler saw is what training sees.
+        logprobs, _, values = policy(torch.cat([contexts, responses], 1), pad_id, contexts.shape[1], temperature)
+    else:
+        # [D25] [D26] The log-probs and values that the sampler saw become the old ones, so the ratio starts at 1.
         logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
-    context_responses = torch.cat([contexts, responses], dim=1)
-    return context_responses, logprobs, values, (logprobs - sampled_logprobs).abs()
+    return responses, logprobs, values, (logprobs - sampled_logprobs).abs()
 
 
 @torch.no_grad()
@@ -352,22 +361,18 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
-def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
-    """The same rows in as few columns as the longest of them needs, their padding on the left.
-
-    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
-    """
-    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
-
-
 @torch.no_grad()
 def reference_logprobs(
-    reference: PreTrainedModel, ids: texts.TaskIds, temperature: float, context_responses: Tensor, longest: int = 0
+    reference: PreTrainedModel, context_responses: Tensor, *, pad_id: int, ids: texts.TaskIds, task: texts.TaskArgs
 ) -> Tensor:
-    """Log-probs (batch, response_length) of the reference, at the policy's temperature. longest: as in `respond`."""
-    short = pack(context_responses, ids.pad, longest or context_responses.shape[1])
-    context_length = short.shape[1] - (context_responses.shape[1] - ids.context_length)
-    logprobs, _, _ = response_logprobs(reference, short, ids.pad, context_length, temperature, ids.vocab_size)
+    """Log-probs (batch, response_length) of the reference, at the policy's temperature.
+
+    context_responses: (batch, context_length + response_length).
+    """
+    context_length = context_responses.shape[1] - task.response_length
+    logprobs, _, _ = response_logprobs(
+        reference, context_responses, pad_id, context_length, task.temperature, ids.vocab_size
+    )
     return logprobs
 
 
@@ -406,7 +411,6 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
     position_ids = mask.cumsum(1) - mask.long()
     attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
-    # A wide model gets the same from the real tokens alone: lib/unpadded.py has replaced what is called here.
     hidden_states = lm_backbone.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state  # (batch, sequence_length, width)
@@ -480,9 +484,6 @@ class PolicyWithValueHead(nn.Module):
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
 
 
-RewardModel = models.lm.RewardModel  # a head on such a model; train_reward.py, which trains it, writes it out
-
-
 # ---- Steps 4 to 7: scores, rewards, advantages, losses ---------------------------------------------------------
 
 
@@ -530,7 +531,6 @@ class Rollout:
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
     values: Tensor  # (local_batch, response_length), of the critic at that time
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
-    lengths: Tensor | None = None  # (local_batch,), tokens of context_responses, on the CPU; None: all there are
 
 
 def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> Tensor:
@@ -552,7 +552,6 @@ def ppo_update(
     ppo: PpoArgs,
     pad_id: int,
     temperature: float,
-    accelerator: Accelerator | None = None,
 ) -> dict[str, Tensor]:
     """Steps 6 and 7: all epochs of PPO on one rollout.
 
@@ -564,37 +563,34 @@ def ppo_update(
     group_minibatch = group_batch // ppo.nminibatches
     device, response_length = rollout.rewards.device, rollout.rewards.shape[1]
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
-    width = rollout.context_responses.shape[1]
-    lengths = torch.full((len(rollout.rewards),), width) if rollout.lengths is None else rollout.lengths
-    limits, steps = (ppo.local_micro_batch_size, ppo.local_micro_batch_tokens), []
+    lengths = passes.count_tokens(rollout.context_responses, pad_id)  # (local_batch,), on the CPU as b_inds
+    limits = {"rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
+    steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
             slice_of_group = slice(minibatch * group_minibatch, (minibatch + 1) * group_minibatch)
-            inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch), on the CPU
+            inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch)
             mb_inds = inds.to(device, non_blocking=True)
 
-            # 6. Advantages and returns.
+            # 6. Compute advantages and returns. The critic's values say how well a response was going to do anyway.
+            #    What is left, the advantage, says what the sampled token added, with much less noise.
             mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
             mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
 
-            # 7. One optimiser step.
-            # [D67] [D88] Micro-batches add up to the gradient of the whole minibatch; we count them ourselves.
+            # 7. Make one optimiser step. Micro-batches add up to the gradient of the whole minibatch. [D67] [D88]
             mb_tokens, mb_logprobs = rollout.context_responses[mb_inds], rollout.logprobs[mb_inds]
-            mb_tensors = [t.flatten(0, 1) for t in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
-            mb_lengths, shares = lengths[inds.flatten()], []
+            mb = [x.flatten(0, 1) for x in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
+            shares = []  # what is logged of each micro-batch, times its share of the minibatch
             optimizer.zero_grad()
-            for micro_batch in processes.plan_passes(mb_lengths, policy, *limits):
-                # (micro_batch, context_length + response_length) and four of (micro_batch, response_length)
-                tokens, logprobs, values, advantages, returns = (t[micro_batch.rows] for t in mb_tensors)
-                tokens = pack(tokens, pad_id, micro_batch.longest)  # (micro_batch, longest)
+            for tokens, *old in passes.micro_batches(policy, lengths[inds.flatten()], *mb, pad_id=pad_id, **limits):
+                # tokens: (micro_batch, context_length + response_length); all others: (micro_batch, response_length)
                 context_length = tokens.shape[1] - response_length
                 new_logprobs, entropies, new_values = policy(tokens, pad_id, context_length, temperature)
-                loss, info = ppo_loss(new_logprobs, entropies, new_values, logprobs, values, advantages, returns, ppo)
-                share = len(values) / inds.numel()
+                loss, info = ppo_loss(new_logprobs, entropies, new_values, *old, ppo)
+                share = len(tokens) / inds.numel()
                 (loss * share).backward()
                 shares.append({name: value * share for name, value in info.items()})
-            if accelerator is not None:
-                processes.average_gradients(policy, accelerator)
+            processes.average_gradients(policy)
             gradient_norm = processes.gradient_norm(policy)
             optimizer.step()
             means = {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
@@ -608,7 +604,8 @@ def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Ten
 
     rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
     """
-    # [D55] Rewards are whitened here, minibatch by minibatch, and keep their mean.   train_policy.py#L323-L325
+    # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean, because a shift of all rewards
+    #       would change what a long response is worth.   train_policy.py#L323-L325
     # [D77] A group is what one process of the original has of a minibatch.   train_policy.py#L158-L159
     if ppo.whiten_rewards:
         rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
@@ -646,7 +643,7 @@ def compute_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tu
     return advantages, advantages + values
 
 
-SQUARED_RATIO_GAP = "mean of (ratio - 1)^2"  # not logged itself; the variance of the ratio is made of it
+SQUARED_RATIO_GAP = "squared_ratio_gap"  # mean of (ratio - 1)^2, for the variance of the ratio
 
 
 def ppo_loss(
@@ -754,28 +751,55 @@ def learning_rate(ppo: PpoArgs, update: int) -> float:
 # ---- Step 8: metrics, KL coefficient ---------------------------------------------------------------------------
 
 
-def objectives(
-    scores: Tensor,
-    raw_scores: Tensor,
-    stopped: Tensor,
-    logprobs: Tensor,
-    kl: Tensor,
-    non_score_rewards: Tensor,
-    monitored: dict[str, Tensor],
-) -> dict[str, Tensor]:
-    """What is logged of the episodes of this process: 0-d means over them, in float64.
+@dataclass(frozen=True)
+class Episodes:
+    """What is logged of one process's part of the batch in addition to the rollout; PPO does not need it."""
 
-    scores, raw_scores, stopped: (batch,); logprobs, kl, non_score_rewards: (batch, response_length); monitored: more
-    of either shape, under their names.
-    """
+    queries: Tensor  # (local_batch, query_length)
+    responses: Tensor  # (local_batch, response_length), truncated: what was scored
+    stopped: Tensor  # (local_batch,), whether there is a stop token
+    raw_scores: Tensor  # (local_batch,), of the reward model
+    scores: Tensor  # (local_batch,), with the penalty where there is no stop token
+    ref_logprobs: Tensor  # (local_batch, response_length)
+    kl: Tensor  # (local_batch, response_length)
+    non_score_rewards: Tensor  # (local_batch, response_length)
+    sampler_gap: Tensor  # (local_batch, response_length)
+    monitored: dict[str, Tensor]  # (local_batch,) each
+    kl_coef: float  # that the rewards were made with
+
+
+def update_metrics(
+    this_run: run.Run,
+    args: Args,
+    update: int,
+    ids: texts.TaskIds,
+    rollout: Rollout,
+    episodes: Episodes,
+    stats: dict[str, Tensor],
+) -> dict[str, float]:
+    """All metrics of an update, over all processes; all must call this. Stops the run if they cannot be right."""
+    accelerator = this_run.accelerator
+    means = processes.mean_over_processes(objectives(rollout, episodes, ids.pad) | stats, accelerator)
+    responses = rollout.context_responses[:, -rollout.logprobs.shape[1] :]
+    eos_tokens = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
+    means |= processes.sum_over_processes(eos_tokens, accelerator)
+    processes.check_update(means, update, args.dtype)
+    processes.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
+    return finish_metrics(means, update, args, episodes.kl_coef, this_run.seconds_of_update(), this_run.seconds())
+
+
+def objectives(rollout: Rollout, episodes: Episodes, pad_id: int) -> dict[str, Tensor]:
+    """What is logged of the episodes of this process: 0-d means over them, in float64."""
     of_episodes = {
-        "kl": kl.sum(1),
-        "entropy": -logprobs.sum(1),
-        "score": scores,
-        "non_score_reward": non_score_rewards.sum(1),
-        "raw_score": raw_scores,
-        "stopped": stopped,
-        **monitored,
+        "kl": episodes.kl.sum(1),
+        "entropy": -rollout.logprobs.sum(1),
+        "score": episodes.scores,
+        "non_score_reward": episodes.non_score_rewards.sum(1),
+        "raw_score": episodes.raw_scores,
+        "stopped": episodes.stopped,
+        **episodes.monitored,
+        "response_length": (episodes.responses != pad_id).sum(1),
+        "sampler_gap": episodes.sampler_gap,
     }
     return {f"objective/{name}": values.double().mean() for name, values in of_episodes.items()}
 
@@ -839,58 +863,15 @@ def check_arguments(args: Args) -> None:
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
 
 
-@dataclass(frozen=True)
-class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise.
-
-    A batch is shared among processes: the local batch. It consists of groups, slices that whiten together. A
-    minibatch, one optimiser step, takes 1 / nminibatches of every group. A micro-batch is one forward pass, at most.
-    """
-
-    updates: int
-    batch: int
-    local_batch: int
-    local_rollout_batch: int
-    local_groups: int
-    group_batch: int
-    group_minibatch: int
-    local_minibatch: int
-    local_micro_batch: int
-
-
-def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
-    slices = ppo.whiten_groups * ppo.nminibatches
-    what = f"{cli.typed('ppo.whiten_groups')} x {cli.typed('ppo.nminibatches')}"
-    group_minibatch = processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
-    # [D68] The original asks for eight episodes.   train_policy.py#L69-L75
-    if ppo.whiten_rewards and group_minibatch < 8:
-        raise InputError(
-            f"{cli.typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
-            f"{cli.typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
-            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough"
-        )
-    local_batch = ppo.batch_size // num_processes
-    local_minibatch = local_groups * group_minibatch
-    return PpoSizes(
-        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
-        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
-        batch=ppo.batch_size,
-        local_batch=local_batch,
-        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
-        local_groups=local_groups,
-        group_batch=ppo.batch_size // ppo.whiten_groups,
-        group_minibatch=group_minibatch,
-        local_minibatch=local_minibatch,
-        local_micro_batch=processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch),
-    )
+def local_slices(sizes: PpoSizes, rank: int) -> tuple[slice, range]:
+    """The rows of the batch that belong to a process, and the groups in them."""
+    # [X04] A process takes a contiguous slice of the batch.
+    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
+    return rows, range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
 
 def load_policy_and_reference(
-    args: Args, ids: texts.TaskIds, dtype: torch.dtype, device: torch.device
+    args: Args, ids: texts.TaskIds, device: torch.device
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
@@ -904,7 +885,7 @@ def load_policy_and_reference(
         models.compile_backbone(lm_backbone)
         models.compile_backbone(reference)
     policy = PolicyWithValueHead(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
-    return policy.to(device, dtype), reference
+    return policy.to(device, precision.weights_dtype(args.dtype)), reference
 
 
 def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
@@ -922,23 +903,134 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     def score(queries: Tensor, responses: Tensor) -> Tensor:
         # [D28] [D49] The query alone and the truncated response.   train_policy.py#L396-L402
         query_responses = torch.cat([queries, responses], dim=1)
-        passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), reward_model)
-        return processes.in_passes(
-            lambda tokens, longest: reward_model(pack(tokens, pad_id, longest), pad_id), passes, query_responses
-        )
+        limits = {"pad_id": pad_id, "rows": args.ppo.local_rollout_batch_size}
+        return passes.by_length(nn.Module.__call__, reward_model, query_responses, **limits)
 
     return score
 
 
+# What is logged of episodes under objective/, so that no function to monitor can have such a name.
+OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
+OBJECTIVES |= {"kl_coef", "score_total", "scores"}
+
+
 def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, scorers.Scorer]:
     """The function that is only logged, under its name; an empty dictionary if there is none."""
-    number, token = torch.zeros(1), torch.zeros(1, 1)  # one episode of one token shows which names a run logs anyhow
-    logged = {"response_length", "sampler_gap", *objectives(*[number] * 3, *[token] * 3, monitored={})}
-    logged |= {*finish_metrics(defaultdict(float), 0, Args(), 0.0, 1.0, 1.0)}
-    taken = {name.removeprefix("objective/") for name in logged}
     pad_id = models.vocabulary_size(tokenizer)
     of_texts = partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
-    return scorers.load_monitor(args.rewards.monitor, taken, of_texts)
+    return scorers.load_monitor(args.rewards.monitor, OBJECTIVES, of_texts)
+
+
+def resume(
+    this_run: run.Run,
+    policy: PolicyWithValueHead,
+    optimizer: torch.optim.Optimizer,
+    controller: AdaptiveKLController,
+    stream: texts.QueryStream,
+) -> int:
+    """Restore everything from the newest checkpoint, if there is one. Returns the first update to make."""
+    state = this_run.resume(policy, optimizer)
+    controller.value = state.get("kl_coef", controller.value)
+    stream.position = state.get("query_position", stream.position)
+    return state["step"]
+
+
+def training_state(
+    policy: PolicyWithValueHead,
+    optimizer: torch.optim.Optimizer,
+    controller: AdaptiveKLController,
+    stream: texts.QueryStream,
+) -> tuple[dict[str, Tensor], dict]:
+    """What a checkpoint keeps: weights, Adam's moments, KL coefficient, position in the texts."""
+    # [D81] The counterpart of `resume`.   train_policy.py#L474-L508
+    return run.training_state(policy, optimizer), {"kl_coef": controller.value, "query_position": stream.position}
+
+
+def sample_rows(tokenizer: PreTrainedTokenizerBase, ids: texts.TaskIds, episodes: Episodes) -> list[dict]:
+    """A few episodes to print."""
+    # [X06] The total uses the KL coefficient that made these rewards.
+    total = episodes.scores + episodes.non_score_rewards.sum(1)  # (local_batch,)
+    shown = {"score": episodes.scores, "kl": episodes.kl.sum(1), "score - kl_coef * kl": total}
+    return texts.sample_rows(tokenizer, ids, episodes.queries, episodes.responses, **shown)
+
+
+@torch.no_grad()
+def trace_episodes(
+    this_run: run.Run,
+    args: Args,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: texts.TaskIds,
+    stream: texts.QueryStream,
+    policy: PolicyWithValueHead,
+    reference: PreTrainedModel,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    controller: AdaptiveKLController,
+    update: int,
+    rollout: Rollout,
+    episodes: Episodes,
+) -> None:
+    """Keep a few episodes with all their numbers, which report.py shows: some of the batch, and answers to the first
+    queries of all, with the same noise each time. Both are read with the policy after the update.
+
+    Advantages of the batch are those of its first group, whitened over all episodes of the group: what the losses
+    had, if there is one minibatch.
+    """
+    task, ppo = args.task, args.ppo
+    group = slice(ppo.batch_size // ppo.whiten_groups)
+    few = slice(min(traces.TRACED, group.stop))
+    tokens, logprobs, rewards, values = (
+        x[few] for x in (rollout.context_responses, rollout.logprobs, rollout.rewards, rollout.values)
+    )
+    new_logprobs, entropies, new_values = policy(tokens, ids.pad, ids.context_length, task.temperature)
+    advantages, returns = group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
+    advantages, returns = advantages[0, few], returns[0, few]
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": episodes.ref_logprobs[few], "kl": episodes.kl[few]}
+    of_tokens |= {"scored": episodes.responses[few] != ids.pad, "rewards": rewards, "values": values}
+    of_tokens |= {"new_values": new_values, "advantages": advantages, "returns": returns}
+    of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages, ppo.cliprange)
+    of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.stopped}
+    of_episodes |= {name: episodes.monitored[name] for name in monitor}
+    contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
+    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
+
+    queries = stream.first(traces.TRACED, ids.pad).to(tokens.device)
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
+    uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(tokens.device)
+    with precision.mixed_precision(tokens.device, enabled=policy.low_precision):
+        responses, logprobs, values, _ = respond(
+            policy, contexts, uniforms, pad_id=ids.pad, temperature=task.temperature
+        )
+        ref_logprobs = reference_logprobs(
+            reference, torch.cat([contexts, responses], 1), pad_id=ids.pad, ids=ids, task=task
+        )
+        truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
+        raw_scores = score(queries, truncated_responses)
+        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"scored": truncated_responses != ids.pad}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    of_episodes |= {name: function(queries, truncated_responses) for name, function in monitor.items()}
+    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes, again=True)
+
+
+def finish(
+    this_run: run.Run,
+    policy: PolicyWithValueHead,
+    tokenizer: PreTrainedTokenizerBase,
+    stream: texts.QueryStream,
+    given: Args,
+) -> Path:
+    """Save the policy, record the results and draw the curves. Returns the policy's folder."""
+    folder = this_run.model_folder / "policy"
+    models.save_policy(folder, policy, tokenizer, given)
+    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
+    sizes = this_run.meta["sizes"]
+    this_run.finish(PANELS, **last, skipped_queries=stream.position - sizes["updates"] * sizes["batch"])
+    this_run.upload("policy")
+    return folder
 
 
 PANELS = {

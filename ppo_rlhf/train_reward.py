@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, precision, processes, run, texts
+from ppo_rlhf.lib import cli, models, passes, precision, processes, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -230,13 +230,12 @@ def sample_to_normalize(
     uniforms = torch.rand(sizes.normalize_samples, task.response_length, generator=generator, dtype=torch.float64)
     uniforms = uniforms[rows].to(language_model.device)  # (local_normalize_samples, response_length)
 
-    def respond(contexts: Tensor, uniforms: Tensor, longest: int) -> Tensor:
-        contexts = pack(contexts, ids.pad, longest)
-        return generate(language_model, contexts, uniforms, ids.pad, ids.vocab_size, task.temperature)[0]
+    def respond(language_model: PreTrainedModel, contexts: Tensor, uniforms: Tensor, *, pad_id: int) -> Tensor:
+        return generate(language_model, contexts, uniforms, pad_id, ids.vocab_size, task.temperature)[0]
 
-    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
-    passes = processes.plan_passes((contexts != ids.pad).sum(1), language_model, rows=sizes.local_rollout_batch)
-    responses = processes.in_passes(respond, passes, contexts.to(language_model.device), uniforms)
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix).to(language_model.device)
+    limits = {"pad_id": ids.pad, "rows": sizes.local_rollout_batch}
+    responses = passes.by_length(respond, language_model, contexts, uniforms, **limits)
     # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
     return torch.cat([queries.to(responses.device), responses], dim=1)
 
@@ -258,10 +257,7 @@ def normalize(
     # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    passes = processes.plan_passes((query_responses != pad_id).sum(1).cpu(), reward_model, rows=chunk)
-    scores = processes.in_passes(
-        lambda tokens, longest: reward_model(pack(tokens, pad_id, longest), pad_id), passes, query_responses
-    )
+    scores = passes.by_length(nn.Module.__call__, reward_model, query_responses, pad_id=pad_id, rows=chunk)
     gain, bias = gain_and_bias(accelerator.gather(scores) if accelerator else scores, target_mean, target_std)
     reward_model.gain.fill_(gain)
     reward_model.bias.fill_(bias)
@@ -308,7 +304,7 @@ def reward_update(
     # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
     optimizer.zero_grad()
     lengths, n = label_lengths(labels, inds, pad_id), labels.samples.shape[1]
-    for one in processes.plan_passes(n * lengths, reward_model, micro_batch, micro_batch_tokens):
+    for one in passes.plan_passes(n * lengths, reward_model, micro_batch, micro_batch_tokens):
         queries, samples, targets = (
             t[inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
         )
@@ -316,7 +312,7 @@ def reward_update(
         all_targets.append(targets)
         (label_loss(labels.kind, scores[-1], targets) * len(targets) / len(inds)).backward()
     if accelerator is not None:
-        processes.average_gradients(reward_model, accelerator)
+        processes.average_gradients(reward_model)
     gradient = processes.gradient_norm(reward_model)
     optimizer.step()
     # [X15] Statistics of the whole batch, over all processes.
@@ -342,7 +338,7 @@ def score_samples(
     """
     n = samples.shape[1]
     query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
-    query_responses = pack(query_responses, pad_id, longest or query_responses.shape[1])
+    query_responses = passes.pack(query_responses, pad_id, longest or query_responses.shape[1])
     return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
 
 
@@ -398,7 +394,7 @@ def evaluate(
     names = ["loss"] if labels.kind == "score" else ["loss", "accuracy"]
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     local_inds = inds[accelerator.process_index :: accelerator.num_processes]
-    for one in processes.plan_passes(label_lengths(labels, local_inds, pad_id), reward_model, rows=chunk):
+    for one in passes.plan_passes(label_lengths(labels, local_inds, pad_id), reward_model, rows=chunk):
         queries, samples, targets = (
             t[local_inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
         )
@@ -496,14 +492,6 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
 
 
-def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
-    """The same rows in as few columns as the longest of them needs, their padding on the left.
-
-    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
-    """
-    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
-
-
 def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
     """Final hidden states of the language model at some columns, with padding anywhere in the tokens.
 
@@ -515,7 +503,6 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
     position_ids = mask.cumsum(1) - mask.long()
     attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
-    # A wide model gets the same from the real tokens alone: lib/unpadded.py has replaced what is called here.
     hidden_states = lm_backbone.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state  # (batch, sequence_length, width)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import lm, models, posts, processes, run
+from ppo_rlhf.lib import lm, models, passes, posts, processes, run
 from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
@@ -346,10 +346,10 @@ def steered(case: dict, temperature: float, responses: list[torch.Tensor]) -> Re
     return lm, "generate_until", wrapper
 
 
-def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[processes.Pass]:
+def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[passes.Pass]:
     """Passes as the original has them."""
     parts = torch.arange(len(lengths)).split(rows or len(lengths))
-    return [processes.Pass(part, int(lengths.max())) for part in parts]
+    return [passes.Pass(part, int(lengths.max())) for part in parts]
 
 
 def read_as_stored(lm_backbone, tokens, pad_id, columns, longest):
@@ -358,8 +358,8 @@ def read_as_stored(lm_backbone, tokens, pad_id, columns, longest):
 
 # Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
 AS_STORED: list[Replaced] = [
-    (processes, "plan_passes", in_order),
-    (lm, "pack", lambda tokens, pad_id, longest: tokens),
+    (passes, "plan_passes", in_order),
+    (passes, "pack", lambda tokens, pad_id, longest: tokens),
     (lm, "read_packed", read_as_stored),
 ]
 

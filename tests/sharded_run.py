@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.lib import models, unpadded
+from ppo_rlhf.lib import models, packing
 
 place = models.place
 seen: list[dict] = []
@@ -41,8 +41,8 @@ def counted_read(lm_backbone, input_ids, position_ids, mask, cache=None):
     return read(lm_backbone, input_ids, position_ids, mask, cache)
 
 
-unpadded.LEAST_WIDTH = int(os.environ.get("LEAST_WIDTH", unpadded.LEAST_WIDTH))
-passes, read, unpadded.read = Counter(), unpadded.read, counted_read
+packing.LEAST_WIDTH = int(os.environ.get("LEAST_WIDTH", packing.LEAST_WIDTH))
+passes, read, packing.read = Counter(), packing.read, counted_read
 models.place = recorded_place
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     models.read_whole = refuse

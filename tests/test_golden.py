@@ -418,7 +418,9 @@ def check_ppo_steps(name: str) -> None:
         query_responses = torch.cat([contexts, step["responses"]], dim=1)
         with torch.no_grad():
             logprobs, _, values = policy(query_responses, PAD, ids.context_length, temperature)
-            ref_logprobs = train_policy.reference_logprobs(reference, ids, temperature, query_responses)
+            ref_logprobs = train_policy.response_logprobs(
+                reference, query_responses, PAD, ids.context_length, temperature, ids.vocab_size
+            )[0]
             truncated = train_policy.truncate_at(step["responses"], ids.stop, task["truncate_after"], PAD)
             scores = reward_model(torch.cat([step["queries"], truncated], dim=1), PAD)
         close(logprobs, step["logprobs"], atol=LOGPROB)

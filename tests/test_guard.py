@@ -126,7 +126,7 @@ def test_gradient_of_the_policy(epoch, policy_args, monkeypatch):
     """In the last pass nothing but the gradient is broken; in the first, the loss after it is too."""
     averages = iter(range(1_000_000))
 
-    def average_gradients(model, accelerator):
+    def average_gradients(model):
         if next(averages) == 2 * BROKEN_UPDATE + epoch:
             model.value_head.weight.grad[0, 0] = math.nan
 

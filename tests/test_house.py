@@ -84,7 +84,7 @@ def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
         return
     modules, bare = imports(SOURCES[name], set(SOURCES))
     assert bare <= {f"lib.errors:{error}" for error in ("InputError", "NumericalError", "Stopped")}
-    assert len(modules) <= 9, sorted(modules)  # sample.py needs the data of three chapters
+    assert len(modules) <= 10, sorted(modules)  # sample.py needs the data of three chapters
 
 
 # ---- Negative controls -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arg
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_rlhf.lib import lm, models, processes
+from ppo_rlhf.lib import lm, models, passes, processes
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr_policy import ActorCritic
 
@@ -26,7 +26,7 @@ RUN = Path(__file__).parent / "checkpointed_run.py"
 # ---- Gradient checkpointing ------------------------------------------------------------------------------------
 
 
-def passes(network: ActorCritic) -> tuple[list[torch.Tensor], int]:
+def one_pass(network: ActorCritic) -> tuple[list[torch.Tensor], int]:
     """Results and gradients of a pass forward and backward; how many numbers it keeps in between."""
     kept = 0
 
@@ -51,7 +51,7 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny
     ]
     networks[1].load_state_dict(networks[0].state_dict())
     models.checkpoint_layers(networks[1])
-    (expected, all_kept), (actual, kept) = map(passes, networks)
+    (expected, all_kept), (actual, kept) = map(one_pass, networks)
     assert len(expected) == len(actual) and all(map(torch.equal, actual, expected))
     assert kept < 0.5 * all_kept
     uniforms = torch.rand(3, 5, generator=torch.Generator().manual_seed(1))
@@ -65,12 +65,12 @@ def test_logits_in_pieces_give_the_same(rows, tiny_models, monkeypatch):
     network = ActorCritic(
         tiny_models("gpt2").double(), lm.RewardModel(tiny_models("gpt2").base_model).double(), VOCAB
     )
-    expected, _ = passes(network)
+    expected, _ = one_pass(network)
     network.zero_grad()
     length = TOKENS.shape[1] - CONTEXT
-    monkeypatch.setattr(processes, "LARGEST_PIECE", rows * length * VOCAB + 1)
+    monkeypatch.setattr(passes, "MOST_LOGITS", rows * length * VOCAB + 1)
     monkeypatch.setattr(lm, "scaled_logits", counted := Counted(lm.scaled_logits))
-    actual, _ = passes(network)
+    actual, _ = one_pass(network)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         torch.testing.assert_close(tensor, expected_tensor, rtol=1e-12, atol=1e-13)
     assert sorted(counted.rows) == sorted(2 * {1: [1, 1, 1], 2: [2, 1]}[rows])

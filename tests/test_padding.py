@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmark.cost import padding
-from ppo_rlhf.lib import processes, unpadded
+from ppo_rlhf.lib import packing, passes, processes
 from ppo_rlhf.lib.errors import InputError
 
 # Queries of 4, 6 and 8 tokens.
@@ -23,8 +23,8 @@ def small(monkeypatch):
     """Small cases, whose networks count as wide, and passes that cost nothing."""
     for name, case in CASES.items():
         monkeypatch.setitem(padding.CASES, name, case)
-    monkeypatch.setattr(unpadded, "LEAST_WIDTH", 1)
-    monkeypatch.setattr(processes, "cost_of_pass", lambda model: 0)
+    monkeypatch.setattr(packing, "LEAST_WIDTH", 1)
+    monkeypatch.setattr(passes, "cost_of_pass", lambda model: 0)
     monkeypatch.setattr(processes, "keep_freed_memory", lambda: None)
 
 
@@ -42,7 +42,7 @@ def tokens_read(case: padding.Case, monkeypatch, way: str) -> int:
     with monkeypatch.context() as patched, reading.get(way, contextlib.nullcontext)():
         patched.setattr(torch.nn.Embedding, "forward", counted)
         update()
-    assert not any(processes.reads_no_padding(network) for network in networks)
+    assert not any(passes.is_packed(network) for network in networks)
     return count
 
 
@@ -69,7 +69,7 @@ def test_padded_knows_no_end(small, monkeypatch):
 @pytest.mark.parametrize("wide", [True, False])
 def test_report(small, tmp_path, capsys, monkeypatch, wide):
     if not wide:
-        monkeypatch.setattr(unpadded, "LEAST_WIDTH", 10**6)
+        monkeypatch.setattr(packing, "LEAST_WIDTH", 10**6)
     output = tmp_path / "padding.json"
     padding.main(padding.Args(cases=("tales", "posts"), turns=2, kernels=True, output=output))
     report = json.loads(output.read_text())

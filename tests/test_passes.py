@@ -6,7 +6,6 @@ padding that they were given. What the networks read is counted.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.lib import lm, posts, processes, texts
+from ppo_rlhf.lib import lm, passes, posts, texts
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
@@ -32,38 +31,38 @@ LENGTHS = torch.tensor([7, 3, 9, 9, 1, 4, 12, 2, 7, 5])
 MODEL = torch.nn.Linear(1_000, 999)  # 999,000 parameters and a bias of 999
 
 
-def rows_of(passes: list[processes.Pass]) -> list[list[int]]:
-    return [one.rows.tolist() for one in passes]
+def rows_of(plan: list[passes.Pass]) -> list[list[int]]:
+    return [one.rows.tolist() for one in plan]
 
 
 def test_passes_of_so_many_rows():
-    passes = processes.plan_passes(LENGTHS, MODEL, rows=4)
-    assert rows_of(passes) == [[6, 2, 3, 0], [8, 9, 5, 1], [7, 4]]
-    assert [one.longest for one in passes] == [12, 7, 2]
+    plan = passes.plan_passes(LENGTHS, MODEL, rows=4)
+    assert rows_of(plan) == [[6, 2, 3, 0], [8, 9, 5, 1], [7, 4]]
+    assert [one.longest for one in plan] == [12, 7, 2]
 
 
 def test_passes_of_so_many_tokens():
     """12 + 9 = 21 tokens would fit, 12 * 2 do not; a row that is too long is alone."""
-    passes = processes.plan_passes(LENGTHS, MODEL, tokens=20)
-    assert rows_of(passes) == [[6], [2, 3], [0, 8], [9, 5, 1, 7], [4]]
-    assert [one.longest for one in passes] == [12, 9, 7, 5, 1]
-    assert len(processes.plan_passes(LENGTHS, MODEL, tokens=1)) == 10
-    both = processes.plan_passes(LENGTHS, MODEL, rows=3, tokens=20)
+    plan = passes.plan_passes(LENGTHS, MODEL, tokens=20)
+    assert rows_of(plan) == [[6], [2, 3], [0, 8], [9, 5, 1, 7], [4]]
+    assert [one.longest for one in plan] == [12, 9, 7, 5, 1]
+    assert len(passes.plan_passes(LENGTHS, MODEL, tokens=1)) == 10
+    both = passes.plan_passes(LENGTHS, MODEL, rows=3, tokens=20)
     assert rows_of(both) == [[6], [2, 3], [0, 8], [9, 5, 1], [7, 4]]
 
 
 def test_the_cost_of_a_pass_by_hand():
-    assert processes.cost_of_pass(MODEL) == 96 + 100  # 10**8 / 999,999 parameters
-    assert processes.cost_of_pass(torch.nn.Linear(10_000, 10_000, bias=False)) == 96 + 1
+    assert passes.cost_of_pass(MODEL) == 96 + 100  # 10**8 / 999,999 parameters
+    assert passes.cost_of_pass(torch.nn.Linear(10_000, 10_000, bias=False)) == 96 + 1
     with torch.device("meta"):  # as on a GPU: no CPU
-        assert processes.cost_of_pass(torch.nn.Linear(100_000, 10_000, bias=False)) == 512 + 200
+        assert passes.cost_of_pass(torch.nn.Linear(100_000, 10_000, bias=False)) == 512 + 200
 
 
 @pytest.mark.parametrize("cost", [16, 116, 2048])
 @pytest.mark.parametrize("longest", [1, 30, 300, 3000])
 def test_as_many_passes_as_pay(cost, longest, monkeypatch):
     """Against all ways to divide ten rows in their order."""
-    monkeypatch.setattr(processes, "cost_of_pass", lambda model: cost)
+    monkeypatch.setattr(passes, "cost_of_pass", lambda model: cost)
     lengths = torch.randint(1, longest + 1, (10,), generator=torch.Generator().manual_seed(longest))
     ordered = sorted(lengths.tolist(), reverse=True)
 
@@ -72,22 +71,22 @@ def test_as_many_passes_as_pay(cost, longest, monkeypatch):
         return sum(part[0] * len(part) + cost for part in parts)
 
     ways = itertools.chain(*(itertools.combinations(range(1, 10), count) for count in range(10)))
-    passes = processes.plan_passes(lengths, MODEL)
-    assert sorted(itertools.chain(*rows_of(passes))) == list(range(10))
-    assert sum(one.longest * len(one.rows) + cost for one in passes) == min(map(price, ways))
-    assert len(processes.plan_passes(torch.full((50,), longest), MODEL)) == 1
+    plan = passes.plan_passes(lengths, MODEL)
+    assert sorted(itertools.chain(*rows_of(plan))) == list(range(10))
+    assert sum(one.longest * len(one.rows) + cost for one in plan) == min(map(price, ways))
+    assert len(passes.plan_passes(torch.full((50,), longest), MODEL)) == 1
 
 
 def test_rows_come_back_in_their_order():
-    table, passes = numbers(1, 10, 3), processes.plan_passes(LENGTHS, MODEL, rows=3)
+    table, plan = numbers(1, 10, 3), passes.plan_passes(LENGTHS, MODEL, rows=3)
 
     def twice(rows: torch.Tensor, lengths: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert longest == lengths.max()
         return 2 * rows, lengths
 
-    doubled, lengths = processes.in_passes(twice, passes, table, LENGTHS)
+    doubled, lengths = passes.in_passes(twice, plan, table, LENGTHS)
     assert doubled.equal(2 * table) and lengths.equal(LENGTHS)
-    assert processes.in_passes(lambda rows, _: rows[:, 0], passes, table).equal(table[:, 0])
+    assert passes.in_passes(lambda rows, _: rows[:, 0], plan, table).equal(table[:, 0])
 
 
 # ---- What is read ----------------------------------------------------------------------------------------------
@@ -115,13 +114,13 @@ def test_packed_tokens_read_the_same(tiny_models, architecture, padding_inside):
     expected = lm.read_tokens(model, tokens, PAD, columns)
     assert_close(lm.read_packed(model, tokens, PAD, columns, longest), expected, atol=1e-12, rtol=0)
     assert_close(lm.read_packed(model, tokens, PAD, columns, None), expected, atol=0, rtol=0)
-    packed = lm.pack(tokens, PAD, longest)
+    packed = passes.pack(tokens, PAD, longest)
     assert packed.shape[1] == longest
     last = slice(-1, None)
     assert_close(
         lm.read_tokens(model, packed, PAD, last), lm.read_tokens(model, tokens, PAD, last), atol=1e-12, rtol=0
     )
-    assert lm.pack(tokens, PAD, tokens.shape[1]) is tokens
+    assert passes.pack(tokens, PAD, tokens.shape[1]) is tokens
 
 
 class Read:
@@ -136,8 +135,8 @@ class Read:
         self.tokens += inputs[0].numel()
 
 
-def everything_at_once(lengths, *_, **__) -> list[processes.Pass]:
-    return [processes.Pass(torch.arange(len(lengths)), 10**6)]
+def everything_at_once(lengths, *_, **__) -> list[passes.Pass]:
+    return [passes.Pass(torch.arange(len(lengths)), 10**6)]
 
 
 def as_it_is(lm_backbone, tokens, pad_id, columns, longest):
@@ -149,7 +148,6 @@ def policy_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
     policy = train_policy.PolicyWithValueHead(tiny_models("gpt2"), VOCAB).double()
     torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(1))
     rollout = train_policy.Rollout(tokens, *(numbers(seed, ROWS, RESPONSE) - 3 for seed in (1, 2, 3)))
-    rollout = replace(rollout, lengths=(tokens != PAD).sum(1))
     ppo = train_policy.PpoArgs(whiten_groups=2, nminibatches=1)
     permutations = train_policy.draw_permutations(1, 0, 1, range(2), ROWS // 2)
 
@@ -157,7 +155,7 @@ def policy_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
         return train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
 
-    return update, policy, int(rollout.lengths.sum())
+    return update, policy, int((tokens != PAD).sum())
 
 
 def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
@@ -231,11 +229,11 @@ def networks_in(model: torch.nn.Module) -> list[torch.nn.Module]:
 @pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.__name__)
 def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, case):
     update, model, real = case(tiny_models)
-    monkeypatch.setattr(processes, "cost_of_pass", lambda model: 32)  # of models so small, one pass would pay
+    monkeypatch.setattr(passes, "cost_of_pass", lambda model: 32)  # of models so small, one pass would pay
     read = Read(*networks_in(model))
     stats, gradients = update(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
     in_passes = read.tokens
-    monkeypatch.setattr(processes, "plan_passes", everything_at_once)
+    monkeypatch.setattr(passes, "plan_passes", everything_at_once)
     monkeypatch.setattr(lm, "read_packed", as_it_is)
     expected, wanted = update(), [p.grad for p in model.parameters() if p.grad is not None]
     assert len(gradients) == len(wanted) > 5

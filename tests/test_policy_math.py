@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import cli, models, precision
+from ppo_rlhf.lib import cli, lm, models, precision
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.models import check_model, load_pretrained, read_info, same_logits
 from ppo_rlhf.lib.texts import TaskArgs, task_ids, trim_query
@@ -22,7 +22,6 @@ from ppo_rlhf.train_policy import (
     AdaptiveKLController,
     PolicyWithValueHead,
     PpoArgs,
-    RewardModel,
     Rollout,
     compute_gae,
     compute_rewards,
@@ -457,7 +456,7 @@ def test_padding_anywhere_equals_no_padding(tiny_models, architecture):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_score_is_that_of_the_last_real_token(tiny_models, architecture):
-    reward_model = RewardModel(tiny_models(architecture, ARCHITECTURES[architecture]))
+    reward_model = lm.RewardModel(tiny_models(architecture, ARCHITECTURES[architecture]))
     expected = reward_model(UNPADDED, PAD)
     for columns in [*PLACES.values(), [9, 10], [0, 5, 11, 12]]:
         assert_close(reward_model(padded_at(columns), PAD), expected, atol=1e-5, rtol=0)
@@ -468,7 +467,7 @@ def test_score_is_that_of_the_last_real_token(tiny_models, architecture):
 def test_what_padding_holds_does_not_matter(tiny_models, architecture):
     """Padding is looked up as token 0, which no row here contains otherwise."""
     policy = tiny_policy(tiny_models, architecture)
-    reward_model = RewardModel(policy.lm_backbone)
+    reward_model = lm.RewardModel(policy.lm_backbone)
     tokens = torch.cat([padded_at(columns) for columns in PLACES.values()])
     with torch.no_grad():
         logprobs, entropies, values = policy(tokens, PAD, QUERY, TEMPERATURE)
@@ -552,7 +551,7 @@ def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenize
     loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
     assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
     loaded.save_pretrained(tmp_path / "saved")
-    models.save_reward_model(tmp_path / "reward", RewardModel(loaded.base_model), tiny_tokenizer, {})
+    models.save_reward_model(tmp_path / "reward", lm.RewardModel(loaded.base_model), tiny_tokenizer, {})
     for kind in ("base", "saved", "reward"):
         config = json.loads((tmp_path / kind / "config.json").read_text())
         settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]
@@ -794,7 +793,7 @@ def test_a_policy_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole,
     model.save_pretrained(tmp_path / "base")
     args = train_policy.Args(base_model=str(tmp_path / "base"), task=TaskArgs(query_length=4, response_length=16))
     ids = task_ids(args.task, tokenizer_with_a_hole)
-    policy, _ = train_policy.load_policy_and_reference(args, ids, torch.float32, torch.device("cpu"))
+    policy, _ = train_policy.load_policy_and_reference(args, ids, torch.device("cpu"))
     responses, _, _ = generate(policy.lm_backbone, token_ids(0, 20, 3), uniform(20, 7), 30, policy.vocab_size, 1.0)
     assert responses.eq(29).all()
     models.save_policy(tmp_path / "policy", policy, tokenizer_with_a_hole, args)

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.models import load_pretrained, load_reward_model, load_tokenizer, save_reward_model
-from ppo_rlhf.lib.processes import in_chunks
+from ppo_rlhf.lib.passes import few_rows_at_a_time
 from ppo_rlhf.lib.texts import Labels
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
@@ -131,9 +131,9 @@ def test_normalize_discards_the_old_gain_and_bias(tiny_models):
     assert found[0] == found[1]
 
 
-def test_in_chunks_equals_one_call():
+def test_a_few_rows_at_a_time_equal_one_call():
     rows = torch.arange(10.0).view(5, 2)
-    doubled, sums = in_chunks(lambda a, b: (a * 2, a.sum(1) + b), 2, rows, torch.arange(5.0))
+    doubled, sums = few_rows_at_a_time(lambda a, b: (a * 2, a.sum(1) + b), 2, rows, torch.arange(5.0))
     assert doubled.tolist() == (rows * 2).tolist()
     assert sums.tolist() == [1.0, 6.0, 11.0, 16.0, 21.0]
 

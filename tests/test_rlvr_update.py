@@ -12,7 +12,7 @@ from test_tldr_math import on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_policy
-from ppo_rlhf.lib import lm, problems, processes
+from ppo_rlhf.lib import lm, passes, problems
 from ppo_rlhf.rlvr_policy import (
     ESTIMATORS,
     ActorCritic,
@@ -63,7 +63,7 @@ def tokens_and_mask(lengths: list[int] = LENGTHS) -> tuple[torch.Tensor, torch.T
 def test_what_is_read_is_what_the_library_says_of_the_row_alone(
     tiny_models, monkeypatch, architecture, tokens_of_a_piece
 ):
-    monkeypatch.setattr(processes, "LARGEST_PIECE", tokens_of_a_piece * PAD)
+    monkeypatch.setattr(passes, "MOST_LOGITS", tokens_of_a_piece * PAD)
     actor_critic, reference = networks(tiny_models, architecture)
     tokens, mask = tokens_and_mask()
     found = actor_critic(tokens, mask, PAD, reference, longest=int((tokens != PAD).sum(1).max()))
@@ -89,7 +89,7 @@ def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
     tokens, mask = tokens_and_mask()
     found = []
     for tokens_of_a_piece in (4_096, 3):
-        monkeypatch.setattr(processes, "LARGEST_PIECE", tokens_of_a_piece * PAD)
+        monkeypatch.setattr(passes, "MOST_LOGITS", tokens_of_a_piece * PAD)
         actor_critic, reference = networks(tiny_models)
         logprobs, values, entropies, kl = actor_critic(tokens, mask, PAD, reference)
         (logprobs * numbers(1, *mask.shape) + values + entropies - 2 * kl).sum().backward()

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import speed, speed_runs
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.texts import TaskIds
+from ppo_rlhf.lib import lm, passes
+from ppo_rlhf.lib.texts import TaskArgs, TaskIds
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,
     PpoArgs,
-    RewardModel,
     Rollout,
     draw_permutations,
     episode_noise,
@@ -42,13 +42,15 @@ QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
 def update(model, device: str, batch: int = 16, query: int = QUERY, sgd: bool = False) -> None:
     """A rollout and the epochs of PPO on it."""
     model = model.to(device)
-    policy, reward_model = PolicyWithValueHead(model, VOCAB).to(device), RewardModel(model).to(device)
+    policy, reward_model = PolicyWithValueHead(model, VOCAB).to(device), lm.RewardModel(model).to(device)
     contexts = torch.ones(batch, query, dtype=torch.long, device=device)
     ids = TaskIds(prefix=[], suffix=[], pad=PAD, eos=VOCAB - 1, stop=None, context_length=query)
     with torch.no_grad():
         noise = episode_noise(1, 0, batch, RESPONSE).to(device)
-        query_responses, logprobs, values, _ = respond(policy, ids, TEMPERATURE, contexts, noise)
-        reference_logprobs(model, ids, TEMPERATURE, query_responses)
+        responses, logprobs, values, _ = respond(policy, contexts, noise, pad_id=PAD, temperature=TEMPERATURE)
+        query_responses = torch.cat([contexts, responses], dim=1)
+        task = TaskArgs(response_length=RESPONSE, temperature=TEMPERATURE)
+        reference_logprobs(model, query_responses, pad_id=PAD, ids=ids, task=task)
         reward_model(query_responses, PAD)
     optimizer = (torch.optim.SGD if sgd else AdamTensorFlowStyle)(policy.parameters(), lr=1e-4)
     ppo = PpoArgs(batch_size=batch, whiten_groups=2, noptepochs=2)
@@ -63,7 +65,15 @@ def without_data(model, monkeypatch: pytest.MonkeyPatch) -> None:
     With SGD, because the fused Adam does not know such tensors; it is the subject of `on_the_cpu`.
     """
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # unknown on this device
+    waits = []
+
+    def count_tokens(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+        waits.append(tokens)
+        return torch.full((len(tokens),), tokens.shape[1])
+
+    monkeypatch.setattr(passes, "count_tokens", count_tokens)  # the one number that the CPU needs
     update(model, "meta", sgd=True)
+    assert len(waits) == 1
 
 
 WAITS = {

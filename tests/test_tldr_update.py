@@ -34,7 +34,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf import tldr_policy, tldr_reward
-from ppo_rlhf.lib import posts, processes
+from ppo_rlhf.lib import passes, posts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.lm import RewardModel, has_stop
 from ppo_rlhf.lib.models import (
@@ -569,13 +569,13 @@ def test_the_ratio_begins_at_one(tiny_models):
     """T34: exactly, where rollout and update read the same rows; then the policy moves away."""
     actor_critic = make_actor_critic(tiny_models).float()
     rollout = make_rollout(actor_critic, noise=0.0)
-    passes = tldr_policy.passes_over(rollout.query_responses, PAD, actor_critic)
+    plan = tldr_policy.passes_over(rollout.query_responses, PAD, actor_critic)
 
     def read(tokens: torch.Tensor, longest: int) -> tuple[torch.Tensor, ...]:
         return actor_critic(tokens, PAD, CONTEXT, TEMPERATURE, longest)
 
     with torch.no_grad():
-        logprobs, _, values = processes.in_passes(read, passes, rollout.query_responses)
+        logprobs, _, values = passes.in_passes(read, plan, rollout.query_responses)
     rollout = replace(rollout, logprobs=logprobs, values=values, rewards=rollout.rewards.float())
     metrics = update(actor_critic, rollout, EVERYTHING, PpoArgs(noptepochs=1))
     assert metrics["ratio"] == 1

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import trace_cost
 from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import models, run, traces
+from ppo_rlhf.lib import models, traces
 from ppo_rlhf.lib.errors import InputError
 
 CONTINUATIONS = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 --ppo.lr 0.01"
@@ -288,13 +288,13 @@ def test_only_the_small_worlds_leave_traces_unasked(script):
 def test_the_cost_of_traces_is_that_of_a_run(continuations, tmp_path, monkeypatch, capsys):
     """Updates are timed without their traces: a trace that takes longer does not make them longer."""
     monkeypatch.chdir(tmp_path)
-    slow = traces.of_texts
+    slow = train_policy.trace_episodes
 
     def wait(*arguments):
         time.sleep(0.5)
         slow(*arguments)
 
-    monkeypatch.setattr(run.Run, "trace_texts", wait)
+    monkeypatch.setattr(train_policy, "trace_episodes", wait)
     trace_cost.main(trace_cost.Args(str(continuations.run), updates=2))
     line, per_run = capsys.readouterr().out.splitlines()[-2:]
     update, trace = map(float, re.findall(r"([0-9.]+) s", line))

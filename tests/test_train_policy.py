@@ -30,12 +30,12 @@ from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
 from ppo_rlhf.lib import errors, processes, run, texts
+from ppo_rlhf.lib.cli import AdaptiveKLArgs
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.models import load_reward_model
 from ppo_rlhf.lib.texts import TaskArgs
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
-    AdaptiveKLArgs,
     Args,
     PolicyWithValueHead,
     PpoArgs,
@@ -73,7 +73,7 @@ def policy_args(world: Path, reward: Path) -> Args:
         rewards=RewardsArgs(
             trained_model=str(reward),
             monitor="ppo_rlhf.worlds.tales:sentiment.gold_scores",
-            adaptive_kl=AdaptiveKLArgs(horizon=100),
+            adaptive_kl=AdaptiveKLArgs(6.0, horizon=100),
         ),
         ppo=PpoArgs(
             total_episodes=UPDATES * BATCH - 16,
@@ -394,7 +394,6 @@ def mistaken(module: ModuleType, name: str, replacements: dict[str, str]) -> Cal
 
 
 ADAPT = 'controller.update(metrics["objective/kl"], sizes.batch)'
-SAME_COEFFICIENT = 'processes.check_equal("objective/kl_coef", controller.value, accelerator)'
 RATE = 'optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)'
 COEFFICIENT = "rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)"
 
@@ -428,7 +427,7 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     "D50 early stop token passes": ("train", {"ids.stop, task.truncate_after)  # (local_batch,)": "ids.stop, 0)"}),
     "D51 no KL after the stop token": (
         "train",
-        {COEFFICIENT: COEFFICIENT + "\n                kl = kl * (truncated_responses != ids.pad)"},
+        {COEFFICIENT: COEFFICIENT + "\n            kl = kl * (truncated_responses != ids.pad)"},
     ),
     "D53 coefficient of the first update": ("train", {COEFFICIENT: COEFFICIENT.replace("controller.value", "0.15")}),
     "D55 rewards whitened once per rollout": (
@@ -448,17 +447,9 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
         "train",
         {RATE: f"optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr); {RATE}"},
     ),
-    "D69 episodes of a minibatch": ("train", {ADAPT: ADAPT.replace("sizes.batch", "sizes.local_minibatch")}),
+    "D69 episodes of a minibatch": ("train", {ADAPT: ADAPT.replace("sizes.batch", "sizes.group_batch")}),
     "D70 KL per token": ("train", {ADAPT: ADAPT.replace("], ", "] / task.response_length, ")}),
-    "D71 adapted before the update is logged": (
-        "train",
-        {
-            'processes.check_equal("objective/kl_coef", controller.value, accelerator)': ADAPT.replace(
-                "metrics", "means"
-            ),
-            ADAPT: "pass",
-        },
-    ),
+    "D71 the first coefficient is logged": ("train", {"monitored, controller.value)": "monitored, 0.15)"}),
     "D71 adapted before the rewards": (
         "train",
         {
@@ -481,13 +472,16 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "D80 whole responses are shown": (
         "train",
-        {"queries, truncated_responses, **shown": "queries, responses, **shown"},
+        {"told = (queries, truncated_responses,": "told = (queries, responses,"},
     ),
-    "D80 scores before the penalty are shown": ("train", {'"score": scores, "kl"': '"score": raw_scores, "kl"'}),
+    "D80 scores before the penalty are shown": (
+        "sample_rows",
+        {'"score": episodes.scores': '"score": episodes.raw_scores'},
+    ),
     "X01 the same noise in each update": ("train", {"episode_noise(args.seed, update": "episode_noise(args.seed, 0"}),
     "X06 total with the first coefficient": (
-        "train",
-        {"total = scores + non_score_rewards.sum(1)": "total = scores - args.rewards.kl_coef * kl.sum(1)"},
+        "sample_rows",
+        {"episodes.scores + episodes.non_score_rewards.sum(1)": "episodes.scores - 0.15 * episodes.kl.sum(1)"},
     ),
 }
 
@@ -590,8 +584,8 @@ def ends_with_one_line(call: Callable[[], object], capsys) -> str:
 def test_a_sampler_that_disagrees_with_training_stops_the_run(args: Args, tmp_path: Path, monkeypatch, capsys):
     right = train_policy.respond
 
-    def shifted(*arguments):
-        query_responses, logprobs, values, gap = right(*arguments)
+    def shifted(*arguments, **settings):
+        query_responses, logprobs, values, gap = right(*arguments, **settings)
         return query_responses, logprobs + 0.01, values, gap
 
     monkeypatch.setattr(train_policy, "respond", shifted)

@@ -8,7 +8,7 @@ is timed: generation, log-probs and values, reference, reward model, the epochs 
 
     padded     every row at the longest of its batch, and as many tokens sampled as a response may have
     passes     rows of similar length together, as the scripts read with small models
-    unpadded   the real tokens alone (lib/unpadded.py), as the scripts read with wide models; only measured with those
+    unpadded   the real tokens alone (lib/packing.py), as the scripts read with wide models; only measured with those
     even       as many tokens in rows of one length, which have no padding to save
 
 All go by turns in one process, after a turn that does not count; a ratio compares two of the same turn. Two numbers
@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmark.cost.speed import SHAPES, spread, spread_lengths
 from benchmark.curves.compare import markdown
 from ppo_rlhf import tldr_policy, train_policy
-from ppo_rlhf.lib import lm, posts, processes, texts, unpadded
+from ppo_rlhf.lib import lm, packing, passes, posts, processes, texts
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.run import commit, cpu_name
@@ -95,8 +95,8 @@ class Args:
 def padded() -> Iterator[None]:
     """As before: every row at the longest of its batch, and sampling that knows no end."""
 
-    def one_pass(lengths: Tensor, *_, **__) -> list[processes.Pass]:
-        return [processes.Pass(torch.arange(len(lengths)), int(lengths.max()))]
+    def one_pass(lengths: Tensor, *_, **__) -> list[passes.Pass]:
+        return [passes.Pass(torch.arange(len(lengths)), int(lengths.max()))]
 
     def generate(model, contexts, uniforms, pad_id, vocab_size, temperature, stop_ids) -> tuple[Tensor, Tensor]:
         responses, logprobs, _ = lm.generate(model, contexts, uniforms, pad_id, vocab_size, temperature)
@@ -107,7 +107,7 @@ def padded() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for where, name, replacement in (
-            (processes, "plan_passes", one_pass),
+            (passes, "plan_passes", one_pass),
             (train_policy, "pack", lambda tokens, pad_id, longest: tokens),
             (lm, "pack", lambda tokens, pad_id, longest: tokens),
             (lm, "read_packed", read),
@@ -121,10 +121,10 @@ def padded() -> Iterator[None]:
 def prepared(networks: list[PreTrainedModel]) -> Iterator[None]:
     """Networks read no padding, if they are wide."""
     for network in networks:
-        unpadded.prepare(network)
+        packing.prepare(network)
     yield
     for network in networks:
-        unpadded.undo(network)
+        packing.undo(network)
 
 
 def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], list[PreTrainedModel], float]:
@@ -160,8 +160,8 @@ def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> C
     permutations = train_policy.draw_permutations(1, 0, case.epochs, range(1), case.batch)
 
     def in_passes(function: Callable, lengths: Tensor, uses: int, *tensors: Tensor):
-        passes = processes.plan_passes(lengths, policy, uses=uses)
-        return processes.in_passes(function, passes, *tensors)
+        plan = passes.plan_passes(lengths, policy, uses=uses)
+        return passes.in_passes(function, plan, *tensors)
 
     def update() -> None:
         lengths, length = (queries != pad).sum(1), case.response_length
@@ -201,16 +201,16 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
 
     def update() -> None:
         with torch.no_grad():
-            passes = processes.plan_passes((queries != pad).sum(1), actor_critic, uses=case.response_length)
-            responses, logprobs, values, gap = processes.in_passes(
-                lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), passes, queries_on, uniforms
+            plan = passes.plan_passes((queries != pad).sum(1), actor_critic, uses=case.response_length)
+            responses, logprobs, values, gap = passes.in_passes(
+                lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), plan, queries_on, uniforms
             )
             tokens = torch.cat([queries_on, responses], dim=1)
             passes = tldr_policy.passes_over(tokens, pad, actor_critic)
             read = tldr_policy.Reference(reference, None).logprobs
-            processes.in_passes(lambda *rows: read(ids, length, 0.7, *rows), passes, tokens)
+            passes.in_passes(lambda *rows: read(ids, length, 0.7, *rows), plan, tokens)
             passes = tldr_policy.passes_over(tokens, pad, reward_model)
-            processes.in_passes(lambda rows, longest: reward_model(lm.pack(rows, pad, longest), pad), passes, tokens)
+            passes.in_passes(lambda rows, longest: reward_model(lm.pack(rows, pad, longest), pad), passes, tokens)
         masks, zeros = tldr_policy.response_masks(responses, pad), torch.zeros_like(values)
         rollout = tldr_policy.Rollout(
             *(tokens, logprobs, values, zeros, *masks, zeros, zeros),
@@ -265,7 +265,7 @@ def main(args: Args) -> None:
         case = CASES[name]
         ragged, networks, tokens = make_update(case, device)
         even_rows, _, _ = make_update(even(case), device)
-        wide = SHAPES[case.shape]().hidden_size >= unpadded.LEAST_WIDTH
+        wide = SHAPES[case.shape]().hidden_size >= packing.LEAST_WIDTH
         ways = ["padded", "passes", *(["unpadded"] if wide else []), "even"]
         reading = {"padded": padded, "unpadded": partial(prepared, networks)}
         seconds: dict[str, list[float]] = {way: [] for way in ways}

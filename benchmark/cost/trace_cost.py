@@ -24,9 +24,9 @@ from ppo_rlhf.lib import cli, run
 from ppo_rlhf.lib.errors import InputError
 
 SCRIPTS = {
-    "continuations": (train_policy, "trace_texts"),
-    "summaries": (tldr_policy, "trace_posts"),
-    "rlvr": (rlvr_policy, "trace_problems"),
+    "continuations": (train_policy, train_policy, "trace_episodes"),
+    "summaries": (tldr_policy, run.Run, "trace_posts"),
+    "rlvr": (rlvr_policy, run.Run, "trace_problems"),
 }
 
 
@@ -42,10 +42,10 @@ class Enough(Exception):
     """As many updates as asked for are measured."""
 
 
-def measure(train: Callable, args: Any, method: str, updates: int) -> list[tuple[float, float]]:
-    """Seconds of each update, and of its trace."""
+def measure(train: Callable, args: Any, owner: Any, name: str, updates: int) -> list[tuple[float, float]]:
+    """Seconds of each update, and of its trace, which `owner.name` makes."""
     seconds: list[tuple[float, float]] = []
-    keep = getattr(run.Run, method)
+    keep = getattr(owner, name)
     began = time.perf_counter()
 
     def trace(*arguments: Any) -> None:
@@ -58,7 +58,7 @@ def measure(train: Callable, args: Any, method: str, updates: int) -> list[tuple
         if len(seconds) > updates:
             raise Enough
 
-    with patch.object(run.Run, method, trace), contextlib.suppress(Enough):
+    with patch.object(owner, name, trace), contextlib.suppress(Enough):
         train(args)
     return seconds[1:]
 
@@ -69,14 +69,14 @@ def main(args: Args) -> None:
     kind = report.OneRun(Path(args.run), {"args": saved}).kind
     if kind not in SCRIPTS:
         raise InputError(f"{args.run} is no run of PPO")
-    script, method = SCRIPTS[kind]
+    script, owner, name = SCRIPTS[kind]
     given = cli.from_dict(script.Args, saved)
     if not given.trace_interval:
         raise InputError(f"{args.run} was started without --trace_interval")
     if args.updates >= updates:
         raise InputError(f"{args.run} has only {updates} updates; --updates {updates - 1} or fewer would work")
     repeated = dataclasses.replace(given, exp_name="trace_cost", trace_interval=1)
-    measured = measure(script.train, repeated, method, args.updates)
+    measured = measure(script.train, repeated, owner, name, args.updates)
     update, trace = (statistics.median(column) for column in zip(*measured, strict=True))
     print(f"an update takes {update:.3f} s, and its trace {trace:.3f} s more (medians): {trace / update:.1%}")
     print(f"one in {given.trace_interval} is traced: {trace / update / given.trace_interval:.2%}")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib import precision, processes
+from ppo_rlhf.lib import passes, precision
 
 LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
@@ -42,7 +42,6 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
     position_ids = mask.cumsum(1) - mask.long()
     attention_mask = causal_mask(mask, lm_backbone.dtype)  # (batch, 1, sequence_length, sequence_length)
-    # A wide model gets the same from the real tokens alone: lib/unpadded.py has replaced what is called here.
     hidden_states = lm_backbone.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state  # (batch, sequence_length, width)
@@ -103,7 +102,7 @@ def response_statistics(
     hidden_states = read_packed(lm_backbone, query_responses, pad_id, columns, longest)
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
     read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
-    return processes.in_pieces(read, responses.shape[1] * vocab_size, hidden_states, responses)
+    return passes.few_logits_at_a_time(read, responses.shape[1] * vocab_size, hidden_states, responses)
 
 
 def token_logprobs(
@@ -157,14 +156,6 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     """
     # [D08] A stable sort by "is a real token".
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
-
-
-def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
-    """The same rows in as few columns as the longest of them needs, their padding on the left.
-
-    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
-    """
-    return tokens if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -285,7 +276,7 @@ def read_contexts(
     mask, length = contexts != pad_id, contexts.shape[1]  # (batch, context_length)
     position_ids, tokens = mask.cumsum(1) - mask.long(), contexts.masked_fill(~mask, 0)
     cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
-    passes = processes.plan_passes(mask.sum(1).cpu(), lm_backbone)
+    plan = passes.plan_passes(mask.sum(1).cpu(), lm_backbone)
 
     def read(rows: Tensor, tokens: Tensor, mask: Tensor, position_ids: Tensor, longest: int) -> Tensor:
         real = slice(length - longest, length)
@@ -301,7 +292,7 @@ def read_contexts(
         return hidden_states[:, -1]
 
     rows = torch.arange(len(contexts), device=contexts.device)
-    return processes.in_passes(read, passes, rows, tokens, mask, position_ids), mask, cache
+    return passes.in_passes(read, plan, rows, tokens, mask, position_ids), mask, cache
 
 
 def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:

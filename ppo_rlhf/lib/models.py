@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ppo_rlhf.lib import errors, files, hub, lm, precision, processes, unpadded
+from ppo_rlhf.lib import errors, files, hub, lm, packing, precision, processes
 from ppo_rlhf.lib.errors import InputError, flag
 
 
@@ -135,7 +135,7 @@ def load_pretrained(
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
-        unpadded.prepare(model)  # replaces how a wide model reads rows
+        packing.prepare(model)  # replaces how a wide model reads rows
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
             setattr(model.config, name, value)
@@ -345,7 +345,7 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         tensor.copy_(processes.full_tensor(tensors[name]))
-    unpadded.prepare(whole)
+    packing.prepare(whole)
     return whole.eval()
 
 
@@ -565,7 +565,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 
 def compile_backbone(lm_backbone: PreTrainedModel) -> None:
     """Compile a language model. It reads padding, since each line of tokens without it would be compiled anew."""
-    unpadded.undo(lm_backbone)
+    packing.undo(lm_backbone)
     lm_backbone.base_model.compile(dynamic=False)
 
 

@@ -10,17 +10,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, reduce
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import errors
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
@@ -310,15 +307,17 @@ def map_rows(
 # ---- Gradients -------------------------------------------------------------------------------------------------
 
 
-def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
+def average_gradients(model: nn.Module, accelerator: Accelerator | None = None) -> None:
     """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that.
 
-    Where a model is sharded, the backward pass has done so.
+    If a model is sharded, the backward pass has done so already. accelerator: its processes; None: those of
+    torch.distributed.
     """
     # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
-    if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    if (accelerator.num_processes > 1 if accelerator else several) and not isinstance(model, FSDPModule):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        mean = (accelerator.reduce if accelerator else reduce)(nn.utils.parameters_to_vector(gradients), "mean")
         nn.utils.vector_to_parameters(mean, gradients)
 
 
@@ -331,121 +330,3 @@ def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> torch.Tenso
     """Scale the gradients of its parameters to a norm of at most this; returns the norm before, 0-d."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return full_tensor(nn.utils.clip_grad_norm_(parameters, most))
-
-
-# ---- Passes: which rows a model reads at a time ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pass:
-    rows: torch.Tensor  # indices, on the CPU
-    longest: int  # tokens of the longest of these rows
-
-
-def plan_passes(lengths: torch.Tensor, model: nn.Module, rows: int = 0, tokens: int = 0, uses: int = 1) -> list[Pass]:
-    """Divide rows into passes of similar length, the longest first, so that little of what a model reads is padding.
-
-    lengths: tokens of each row (rows,), on the CPU, so that nothing waits for a device. rows, tokens: how many a pass
-    has at most, padding included; with neither, there are as many passes as pay, and one where no padding is read.
-    model: what reads them. uses: how often it is called in a pass, for each token if it generates.
-    Where weights are sharded, every process makes equally many passes, and all must call this.
-    """
-    order = lengths.argsort(descending=True, stable=True)
-    ordered, count = lengths[order].tolist(), len(lengths)
-    if not count:
-        return []
-    if tokens:  # masks and hidden states are padded, even where nothing else is
-        starts = [0]
-        while (end := starts[-1] + min(rows or count, max(1, tokens // max(1, ordered[starts[-1]])))) < count:
-            starts.append(end)
-    elif rows:
-        starts = list(range(0, count, rows))
-    elif reads_no_padding(model):
-        starts = [0]
-    else:
-        starts = starts_that_pay(ordered, uses * cost_of_pass(model))
-    passes = list(order.tensor_split(starts[1:]))
-    if sharding():
-        counts = [0] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(counts, len(passes))
-        while len(passes) < max(counts):
-            largest = max(range(len(passes)), key=lambda i: len(passes[i]))
-            passes[largest : largest + 1] = passes[largest].tensor_split(2)
-    return [Pass(rows, longest=max(lengths[rows].tolist())) for rows in passes]
-
-
-def reads_no_padding(model: nn.Module) -> bool:
-    """Whether lib/unpadded.py reads for this language model, or for all that are part of this network."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is part.base_model]
-    return bool(parts) and all(getattr(part, "reads_no_padding", False) for part in parts)
-
-
-# What a pass costs beside its tokens: weights are read, kernels launched, however few tokens there are. The smaller
-# the model, the more tokens it could read while kernels are launched. The GPU's numbers are estimates.
-COST_OF_WEIGHTS = {"cpu": 96, "cuda": 512}  # tokens
-COST_OF_LAUNCHES = {"cpu": 10**8, "cuda": 2 * 10**11}  # tokens times parameters
-
-
-def cost_of_pass(model: nn.Module) -> int:
-    """What a pass of a model costs beside its tokens, in tokens."""
-    parameters = list(model.parameters())
-    kind = "cpu" if parameters[0].device.type == "cpu" else "cuda"
-    return COST_OF_WEIGHTS[kind] + COST_OF_LAUNCHES[kind] // sum(parameter.numel() for parameter in parameters)
-
-
-def starts_that_pay(ordered: list[int], cost: int) -> list[int]:
-    """Where to divide rows, the longest first, so that tokens, padding included, and passes cost least together.
-
-    ordered: tokens of each row. A pass begins where the length changes. The cheapest division up to a place is the
-    cheapest one up to the beginning of its last pass, and that pass.
-    """
-    places = [i for i in range(len(ordered)) if i == 0 or ordered[i] != ordered[i - 1]] + [len(ordered)]
-    cheapest, last = [0], [0]  # for the rows before each place: the cost, and the place where the last pass begins
-    for end in range(1, len(places)):
-        costs = [cheapest[k] + ordered[places[k]] * (places[end] - places[k]) + cost for k in range(end)]
-        cheapest.append(min(costs))
-        last.append(costs.index(cheapest[end]))
-    starts, place = [], len(places) - 1
-    while place:
-        place = last[place]
-        starts.append(places[place])
-    return starts[::-1]
-
-
-def in_passes(
-    function: Callable, passes: list[Pass], *tensors: torch.Tensor
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Apply a function to the rows of each pass, and put the rows of the tensors that it returns back in order.
-
-    function: (rows of each tensor, longest) -> a tensor or several, with a row for each row.
-    """
-    back = torch.cat([one.rows for one in passes]).argsort()
-    results = [function(*(tensor[one.rows] for tensor in tensors), one.longest) for one in passes]
-    if isinstance(results[0], torch.Tensor):
-        return torch.cat(results)[back]
-    return tuple(torch.cat(parts)[back] for parts in zip(*results, strict=True))
-
-
-def in_chunks(function: Callable, size: int, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Apply a function to chunks of so many rows and join the tensors that it returns: the same in less memory."""
-    chunks = [function(*chunk) for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True)]
-    if isinstance(chunks[0], torch.Tensor):
-        return torch.cat(chunks)
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
-
-
-LARGEST_PIECE = 2**28  # numbers: in float32, a gigabyte
-
-
-def in_pieces(function: Callable, numbers: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Apply a function to a batch, a few rows at a time where it holds many numbers for a row: logits.
-
-    numbers: how many, for each row. Tensors and what the function returns have the same rows. With several pieces,
-    the backward pass computes each anew, so that those of one piece are all that is ever held.
-    """
-    rows = max(1, LARGEST_PIECE // max(1, numbers))
-    if rows >= len(tensors[0]):
-        return function(*tensors)
-    pieces = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
-    results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -418,10 +418,48 @@ class Run:
             ids = (tokenizer, pad_id, queries, responses)
             traces.write(self.folder, traces.of_tokens(step, again, *ids, tokens, episodes, texts))
 
-    # What chapters 1, 2 and 3 keep: methods, whose `this_run` is this.
-    trace_texts, trace_posts, trace_problems = traces.of_texts, traces.of_posts, traces.of_problems
+    # What chapters 2 and 3 keep: methods, whose `this_run` is this.
+    trace_posts, trace_problems = traces.of_posts, traces.of_problems
 
     # ------------------------------------------------------------------------------------------------------------
+
+    def updates(self, title: str, first: int, total: int) -> Iterator[int]:
+        """The updates of a training loop, from `first` on, with a progress bar. Each ends with `end_of_update`."""
+        with self.progress(title, total, first) as self._advance:
+            for update in range(first, total):
+                self._update_started = time.monotonic()
+                yield update
+
+    def seconds_of_update(self) -> float:
+        """Wall time since the current update began."""
+        return seconds_since(self._update_started)
+
+    def end_of_update(
+        self,
+        update: int,
+        metrics: dict[str, float],
+        status: str,
+        *,
+        samples: Callable[[], list[dict[str, Any]]],
+        trace: Callable[[], None],
+        checkpoint: Callable[[], tuple[dict[str, torch.Tensor], dict[str, Any]]],
+    ) -> None:
+        """All that is kept of an update (0-based). Every process must call this.
+
+        status: for the progress bar. The functions are called only if it is time for them: samples gives rows
+        to print, trace keeps a few episodes with all their numbers, checkpoint gives tensors and state. Ends the run
+        by raising Stopped after the checkpoint, if it was told to stop.
+        """
+        self.log(update, metrics)
+        if self.args.log_interval and update % self.args.log_interval == 0:
+            self.log_samples(update, samples())
+        if self.is_time_to_trace(update):
+            trace()
+        speed = self.meta["sizes"]["batch"] / self.seconds_of_update()
+        self._advance(f"{speed:.0f} episodes/s, {status}")
+        # [D81] Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
+        if self.is_time_to_save(update + 1, self.meta["sizes"]["updates"]):
+            self.save_checkpoint(update + 1, *checkpoint())
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int, done: int = 0):

@@ -22,9 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import lm, posts, precision, rewards as scorers, texts
+from ppo_rlhf.lib import lm, posts, rewards as scorers
 from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # episodes that a trace keeps
@@ -154,69 +154,6 @@ def after_update(
     ratio = torch.exp(new_logprobs - logprobs)
     clipped = advantages * (ratio.clamp(1 - cliprange, 1 + cliprange) - ratio) < 0
     return {"new_logprobs": new_logprobs, "entropies": entropies, "ratio": ratio, "clipped": clipped}
-
-
-@torch.no_grad()
-def of_texts(
-    this_run: Any,
-    args: Any,
-    sizes: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: texts.TaskIds,
-    stream: texts.QueryStream,
-    policy: nn.Module,
-    reference: PreTrainedModel,
-    score: scorers.Scorer,
-    monitor: dict[str, scorers.Scorer],
-    update: int,
-    rollout: Any,
-    ref_logprobs: Tensor,
-    raw_scores: Tensor,
-    monitored: dict[str, Tensor],
-    kl_coef: float,
-) -> None:
-    """Chapter 1. Advantages of the batch are those of its first group, whitened over all episodes of the group: what
-    the losses had, if there is one minibatch.
-    """
-    script, task, ppo = inspect.getmodule(type(args)), args.task, args.ppo
-
-    def finish(responses: Tensor) -> tuple[Tensor, Tensor]:
-        """Truncated responses, and which of them stop."""
-        truncated_responses = script.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        return truncated_responses, script.has_stop(truncated_responses, ids.stop, task.truncate_after)
-
-    few, group = slice(min(TRACED, sizes.group_batch)), slice(sizes.group_batch)
-    tokens, logprobs, ref_logprobs = (x[few] for x in (rollout.context_responses, rollout.logprobs, ref_logprobs))
-    contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
-    truncated_responses, stopped = finish(responses)
-    scores = torch.where(stopped, raw_scores[few], task.penalty_reward_value)
-    new_logprobs, entropies, new_values = policy(tokens, ids.pad, ids.context_length, task.temperature)
-    advantages, returns = script.group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": logprobs - ref_logprobs}
-    of_tokens |= {"scored": truncated_responses != ids.pad}
-    of_tokens |= {"rewards": rollout.rewards[few], "values": rollout.values[few], "new_values": new_values}
-    of_tokens |= {"advantages": advantages[0, few], "returns": returns[0, few]}
-    of_tokens |= after_update(logprobs, new_logprobs, entropies, of_tokens["advantages"], ppo.cliprange)
-    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
-    of_episodes |= {name: monitored[name] for name in monitor}
-    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
-
-    queries = stream.first(TRACED, ids.pad).to(tokens.device)
-    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
-    uniforms = script.episode_noise(args.seed, 0, len(queries), task.response_length).to(tokens.device)
-    with precision.mixed_precision(tokens.device, enabled=policy.low_precision):
-        tokens, logprobs, values, _ = script.respond(policy, ids, task.temperature, contexts, uniforms)
-        ref_logprobs = script.reference_logprobs(reference, ids, task.temperature, tokens)
-        responses = tokens[:, ids.context_length :]
-        truncated_responses, stopped = finish(responses)
-        raw_scores = score(queries, truncated_responses)
-        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
-        rewards, _, kl = script.compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
-    of_tokens |= {"scored": truncated_responses != ids.pad}
-    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
-    of_episodes |= {name: function(queries, truncated_responses) for name, function in monitor.items()}
-    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes, again=True)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ppo_rlhf.lib import precision, processes
+from ppo_rlhf.lib import passes, precision
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
@@ -39,13 +39,13 @@ def prepare(model: PreTrainedModel) -> None:
     wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
     if tried and wide and config._attn_implementation in ("sdpa", NAME):
         model.set_attn_implementation(NAME)
-        backbone.reads_no_padding, backbone.forward = True, MethodType(forward, backbone)
+        backbone.is_packed, backbone.forward = True, MethodType(forward, backbone)
 
 
 def undo(model: PreTrainedModel) -> None:
     """Let a model read padding again. Its attention stays, and is the library's where it is given no groups."""
-    if processes.reads_no_padding(model):
-        del model.base_model.reads_no_padding, model.base_model.forward
+    if passes.is_packed(model):
+        del model.base_model.is_packed, model.base_model.forward
 
 
 def forward(
@@ -156,7 +156,7 @@ def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
     """Divide rows, the longest first, into groups. lengths: tokens of each row."""
     cost = COST_OF_GROUP["cpu" if device.type == "cpu" else "cuda"]
     groups = []
-    for start, end in pairwise([*processes.starts_that_pay(lengths, cost), len(lengths)]):
+    for start, end in pairwise([*passes.starts_that_pay(lengths, cost), len(lengths)]):
         own = torch.tensor(lengths[start:end])
         rows, longest, tokens = len(own), lengths[start], int(own.sum())
         from_line = to_line = None

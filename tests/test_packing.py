@@ -13,18 +13,18 @@ from transformers import DynamicCache, GPT2Model, GPTNeoXModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import lm, models, precision, processes, unpadded
+from ppo_rlhf.lib import lm, models, packing, passes, precision
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all
 
 
 @pytest.fixture
 def any_width(monkeypatch):
-    monkeypatch.setattr(unpadded, "LEAST_WIDTH", 1)
+    monkeypatch.setattr(packing, "LEAST_WIDTH", 1)
 
 
 def in_groups_of(cost: int, monkeypatch) -> None:
-    monkeypatch.setitem(unpadded.COST_OF_GROUP, "cpu", cost)
+    monkeypatch.setitem(packing.COST_OF_GROUP, "cpu", cost)
 
 
 def hard_rows() -> torch.Tensor:
@@ -45,7 +45,7 @@ def read_tokens_of(tokens: torch.Tensor) -> int:
 
 
 def test_groups_by_hand(monkeypatch):
-    one_length_each = unpadded.plan_groups([5, 5, 3, 1], torch.device("cpu"))
+    one_length_each = packing.plan_groups([5, 5, 3, 1], torch.device("cpu"))
     assert [(group.rows, group.longest, group.tokens) for group in one_length_each] == [
         (2, 5, 10),
         (1, 3, 3),
@@ -53,7 +53,7 @@ def test_groups_by_hand(monkeypatch):
     ]
     assert all(group.from_line is None and group.to_line is None for group in one_length_each)
     in_groups_of(100, monkeypatch)
-    (together,) = unpadded.plan_groups([4, 2, 1], torch.device("cpu"))
+    (together,) = packing.plan_groups([4, 2, 1], torch.device("cpu"))
     assert (together.rows, together.longest, together.tokens) == (3, 4, 7)
     assert together.to_line.tolist() == [0, 1, 2, 3, 4, 5, 8]
     rows = together.from_line.view(3, 4)
@@ -63,9 +63,9 @@ def test_groups_by_hand(monkeypatch):
 
 def test_what_is_prepared(tiny_models, any_width, monkeypatch):
     model = tiny_models("gpt2")
-    unpadded.prepare(model)
-    assert processes.reads_no_padding(model) and processes.reads_no_padding(model.base_model)
-    assert processes.reads_no_padding(lm.RewardModel(model.base_model))
+    packing.prepare(model)
+    assert passes.is_packed(model) and passes.is_packed(model.base_model)
+    assert passes.is_packed(lm.RewardModel(model.base_model))
     assert "unpadded" not in json.dumps(model.config.to_dict())
     eager, other = tiny_models("gpt2"), tiny_models("gpt2")
     eager.set_attn_implementation("eager")
@@ -73,43 +73,43 @@ def test_what_is_prepared(tiny_models, any_width, monkeypatch):
     code_of_its_own = tiny_models("gpt2")
     code_of_its_own.__class__ = type("Own", (type(code_of_its_own),), {"__module__": "modeling_own"})
     for refused in (eager, other, code_of_its_own):
-        unpadded.prepare(refused)
-        assert not processes.reads_no_padding(refused)
+        packing.prepare(refused)
+        assert not passes.is_packed(refused)
     narrow = tiny_models("gpt2")
-    monkeypatch.setattr(unpadded, "LEAST_WIDTH", narrow.config.hidden_size + 1)
-    unpadded.prepare(narrow)
-    assert not processes.reads_no_padding(narrow)
+    monkeypatch.setattr(packing, "LEAST_WIDTH", narrow.config.hidden_size + 1)
+    packing.prepare(narrow)
+    assert not passes.is_packed(narrow)
 
 
 def test_loaded_models_are_prepared_if_they_are_wide(tiny_models, tmp_path, any_width, monkeypatch):
     tiny_models("llama").save_pretrained(tmp_path / "model")
     loaded = models.load_pretrained(str(tmp_path / "model"), torch.float32)
-    assert processes.reads_no_padding(loaded)
+    assert passes.is_packed(loaded)
     loaded.save_pretrained(tmp_path / "again")
     first, again = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "again"))
     assert first == again
     monkeypatch.undo()
-    assert not processes.reads_no_padding(models.load_pretrained(str(tmp_path / "model"), torch.float32))
+    assert not passes.is_packed(models.load_pretrained(str(tmp_path / "model"), torch.float32))
 
 
 def test_one_pass_unless_its_size_is_limited(tiny_models, any_width, monkeypatch):
     model, lengths = tiny_models("gpt2"), torch.tensor([50, 4, 2, 9])
-    monkeypatch.setattr(processes, "cost_of_pass", lambda model: 1)
-    assert len(processes.plan_passes(lengths, model)) == 4
-    unpadded.prepare(model)
-    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model)] == [[0, 3, 1, 2]]
-    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, rows=2)] == [[0, 3], [1, 2]]
-    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=27)] == [[0], [3, 1, 2]]
-    assert [one.rows.tolist() for one in processes.plan_passes(lengths, model, tokens=26)] == [[0], [3, 1], [2]]
+    monkeypatch.setattr(passes, "cost_of_pass", lambda model: 1)
+    assert len(passes.plan_passes(lengths, model)) == 4
+    packing.prepare(model)
+    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model)] == [[0, 3, 1, 2]]
+    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, rows=2)] == [[0, 3], [1, 2]]
+    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, tokens=27)] == [[0], [3, 1, 2]]
+    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, tokens=26)] == [[0], [3, 1], [2]]
 
 
 def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
     """A line of tokens has another length each time."""
     model, compiled = tiny_models("gpt2"), []
-    unpadded.prepare(model)
+    packing.prepare(model)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
     models.compile_backbone(model)
-    assert compiled == [model.base_model] and not processes.reads_no_padding(model)
+    assert compiled == [model.base_model] and not passes.is_packed(model)
     counted, tokens = Read(model), hard_rows()
     lm.read_tokens(model, tokens, PAD, slice(None))
     assert counted.tokens == tokens.numel()
@@ -119,7 +119,7 @@ def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("architecture", unpadded.TRIED)
+@pytest.mark.parametrize("architecture", packing.TRIED)
 def test_it_reads_the_same(tiny_models, any_width, monkeypatch, architecture, cost):
     """Hidden states, log-probs and gradients, against a mask of four dimensions over padded rows."""
     model, tokens = tiny_models(architecture).double(), hard_rows()
@@ -134,7 +134,7 @@ def test_it_reads_the_same(tiny_models, any_width, monkeypatch, architecture, co
 
     expected = read()
     in_groups_of(cost, monkeypatch)
-    unpadded.prepare(model)
+    packing.prepare(model)
     counted = Read(model)
     found = read()
     assert counted.tokens == read_tokens_of(tokens) < tokens.numel() * 0.7
@@ -151,14 +151,14 @@ def test_without_padding_nothing_stands_in_for_it(tiny_models, any_width, monkey
     """Rows of one length are one group, whatever a group costs: nothing is copied."""
     model, tokens = tiny_models("gpt2").double(), hard_rows().clamp(max=PAD - 1)
     expected = lm.read_tokens(model, tokens, PAD, slice(None))
-    unpadded.prepare(model)
-    counted, plan, groups = Read(model), unpadded.plan_groups, []
-    monkeypatch.setattr(unpadded, "plan_groups", lambda *arguments: groups.append(plan(*arguments)) or groups[-1])
+    packing.prepare(model)
+    counted, plan, groups = Read(model), packing.plan_groups, []
+    monkeypatch.setattr(packing, "plan_groups", lambda *arguments: groups.append(plan(*arguments)) or groups[-1])
     for cost in COSTS:
         in_groups_of(cost, monkeypatch)
         assert_close(lm.read_tokens(model, tokens, PAD, slice(None)), expected, atol=1e-10, rtol=1e-10)
     assert counted.tokens == len(COSTS) * tokens.numel()
-    assert groups == [[unpadded.Group(*tokens.shape, tokens.numel(), None, None)]] * len(COSTS)
+    assert groups == [[packing.Group(*tokens.shape, tokens.numel(), None, None)]] * len(COSTS)
 
 
 def test_other_calls_reach_the_library(tiny_models, any_width):
@@ -192,7 +192,7 @@ def test_other_calls_reach_the_library(tiny_models, any_width):
         return model.base_model(**call)
 
     expected = {name: answer(name) for name in calls}
-    unpadded.prepare(model)
+    packing.prepare(model)
     counted = Read(model)  # it does not see embeddings
     for name in calls:
         found = answer(name)
@@ -208,13 +208,13 @@ def test_a_row_that_sees_its_neighbour_is_noticed(tiny_models, any_width, monkey
     """The same line cut a token too late: the comparison above can fail."""
     model, tokens = tiny_models("llama").double(), hard_rows()
     expected = lm.read_tokens(model, tokens, PAD, slice(None))
-    unpadded.prepare(model)
-    plan = unpadded.plan_groups
+    packing.prepare(model)
+    plan = packing.plan_groups
 
-    def shifted(lengths: list[int], *others) -> list[unpadded.Group]:
+    def shifted(lengths: list[int], *others) -> list[packing.Group]:
         return plan([lengths[0] + 1, *lengths[1:-2], lengths[-2] + lengths[-1] - 1], *others)
 
-    monkeypatch.setattr(unpadded, "plan_groups", shifted)
+    monkeypatch.setattr(packing, "plan_groups", shifted)
     assert (lm.read_tokens(model, tokens, PAD, slice(None)) - expected).abs().max() > 1e-3
 
 
@@ -229,8 +229,8 @@ def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, cost, c
             models.checkpoint_layers(network)
     expected, wanted = update(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
     for network in networks_in(model):
-        unpadded.prepare(network)
-        assert processes.reads_no_padding(network)
+        packing.prepare(network)
+        assert passes.is_packed(network)
     counted = Read(*networks_in(model))
     stats, gradients = update(), [p.grad for p in model.parameters() if p.grad is not None]
     assert real < counted.tokens <= real + 8  # a token for the padding of each pass
@@ -244,7 +244,7 @@ def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, cost, c
 @pytest.fixture
 def reads(any_width, monkeypatch) -> list[int]:
     """Every model is prepared when it is first called. How many tokens each pass reads."""
-    counts, read = [], unpadded.read
+    counts, read = [], packing.read
 
     def counted(model, input_ids, position_ids, mask, *cache) -> torch.Tensor:
         counts.append(int(mask.sum()))
@@ -253,13 +253,13 @@ def reads(any_width, monkeypatch) -> list[int]:
     for kind in (GPT2Model, GPTNeoXModel):
 
         def forward(self, *arguments, own=kind.forward, **options):
-            if processes.reads_no_padding(self):
+            if passes.is_packed(self):
                 return own(self, *arguments, **options)
-            unpadded.prepare(self)
+            packing.prepare(self)
             return self.forward(*arguments, **options)
 
         monkeypatch.setattr(kind, "forward", forward)
-    monkeypatch.setattr(unpadded, "read", counted)
+    monkeypatch.setattr(packing, "read", counted)
     return counts
 
 
@@ -290,7 +290,7 @@ def test_the_numbers_of_the_originals(reads, check, name, monkeypatch):
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("architecture", unpadded.TRIED)
+@pytest.mark.parametrize("architecture", packing.TRIED)
 def test_it_samples_the_same(tiny_models, any_width, monkeypatch, architecture, cost):
     model, contexts = tiny_models(architecture).double(), hard_rows()[:, :-RESPONSE]
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -302,7 +302,7 @@ def test_it_samples_the_same(tiny_models, any_width, monkeypatch, architecture, 
 
     expected = sample()
     in_groups_of(cost, monkeypatch)
-    unpadded.prepare(model)
+    packing.prepare(model)
     counted, packed = Read(model), lm.left_pad(contexts, PAD)
     lm.read_contexts(model, packed, PAD, 9)
     assert counted.tokens == read_tokens_of(packed)
@@ -329,18 +329,18 @@ def test_a_window_as_long_as_a_row_may_be_shorter_than_the_line(tiny_models, any
     lengths = {"a row": row, "shorter": line - 40, "as long as all tokens": line, "longer": line + 7}
     assert sorted(lengths.values()) == list(lengths.values())
     windowed = with_window(model, lengths[window])
-    unpadded.prepare(windowed)
+    packing.prepare(windowed)
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected, found = (lm.generate(each, contexts, uniforms, PAD, VOCAB, TEMPERATURE) for each in (model, windowed))
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", unpadded.TRIED)
+@pytest.mark.parametrize("architecture", packing.TRIED)
 def test_bfloat16(tiny_models, any_width, architecture):
     """Where rotary positions leave queries and keys in float32: what is read is what is sampled, but for rounding."""
     model, contexts = tiny_models(architecture), hard_rows()[:, :-RESPONSE]
-    unpadded.prepare(model)
+    packing.prepare(model)
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         responses, sampled, _ = lm.generate(model, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
@@ -352,7 +352,7 @@ def test_bfloat16(tiny_models, any_width, architecture):
 def test_adapters_read_no_padding_either(tiny_models, any_width):
     model, tokens = tiny_models("llama").double(), hard_rows()
     before = lm.read_tokens(model, tokens, PAD, slice(None))
-    unpadded.prepare(model)
+    packing.prepare(model)
     adapters = models.add_adapters(model, models.LoraArgs(rank=4, target_modules="all-linear"), 1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -360,7 +360,7 @@ def test_adapters_read_no_padding_either(tiny_models, any_width):
     counted = Read(model)
     found = lm.read_tokens(model, tokens, PAD, slice(None))
     assert counted.tokens == read_tokens_of(tokens)
-    unpadded.undo(model)
+    packing.undo(model)
     assert_close(found, lm.read_tokens(model, tokens, PAD, slice(None)), atol=1e-4, rtol=1e-4)
     assert (found - before).abs().max() > 0.1
     with adapters.disable_adapter():
