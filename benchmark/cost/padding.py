@@ -37,7 +37,7 @@ from unittest.mock import patch
 import torch
 import tyro
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmark.cost.speed import SHAPES, spread, spread_lengths
@@ -108,8 +108,7 @@ def padded() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for where, name, replacement in (
             (passes, "plan_passes", one_pass),
-            (train_policy, "pack", lambda tokens, pad_id, longest: tokens),
-            (lm, "pack", lambda tokens, pad_id, longest: tokens),
+            (passes, "pack", lambda tokens, pad_id, longest: tokens),
             (lm, "read_packed", read),
             (lm, "generate_until", generate),
         ):
@@ -153,34 +152,23 @@ def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], l
 def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> Callable[[], None]:
     trained, reference, scoring = networks
     policy = train_policy.PolicyWithValueHead(trained).to(queries_on.device)
-    reward_model = train_policy.RewardModel(scoring).to(queries_on.device)
+    reward_model = lm.RewardModel(scoring).to(queries_on.device)
     optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=1e-6)
     ids = texts.TaskIds(prefix=[], suffix=[], pad=pad, eos=END, stop=None, context_length=queries.shape[1])
     ppo = train_policy.PpoArgs(noptepochs=case.epochs, nminibatches=case.minibatches, whiten_groups=1)
     permutations = train_policy.draw_permutations(1, 0, case.epochs, range(1), case.batch)
 
-    def in_passes(function: Callable, lengths: Tensor, uses: int, *tensors: Tensor):
-        plan = passes.plan_passes(lengths, policy, uses=uses)
-        return passes.in_passes(function, plan, *tensors)
+    by_length = partial(passes.by_length, pad_id=pad)
+    task = texts.TaskArgs(response_length=case.response_length, temperature=0.7)
+    sampling = {"temperature": task.temperature, "new_tokens": task.response_length}
 
     def update() -> None:
-        lengths, length = (queries != pad).sum(1), case.response_length
         with torch.no_grad():
-            tokens, logprobs, values, _ = in_passes(
-                lambda *rows: train_policy.respond(policy, ids, 0.7, *rows),
-                lengths + length,
-                length,
-                queries_on,
-                uniforms,
-            )
-            in_passes(
-                lambda *rows: train_policy.reference_logprobs(reference, ids, 0.7, *rows), lengths + length, 1, tokens
-            )
-            in_passes(
-                lambda rows, longest: reward_model(train_policy.pack(rows, pad, longest), pad),
-                *(lengths + length, 1, tokens),
-            )
-        rollout = train_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values), lengths + length)
+            responses, logprobs, values, _ = by_length(train_policy.respond, policy, queries_on, uniforms, **sampling)
+            tokens = torch.cat([queries_on, responses], dim=1)
+            by_length(train_policy.reference_logprobs, reference, tokens, ids=ids, task=task)
+            by_length(nn.Module.__call__, reward_model, tokens)
+        rollout = train_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values))
         train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, pad, 0.7)
 
     return update
@@ -206,11 +194,10 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
                 lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), plan, queries_on, uniforms
             )
             tokens = torch.cat([queries_on, responses], dim=1)
-            passes = tldr_policy.passes_over(tokens, pad, actor_critic)
+            plan = tldr_policy.passes_over(tokens, pad, actor_critic)
             read = tldr_policy.Reference(reference, None).logprobs
             passes.in_passes(lambda *rows: read(ids, length, 0.7, *rows), plan, tokens)
-            passes = tldr_policy.passes_over(tokens, pad, reward_model)
-            passes.in_passes(lambda rows, longest: reward_model(lm.pack(rows, pad, longest), pad), passes, tokens)
+            passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad)
         masks, zeros = tldr_policy.response_masks(responses, pad), torch.zeros_like(values)
         rollout = tldr_policy.Rollout(
             *(tokens, logprobs, values, zeros, *masks, zeros, zeros),

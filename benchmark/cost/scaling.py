@@ -61,7 +61,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPTNeoXCon
 from benchmark.cost import memory, speed
 from benchmark.curves.compare import markdown
 from ppo_rlhf.lib import models
-from ppo_rlhf.lib.processes import LARGEST_PIECE
+from ppo_rlhf.lib.passes import MOST_LOGITS
 
 RESULTS = speed.ROOT / "benchmark/results/speed"
 PAGE = Path(__file__).with_name("scaling.md")
@@ -210,7 +210,7 @@ def memory_of(config: PretrainedConfig, knobs: Knobs) -> dict[str, dict[str, flo
     copy = {"copy that samples": size * of_policy}
 
     def logits(rows: int) -> float:
-        return 12 * min(rows * knobs.response_length * config.vocab_size, LARGEST_PIECE)
+        return 12 * min(rows * knobs.response_length * config.vocab_size, MOST_LOGITS)
 
     tokens, micro_tokens = knobs.rows * knobs.sequence_length, knobs.micro_batch * knobs.sequence_length
     of_layer = size * 17 * micro_tokens * width
