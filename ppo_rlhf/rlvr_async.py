@@ -30,7 +30,7 @@ same, by another; and with K = 0 metrics and weights are those of rlvr_policy.py
 Marks like [V81] name an implementation detail. The original is volcengine/verl at commit b178a3c; its file and line
 stand beside the mark. See docs/details.
 
-    pip install 'ppo-rlhf[async]'
+    pip install -e '.[async]'
     python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
     python ppo_rlhf/rlvr_async.py --resume runs/<run>           # go on after an interruption
 """
@@ -388,7 +388,7 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     try:
         import ray  # an extra
     except ModuleNotFoundError as error:
-        raise InputError("rollouts apart from the learner need Ray: pip install 'ppo-rlhf[async]'") from error
+        raise InputError("rollouts apart from the learner need Ray: pip install -e '.[async]'") from error
     if ray.is_initialized():
         return ray
     own = {"address": "local", "num_cpus": args.workers + 1, "include_dashboard": False}

@@ -236,7 +236,7 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
     with pytest.raises(InputError) as caught:
         rewards.boxed(r"\boxed{3}", "3 + 0, which was not asked before")
     assert str(caught.value) == (
-        "boxed answers need math-verify (ImportError: No module named math_verify): pip install 'ppo-rlhf[math]'"
+        "boxed answers need math-verify (ImportError: No module named math_verify): pip install -e '.[math]'"
     )
 
 

@@ -259,7 +259,7 @@ class MathVerify:
         )
         if process.stdout.readline() != "ready\n":
             reason = (stderr_of(process) or "it has ended").splitlines()[-1]
-            raise InputError(f"boxed answers need math-verify ({reason}): pip install 'ppo-rlhf[math]'")
+            raise InputError(f"boxed answers need math-verify ({reason}): pip install -e '.[math]'")
         return process
 
 
