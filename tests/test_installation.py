@@ -1,6 +1,7 @@
 """What pip installs: all libraries that are imported are declared; the constraints leave CUDA's packages to torch."""
 
 import ast
+import re
 import runpy
 import sys
 import tomllib
@@ -79,3 +80,19 @@ def test_another_python_is_refused_in_one_line(version: tuple[int, int], monkeyp
     monkeypatch.setattr(sys, "version_info", Version(*version, 0))
     with pytest.raises(SystemExit, match=r"this is Python 3\.\d+; ppo_rlhf needs 3.11 to 3.14: .*PYTHON=python3.13"):
         runpy.run_path(str(CONSTRAINTS))
+
+
+def test_no_page_or_message_installs_the_package_by_its_name() -> None:
+    """The name is not on the index, so another package could answer to it. An extra that is named exists."""
+    files = [
+        *ROOT.glob("ppo_rlhf/**/*.py"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmark/**/*.md"),
+        ROOT / "README.md",
+    ]
+    commands = [line for path in files for line in re.findall(r"pip install (.*)", path.read_text())]
+    assert not [line for line in commands if "ppo-rlhf" in line or "ppo_rlhf" in line]
+    extras = {
+        name for line in commands for found in re.findall(r"\.\[([a-z,]+)\]", line) for name in found.split(",")
+    }
+    assert {"async", "math", "report"} <= extras <= PROJECT["optional-dependencies"].keys()
