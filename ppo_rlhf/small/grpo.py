@@ -1,13 +1,12 @@
-"""GRPO with verifiable rewards in one file: a language model solves problems and learns from its own right solutions.
+"""GRPO (group relative policy optimisation) with verifiable rewards in one file, to read from top to bottom.
 
-The model has learned to solve word problems from pupils who err and who often stop too early, so it is often wrong.
-From now on, nobody shows it any solutions. It solves each problem eight times, a program checks the answers, and
-training makes right solutions more likely and wrong ones less likely. There is no reward model and no critic. An
-update has eight steps, numbered in `train` as in the other chapters: (1) draw problems; (2) generate a group of
-responses to each; (3) compute the reference's log-probs; (4) score; (5) per-token rewards; (6) advantages;
-(7) one epoch over minibatches; (8) log.
+A small language model solves word problems. It has learned from careless pupils, so it is often wrong. Now it learns
+from its own attempts: it solves each problem eight times, a program checks the answers, and training makes right
+solutions more likely and wrong ones less likely. There is no reward model and no critic. Each update has eight steps,
+numbered in `train` as in the other chapters: (1) draw problems; (2) generate a group of responses to each;
+(3) compute the reference's log-probs; (4) score; (5) per-token rewards; (6) advantages; (7) minibatches; (8) log.
 
-    python ppo_rlhf/worlds/sums.py     # writes problems and pupils' solutions, trains the language model
+    python ppo_rlhf/worlds/sums.py     # writes problems and the pupils' solutions, trains the language model
     python ppo_rlhf/small/grpo.py      # about ten minutes; no GPU, no network
 
 `rlvr_policy.py --preset sums-grpo` is the same algorithm. That script adds other models, problems and verifiers, a
@@ -37,9 +36,9 @@ PAD = -1  # our padding id
 
 
 def read_problems(world: Path, split: str) -> list[tuple[str, str]]:
-    """Problems with their answers, such as ("Ilse has 7 apples. She buys 2. How many ... ?\n", "9")."""
+    """Questions and answers, such as ("Ilse has 7 apples. She buys 2. How many apples does Ilse have?", "9")."""
     rows = map(json.loads, (world / f"problems_{split}.jsonl").read_text().splitlines())
-    return [(row["question"] + "\n", row["answer"].split("#### ")[1]) for row in rows]
+    return [(row["question"] + "\n", row["answer"].split("#### ")[1]) for row in rows]  # "7+2=9\\n#### 9" ends in 9
 
 
 def is_right(response: str, answer: str) -> bool:
@@ -78,8 +77,8 @@ def generate(policy: PreTrainedModel, prompts: list, temperature: float, *key: i
         tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # (rows, 1)
         columns.append(tokens)
         mask, positions = nn.functional.pad(mask, (0, 1), value=True), positions[:, -1:] + 1
-    rows = torch.cat(columns, 1).tolist()  # what follows the end is dropped:
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+    rows = torch.cat(columns, 1).tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]  # without what follows the end
 
 
 def read_logprobs(policy: PreTrainedModel, tokens: Tensor, in_response: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
         responses = generate(policy, prompts, 1.0, seed, "policy", update)
         tokens = left_pad([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
         sizes = torch.tensor([len(response) for response in responses])  # (batch,)
-        in_response = torch.arange(tokens.shape[1], 0, -1) <= sizes.unsqueeze(1)  # (batch, length), as tokens
+        in_response = torch.arange(tokens.shape[1], 0, -1) <= sizes.unsqueeze(1)  # (batch, length); the last columns
         with torch.no_grad():
             logprobs = read_logprobs(policy, tokens, in_response)  # (batch, length)
 
@@ -120,8 +119,8 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
 
         # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
 
-        # 6. Advantages. The group's mean score replaces a critic: it tells how well the policy usually does on this
-        #    problem. If all responses of a group are right or all are wrong, there is nothing to learn from it.
+        # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy
+        #    usually does on this problem, so no critic has to. If all are right or all are wrong, advantages are 0.
         centred = scores - scores.mean(1, keepdim=True)  # (PROMPTS, GROUP)
         std = (centred.square().sum(1, keepdim=True) / (GROUP - 1)).sqrt()  # (PROMPTS, 1)
         advantages = (centred / (std + 1e-6)).view(-1, 1)  # (batch, 1), the same for all tokens of a response
@@ -131,9 +130,9 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
         #    measured under the old policy and mean less and less as the policy changes.
         lengths = (tokens != PAD).sum(1)  # (batch,)
         generator = keyed_generator(seed, "minibatches", update, 0)
-        dealt = torch.rand(len(drawn) // MINIBATCHES, MINIBATCHES, generator=generator).argsort(1)
-        dealt += torch.arange(0, len(drawn), MINIBATCHES).unsqueeze(1)  # (minibatch, MINIBATCHES); a column for each
-        for inds in dealt.T:  # (minibatch,)
+        order = torch.rand(len(drawn) // MINIBATCHES, MINIBATCHES, generator=generator).argsort(1)
+        order += torch.arange(0, len(drawn), MINIBATCHES).unsqueeze(1)  # (minibatch, MINIBATCHES)
+        for inds in order.T:  # (minibatch,); one of each MINIBATCHES neighbours, so that no group is left out
             inds = inds[lengths[inds].argsort(descending=True, stable=True)]  # sums then round as in the big script
             columns = slice(-int(lengths[inds[0]]), None)  # those that the longest row needs
             mb_mask, mb_logprobs = in_response[inds, columns], logprobs[inds, columns]  # (minibatch, longest) each
@@ -152,12 +151,13 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
 
 
 def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:
-    """Print how many problems the policy solves with its most likely responses, and one of these."""
+    """Print how many problems the policy solves with its most likely responses, and its response to the longest."""
     prompts = [tokenizer.encode(question) for question, _ in problems]
     responses = generate(policy, prompts, 1e-6, "greedy")  # at this temperature, the most likely token always wins
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = [is_right(text, answer) for text, (_, answer) in zip(texts, problems, strict=True)]
-    print(f"{sum(right) / len(right):.1%} of the held-out problems are solved. The first:\n{problems[0][0]}{texts[0]}")
+    (question, _), text = max(zip(problems, texts, strict=True), key=lambda pair: len(pair[0][0]))
+    print(f"{sum(right) / len(right):.1%} of the held-out problems are solved. The longest:\n{question}{text}\n")
 
 
 def main() -> None:
