@@ -464,12 +464,14 @@ def test_the_verifier_is_gsm8k_strict(response, right):
 
 
 @pytest.mark.parametrize(("name", "world"), [("ppo", "tales"), ("grpo", "sums")])
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", ["nothing", "nowhere", "another kind of world"])
 def test_a_world_that_is_not_there_is_one_line(name, world, given, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / (world if given == "nothing" else given)
+    if given == "another kind of world":
+        (folder / "model").mkdir(parents=True)
     monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *(["--world", str(tmp_path / "nowhere")] if given else [])])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *([] if given == "nothing" else ["--world", str(folder)])])
     with pytest.raises(SystemExit):
         small_file(name, {}).main()
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"build one with python ppo_rlhf/worlds/{world}.py")
-    assert str(tmp_path / ("nowhere" if given else world)) in last
+    assert last.endswith(f"no world in {folder}; build one with python ppo_rlhf/worlds/{world}.py")

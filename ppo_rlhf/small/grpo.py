@@ -120,14 +120,14 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
         # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
 
         # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy
-        #    usually does on this problem, so no critic has to. If all are right or all are wrong, advantages are 0.
+        #    usually does on this problem, so no critic has to. If all are right, or all are wrong, none is better.
         centred = scores - scores.mean(1, keepdim=True)  # (PROMPTS, GROUP)
         std = (centred.square().sum(1, keepdim=True) / (GROUP - 1)).sqrt()  # (PROMPTS, 1)
         advantages = (centred / (std + 1e-6)).view(-1, 1)  # (batch, 1), the same for all tokens of a response
 
         # 7. An epoch over minibatches. The ratio says how much more likely a token has become since it was sampled.
         #    Clipping removes the incentive to move it away from 1 by more than CLIP, because the advantages were
-        #    measured under the old policy and mean less and less as the policy changes.
+        #    measured under the old policy, and mean less as the policy changes.
         lengths = (tokens != PAD).sum(1)  # (batch,)
         generator = keyed_generator(seed, "minibatches", update, 0)
         order = torch.rand(len(drawn) // MINIBATCHES, MINIBATCHES, generator=generator).argsort(1)
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--world", type=Path, default=newest, help=f"folder of a sums world; default: {newest}")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    if not (args.world / "model").is_dir():
+    if not (args.world / "problems_train.jsonl").is_file():
         parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py")
     tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
     policy = AutoModelForCausalLM.from_pretrained(args.world / "model")

@@ -1,4 +1,4 @@
-"""RLHF with PPO in one file: train a reward model on choices, then train a policy with PPO to score high.
+"""RLHF with PPO in one file, to read from top to bottom: a reward model, and a policy that learns to satisfy it.
 
 A small language model can continue short stories. An annotator has compared four continuations of a story and picked
 the best one, 5,000 times. (The annotator is simulated: it likes pleasant words and dislikes unpleasant ones, but its
@@ -48,7 +48,7 @@ RM_SAMPLES = 512  # texts by the language model on which the scores are normalis
 
 UPDATES, BATCH = 200, 64  # PPO updates; episodes (a query and its response) per update
 EPOCHS, MINIBATCHES = 4, 1  # passes over the batch per update; optimiser steps per pass
-GROUPS = 8  # slices of the batch that are whitened separately
+GROUPS = 8  # slices of the batch that are whitened separately, as by the original's eight processes
 LR = 2e-4  # learning rate of the first update; it falls linearly
 CLIP, VALUE_CLIP = 0.2, 0.2  # clip ranges of the probability ratio (around 1) and of values (around the old value)
 VALUE_COEF = 0.1  # weight of the value loss
@@ -224,7 +224,7 @@ def train_reward_model(world: Path, tokenizer, language_model: PreTrainedModel, 
 
 
 def truncate(responses: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-    """Replace what follows the stop token by padding, (batch, RESPONSE_LENGTH), and tell who has one, (batch,)."""
+    """Pad what follows the stop token, (batch, RESPONSE_LENGTH), and tell which responses have one, (batch,)."""
     stops = (responses == stop) & (torch.arange(RESPONSE_LENGTH) >= STOP_AFTER)  # (batch, RESPONSE_LENGTH)
     stops_before = stops.cumsum(1) - stops.long()  # (batch, RESPONSE_LENGTH)
     return responses.masked_fill(stops_before > 0, PAD), stops.any(1)
@@ -270,14 +270,14 @@ def train_policy(world: Path, tokenizer, reference: PreTrainedModel, reward_mode
             # 3. Compute the log-probs of the reference, the original language model, which is never trained.
             ref_logprobs, _ = read_responses(reference, tokens)  # (BATCH, RESPONSE_LENGTH)
 
-            # 4. Truncate and score. Without a stop token, the score is low, so that the policy learns to finish.
+            # 4. Truncate and score. Without a stop token the score is low, so that the policy learns to finish.
             truncated, stopped = truncate(responses, stop)  # (BATCH, RESPONSE_LENGTH), (BATCH,)
             raw_scores = reward_model(torch.cat([queries, truncated], dim=1))  # (BATCH,)
             scores = torch.where(stopped, raw_scores, NO_STOP_SCORE)  # (BATCH,)
 
-            # 5. Per-token rewards. The score judges the whole response, so the last token gets it. Each token pays a
-            #    penalty for its part of the KL divergence from the reference, because the reward model only knows
-            #    texts like the reference's: far away from them, the policy could find high scores for bad texts.
+            # 5. Per-token rewards. The score judges the response as a whole, so the last token gets it. Every token,
+            #    even after the stop, pays for its part of the KL divergence from the reference: the reward model only
+            #    knows texts like the reference's, and far from them the policy could find high scores for bad texts.
             kl = logprobs - ref_logprobs  # (BATCH, RESPONSE_LENGTH), in nats
             rewards = -kl_coef * kl  # (BATCH, RESPONSE_LENGTH)
             rewards[:, -1] += scores
@@ -289,9 +289,9 @@ def train_policy(world: Path, tokenizer, reference: PreTrainedModel, reward_mode
             orders = torch.stack([torch.randperm(size, generator=keyed_generator(*key)) for key in keys])
             orders += size * torch.arange(GROUPS).unsqueeze(1)  # (GROUPS, size); each group's episodes, shuffled
             for mb_inds in orders.chunk(MINIBATCHES, dim=1):  # (GROUPS, size / MINIBATCHES)
-                # 6. Advantages and returns. An advantage says how much better things went than the critic predicted.
-                #    It credits a token with what the token changed, not with how easy the query was. Whitening makes
-                #    the step size independent of the scale of the rewards.
+                # 6. Advantages and returns. An advantage says how much better things went than the critic predicted,
+                #    so a token is credited with what it changed, not with how easy the query was. Whitening makes the
+                #    steps independent of the scale of rewards. Rewards keep their mean: a shift would pay for length.
                 for inds in mb_inds:  # (size / MINIBATCHES,)
                     group_rewards = whiten(rewards[inds], keep_mean=True)  # (size / MINIBATCHES, RESPONSE_LENGTH)
                     group_advantages, returns[inds] = compute_gae(group_rewards, values[inds])
@@ -299,7 +299,7 @@ def train_policy(world: Path, tokenizer, reference: PreTrainedModel, reward_mode
 
                 # 7. One optimiser step. The ratio says how much more likely a token has become since it was sampled.
                 #    Clipping removes the incentive to move it away from 1 by more than CLIP, because the advantages
-                #    were measured under the old policy and mean less and less as the policy changes.
+                #    were measured under the old policy, and mean less as the policy changes. Values are clipped too.
                 inds = mb_inds.flatten()  # (minibatch,); sorted by length so that sums round as in the big script:
                 inds = inds[lengths[inds].argsort(descending=True, stable=True)]
                 new_logprobs, states = read_responses(policy, tokens[inds])  # (minibatch, RESPONSE_LENGTH)
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--world", type=Path, default=newest, help=f"folder of a tales world; default: {newest}")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    if not (args.world / "model").is_dir():
+    if not (args.world / "stories.txt").is_file():
         parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/tales.py")
     tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
     language_model = AutoModelForCausalLM.from_pretrained(args.world / "model", **GELU)
