@@ -64,10 +64,10 @@ def build_tiny_posts(cache: Path) -> Path:
         return posts.find_world(TINY_POSTS)
 
 
-def build_tiny_sums(cache: Path) -> Path:
+def build_tiny_sums(cache: Path, args: sums.SumsArgs = TINY_SUMS) -> Path:
     """The folder of a very small world of sums: model/, problems_<split>.jsonl."""
     with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
-        return sums.find_world(TINY_SUMS)
+        return sums.find_world(args)
 
 
 def world_arguments(world: Path) -> list[str]:

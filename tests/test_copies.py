@@ -16,7 +16,7 @@ from ppo_rlhf import rlvr_policy, tldr_policy, train_policy
 # ---- The same text ---------------------------------------------------------------------------------------------
 
 FOLDER = Path(ppo_rlhf.__file__).parent
-SCRIPTS = {
+SCRIPTS = {  # not the files in small/, which are complete, and so repeat what they need
     path.name: path.read_text()
     for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py"), *FOLDER.glob("rlvr_*.py")])
 }

@@ -1,6 +1,7 @@
 """The house: who may import whom, how a script imports, and how long it may be."""
 
 import ast
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -87,6 +88,33 @@ def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
     assert len(modules) <= 10, sorted(modules)  # sample.py needs the data of three chapters
 
 
+# ---- The small files are complete: they can be read, and carried away, alone -----------------------------------
+
+LINES = {"small.ppo": 350, "small.grpo": 180}
+
+
+def needs(source: str) -> set[str]:
+    """The packages that a module imports, anywhere in it, beyond Python's own; a dot is a relative import."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." if node.level else node.module.split(".")[0])
+    return found - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_small_file_is_short_and_imports_nothing_of_ours(name):
+    assert needs(SOURCES[name]) == {"torch", "transformers"}
+    assert len(SOURCES[name].splitlines()) <= LINES[name]
+
+
+def test_nothing_imports_a_small_file():
+    assert {name for name in SOURCES if name.startswith("small")} == LINES.keys()
+    assert not {other for others in graph(SOURCES).values() for other in others if other.startswith("small")}
+
+
 # ---- Negative controls -----------------------------------------------------------------------------------------
 
 HOUSE = {"": "", "lib": "", "lib.a": "", "lib.b": "from ppo_rlhf.lib import a", "worlds": "", "script": ""}
@@ -120,3 +148,16 @@ def test_an_import_that_goes_the_wrong_way_is_found(module, source, other):
 def test_a_bare_name_is_found():
     modules, bare = imports("from ppo_rlhf.lib import a\nfrom ppo_rlhf.lib.b import name", set(HOUSE))
     assert (modules, bare) == ({"lib.a"}, {"lib.b:name"})
+
+
+@pytest.mark.parametrize(
+    ("source", "package"),
+    [
+        ("import torch, ppo_rlhf.lib", "ppo_rlhf"),
+        ("def f():\n    from ppo_rlhf.lib import lm", "ppo_rlhf"),
+        ("from .. import lib", "."),
+        ("import numpy.linalg", "numpy"),
+    ],
+)
+def test_what_a_small_file_must_not_import_is_found(source, package):
+    assert needs("import json\nfrom torch import nn") == {"torch"} and package in needs(source)

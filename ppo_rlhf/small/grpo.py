@@ -1,0 +1,180 @@
+"""GRPO (group relative policy optimisation) with verifiable rewards in one file, to read from top to bottom.
+
+A small language model solves word problems. It has learned from careless pupils, so it is often wrong. Now it learns
+from its own attempts: it solves each problem eight times, a program checks the answers, and training makes right
+solutions more likely and wrong ones less likely. There is no reward model and no critic. Each update has eight steps,
+numbered in `train` as in the other chapters: (1) draw problems; (2) generate a group of responses to each;
+(3) compute the reference's log-probs; (4) score; (5) per-token rewards; (6) advantages; (7) minibatches; (8) log.
+
+    python ppo_rlhf/worlds/sums.py     # writes problems and the pupils' solutions, trains the language model
+    python ppo_rlhf/small/grpo.py      # about ten minutes; no GPU, no network
+
+`rlvr_policy.py --preset sums-grpo` is the same algorithm. That script adds other models, problems and verifiers, a
+critic, KL penalties, other advantages and losses, several GPUs, checkpoints, metrics and error checks. Marks such as
+[V33] in it lead to docs/details/chapter3.md, which explains each detail and where it comes from. tests/test_small.py
+shows that both versions train the same weights, bit for bit, if the big script reads each minibatch in a single pass.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
+
+UPDATES = 70
+PROMPTS, GROUP = 32, 8  # problems per update; responses to each of them
+MINIBATCHES = 2  # optimiser steps per update
+RESPONSE_LENGTH = 88  # tokens; a longer response is cut off
+LR, BETAS = 3e-4, (0.9, 0.95)  # of AdamW
+CLIP, MAX_GRAD_NORM = 0.2, 1.0  # clip range of the probability ratio, around 1; largest norm of the gradient
+PAD = -1  # our padding id
+
+
+def read_problems(world: Path, split: str) -> list[tuple[str, str]]:
+    """Questions and answers, such as ("Ilse has 7 apples. She buys 2. How many apples does Ilse have?", "9")."""
+    rows = map(json.loads, (world / f"problems_{split}.jsonl").read_text().splitlines())
+    return [(row["question"] + "\n", row["answer"].split("#### ")[1]) for row in rows]  # "7+2=9\\n#### 9" ends in 9
+
+
+def is_right(response: str, answer: str) -> bool:
+    """The verifier: a response is right if its last number after #### is the answer."""
+    numbers = re.findall(r"#### (-?[0-9]+)", response)
+    return bool(numbers) and int(numbers[-1]) == int(answer)
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """Random numbers that depend on this key alone, so that a run can be repeated exactly."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def left_pad(rows: list[list[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[PAD] * (longest - len(row)) + row for row in rows])  # (rows, longest)
+
+
+@torch.no_grad()
+def generate(policy: PreTrainedModel, prompts: list, temperature: float, *key: int | str) -> list[list[int]]:
+    """Sample a response to each prompt. It ends with the end-of-text token, or is cut off at RESPONSE_LENGTH."""
+    noise = torch.rand(len(prompts), RESPONSE_LENGTH, generator=keyed_generator(*key), dtype=torch.float64)
+    tokens, end = left_pad(prompts), policy.config.eos_token_id  # (rows, longest)
+    mask = tokens != PAD  # (rows, longest)
+    tokens, positions = tokens.masked_fill(~mask, 0), mask.cumsum(1) - mask.long()  # (rows, longest) each
+    # The cache keeps the keys and values of earlier tokens, so that each step only has to read the newest token.
+    cache = StaticCache(policy.config, max_cache_len=tokens.shape[1] + RESPONSE_LENGTH)
+    columns = []
+    for uniform in noise.split(1, dim=1):  # (rows, 1), in [0, 1)
+        state = policy.model(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        ).last_hidden_state[:, -1]  # (rows, width)
+        # Sample by inverse CDF: take the first token whose cumulative probability exceeds the random number.
+        cdf = (policy.lm_head(state) / temperature).log_softmax(1).double().exp().cumsum(1)  # (rows, vocabulary)
+        tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # (rows, 1)
+        columns.append(tokens)
+        mask, positions = nn.functional.pad(mask, (0, 1), value=True), positions[:, -1:] + 1
+    rows = torch.cat(columns, 1).tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]  # without what follows the end
+
+
+def read_logprobs(policy: PreTrainedModel, tokens: Tensor, in_response: Tensor) -> Tensor:
+    """Log-probs of the tokens that belong to responses, 0 for the others. All tensors are (rows, length)."""
+    mask = tokens != PAD  # (rows, length)
+    positions = mask.cumsum(1) - mask.long()  # (rows, length); counts the real tokens before
+    states = policy.model(
+        input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, position_ids=positions, use_cache=False
+    ).last_hidden_state  # (rows, length, width)
+    # The state at one position predicts the token at the next position; hence the shift by one.
+    logits = policy.lm_head(states[:, :-1][in_response[:, 1:]])  # (response tokens, vocabulary)
+    logprobs = logits.log_softmax(1).gather(1, tokens[in_response].unsqueeze(1)).squeeze(1)  # (response tokens,)
+    return torch.zeros(tokens.shape).masked_scatter(in_response, logprobs)
+
+
+def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], seed: int) -> None:
+    optimizer = torch.optim.AdamW(policy.parameters(), LR, BETAS, weight_decay=0.0, fused=True)
+    problem_order = torch.randperm(len(problems), generator=keyed_generator(seed, "problems", 0))
+    for update in range(UPDATES):
+        # 1. Draw problems. All updates together need fewer than there are, so each is new to the policy.
+        drawn = [problems[i] for i in problem_order[update * PROMPTS :][:PROMPTS] for _ in range(GROUP)]
+        prompts = [tokenizer.encode(question) for question, _ in drawn]  # GROUP times the same, then the next
+
+        # 2. Generate responses, and record their log-probs: step 7 measures how far the policy has moved since.
+        responses = generate(policy, prompts, 1.0, seed, "policy", update)
+        tokens = left_pad([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
+        sizes = torch.tensor([len(response) for response in responses])  # (batch,)
+        in_response = torch.arange(tokens.shape[1], 0, -1) <= sizes.unsqueeze(1)  # (batch, length); the last columns
+        with torch.no_grad():
+            logprobs = read_logprobs(policy, tokens, in_response)  # (batch, length)
+
+        # 3. There is no reference: the verifier cannot be fooled, so the policy may move as far as it likes.
+
+        # 4. Score each response: 1 if its answer is right, otherwise 0.
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        right = [is_right(text, answer) for text, (_, answer) in zip(texts, drawn, strict=True)]
+        scores = torch.tensor(right).float().view(PROMPTS, GROUP)
+
+        # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
+
+        # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy
+        #    usually does on this problem, so no critic has to. If all are right, or all are wrong, none is better.
+        centred = scores - scores.mean(1, keepdim=True)  # (PROMPTS, GROUP)
+        std = (centred.square().sum(1, keepdim=True) / (GROUP - 1)).sqrt()  # (PROMPTS, 1)
+        advantages = (centred / (std + 1e-6)).view(-1, 1)  # (batch, 1), the same for all tokens of a response
+
+        # 7. An epoch over minibatches. The ratio says how much more likely a token has become since it was sampled.
+        #    Clipping removes the incentive to move it away from 1 by more than CLIP, because the advantages were
+        #    measured under the old policy, and mean less as the policy changes.
+        lengths = (tokens != PAD).sum(1)  # (batch,)
+        generator = keyed_generator(seed, "minibatches", update, 0)
+        order = torch.rand(len(drawn) // MINIBATCHES, MINIBATCHES, generator=generator).argsort(1)
+        order += torch.arange(0, len(drawn), MINIBATCHES).unsqueeze(1)  # (minibatch, MINIBATCHES)
+        for inds in order.T:  # (minibatch,); one of each MINIBATCHES neighbours, so that no group is left out
+            inds = inds[lengths[inds].argsort(descending=True, stable=True)]  # sums then round as in the big script
+            columns = slice(-int(lengths[inds[0]]), None)  # those that the longest row needs
+            mb_mask, mb_logprobs = in_response[inds, columns], logprobs[inds, columns]  # (minibatch, longest) each
+            new_logprobs = read_logprobs(policy, tokens[inds, columns], mb_mask)  # (minibatch, longest)
+            ratio = torch.exp(new_logprobs - mb_logprobs)  # (minibatch, longest)
+            losses = -advantages[inds] * ratio  # (minibatch, longest)
+            clipped_losses = -advantages[inds] * ratio.clamp(1 - CLIP, 1 + CLIP)  # (minibatch, longest)
+            loss = torch.maximum(losses, clipped_losses)[mb_mask].mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+
+        # 8. Log. There is no KL coefficient to adapt.
+        print(f"update {update + 1}: {scores.mean():.0%} right, {sizes.double().mean():.1f} tokens", flush=True)
+
+
+def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:
+    """Print how many problems the policy solves with its most likely responses, and its response to the longest."""
+    prompts = [tokenizer.encode(question) for question, _ in problems]
+    responses = generate(policy, prompts, 1e-6, "greedy")  # at this temperature, the most likely token always wins
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    right = [is_right(text, answer) for text, (_, answer) in zip(texts, problems, strict=True)]
+    (question, _), text = max(zip(problems, texts, strict=True), key=lambda pair: len(pair[0][0]))
+    print(f"{sum(right) / len(right):.1%} of the held-out problems are solved. The longest:\n{question}{text}\n")
+
+
+def main() -> None:
+    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache/ppo_rlhf")
+    newest = max(cache.glob("sums-????????????"), key=os.path.getmtime, default=cache / "sums")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world", type=Path, default=newest, help=f"folder of a sums world; default: {newest}")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if not (args.world / "problems_train.jsonl").is_file():
+        parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py")
+    tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
+    policy = AutoModelForCausalLM.from_pretrained(args.world / "model")
+    evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
+    train(policy, tokenizer, read_problems(args.world, "train"), args.seed)
+    evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
+
+
+if __name__ == "__main__":
+    main()

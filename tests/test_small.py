@@ -1,0 +1,477 @@
+"""The small files train the same weights as the big scripts, bit for bit, and print the same numbers.
+
+Both run on tiny worlds, with constants and flags that let each part of the algorithm act within a few updates.
+"""
+
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from processes import launch
+from runs import build_tiny_sums, metrics_of, only
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import ppo_rlhf
+from ppo_rlhf import rlvr_policy, train_both
+from ppo_rlhf.lib import problems, rewards, run, texts
+from ppo_rlhf.worlds import sums, tales
+
+SMALL = Path(ppo_rlhf.__file__).parent / "small"
+ONE_PASS = 10**6  # tokens: more than any minibatch has
+
+# Each constant of a small file, the argument of the big script that it is, and its value in these tests, if another
+PPO = {
+    "QUERY_LENGTH": ("task.query_length", None),
+    "RESPONSE_LENGTH": ("task.response_length", None),
+    "STOP_AFTER": ("task.truncate_after", None),
+    "NO_STOP_SCORE": ("task.penalty_reward_value", None),
+    "TEMPERATURE": ("task.temperature", None),
+    "RM_CHOICES": ("reward.num_train", 40),
+    "RM_BATCH": ("reward.batch_size", 8),
+    "RM_LR": ("reward.lr", None),
+    "RM_SAMPLES": ("reward.rollout_batch_size", 32),
+    "BATCH": ("policy.ppo.batch_size", 32),
+    "GROUPS": ("policy.ppo.whiten_groups", 2),
+    "EPOCHS": ("policy.ppo.noptepochs", 2),
+    "MINIBATCHES": ("policy.ppo.nminibatches", 2),
+    "LR": ("policy.ppo.lr", 1e-3),
+    "CLIP": ("policy.ppo.cliprange", 0.01),
+    "VALUE_CLIP": ("policy.ppo.cliprange_value", 0.01),
+    "VALUE_COEF": ("policy.ppo.vf_coef", None),
+    "GAMMA": ("policy.ppo.gamma", 0.97),
+    "LAMBDA": ("policy.ppo.lam", None),
+    "KL_COEF": ("policy.rewards.kl_coef", None),
+    "KL_TARGET": ("policy.rewards.adaptive_kl.target", 0.01),
+    "KL_HORIZON": ("policy.rewards.adaptive_kl.horizon", 100),
+}
+GRPO = {
+    "GROUP": ("ppo.samples_per_prompt", None),
+    "MINIBATCHES": ("ppo.nminibatches", None),
+    "RESPONSE_LENGTH": ("task.response_length", 30),
+    "LR": ("ppo.lr", 3e-3),
+    "CLIP": ("ppo.cliprange_low", 0.01),
+    "MAX_GRAD_NORM": ("ppo.max_grad_norm", 0.1),
+}
+UPDATES, PROMPTS = 3, 4  # in these tests
+EPISODES = PROMPTS * rlvr_policy.PRESETS["sums-grpo"].ppo.samples_per_prompt
+
+Mistake = tuple[str, str]  # a text of the small file that must be in it once, and what takes its place
+
+
+def flags_of(constants: dict) -> list[str]:
+    return [word for field, value in constants.values() if value is not None for word in (f"--{field}", str(value))]
+
+
+def small_file(name: str, constants: dict, *mistakes: Mistake) -> ModuleType:
+    """A small file as a module, with the values of these tests."""
+    source = (SMALL / f"{name}.py").read_text()
+    for right, wrong in mistakes:
+        assert source.count(right) == 1, right
+        source = source.replace(right, wrong)
+    module = ModuleType(name)
+    exec(compile(source, f"{name}.py", "exec"), vars(module))
+    values = {constant: value for constant, (_, value) in constants.items() if value is not None}
+    for constant, value in (values | {"UPDATES": UPDATES}).items():
+        assert hasattr(module, constant)
+        setattr(module, constant, value)
+    return module
+
+
+def optimizers_of(train: Callable) -> list[torch.optim.Optimizer]:
+    """The optimisers that make steps while this trains, in the order of their first steps."""
+    found: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: optimizer in found or found.append(optimizer))
+    try:
+        train()
+    finally:
+        hook.remove()
+    return found
+
+
+def state_of(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
+    """Weights and moments by name. names: of the parameters, in their order."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        found |= {name: parameter.detach().clone()}
+        found |= {f"{moment} of {name}": tensor.clone() for moment, tensor in optimizer.state[parameter].items()}
+    return found
+
+
+def saved_state(this_run: Path, names: list[str], prefix: str = "") -> dict[str, Tensor]:
+    """The same, from the last checkpoint of a run of a big script."""
+    steps = sorted((this_run / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
+    tensors, found = load_file(steps[-1] / "tensors.safetensors"), {}
+    for number, name in enumerate(names):
+        found[name] = tensors.pop(f"{prefix}model.{name}")
+        for moment in ("step", "exp_avg", "exp_avg_sq"):
+            found[f"{moment} of {name}"] = tensors.pop(f"{prefix}optimizer.{number}.{moment}")
+    assert not tensors
+    return found
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def parameter_names(auto_class: type, model: Path) -> list[str]:
+    return [name for name, _ in auto_class.from_pretrained(model).named_parameters()]
+
+
+# ---- Chapter 1 -------------------------------------------------------------------------------------------------
+
+
+def reward_names(world: Path) -> list[str]:
+    backbone = [f"lm_backbone.{name}" for name in parameter_names(AutoModel, world / "model")]
+    return ["gain", "bias", *backbone, "reward_head.weight", "reward_head.bias"]
+
+
+def policy_names(world: Path) -> list[str]:
+    backbone = [f"lm_backbone.{name}" for name in parameter_names(AutoModelForCausalLM, world / "model")]
+    return [*backbone, "value_head.weight", "value_head.bias"]
+
+
+@pytest.fixture(scope="module")
+def big_ppo(tiny_world, tmp_path_factory) -> Path:
+    """The folder in which train_both.py has run."""
+    folder = tmp_path_factory.mktemp("big_ppo")
+    one_pass = f"--reward.local_micro_batch_tokens {ONE_PASS} --policy.ppo.local_micro_batch_tokens {ONE_PASS} "
+    one_pass += f"--policy.ppo.local_rollout_batch_size {PPO['BATCH'][1]} "
+    one_pass += f"--reward.normalize_samples {PPO['RM_SAMPLES'][1]}"  # as many as one rollout batch
+    episodes = ["--policy.ppo.total_episodes", str(UPDATES * PPO["BATCH"][1])]
+    where = f"--preset tales --base_model {tiny_world}/model --task.query_dataset {tiny_world}".split()
+    result = launch("train_both.py", *where, *flags_of(PPO), *episodes, *one_pass.split(), folder=folder)
+    assert result.status == 0, result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def big_reward(big_ppo, tiny_world) -> dict[str, Tensor]:
+    """Weights and moments of train_reward.py; gain and bias as they are after the last normalisation."""
+    state = saved_state(only(big_ppo, "runs/train_reward__*"), reward_names(tiny_world))
+    saved = load_file(only(big_ppo, "models/train_reward__*") / "reward" / "reward_head.safetensors")
+    return state | {name: saved[name] for name in ("gain", "bias")}
+
+
+@pytest.fixture(scope="module")
+def big_policy(big_ppo, tiny_world) -> dict[str, Tensor]:
+    return saved_state(only(big_ppo, "runs/train_policy__*"), policy_names(tiny_world))
+
+
+def start(world: Path) -> tuple:
+    """Tokenizer and language model."""
+    model = world / "model"
+    return AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(
+        model, activation_function="gelu_pytorch_tanh"
+    )
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_world):
+    """The reward model of the small file, which its PPO can begin with."""
+    module = small_file("ppo", PPO)
+    return module.train_reward_model(tiny_world, *start(tiny_world), 1)
+
+
+def small_reward(world: Path, *mistakes: Mistake) -> dict[str, Tensor]:
+    """Weights and moments of the small file's reward model."""
+    module = small_file("ppo", PPO, *mistakes)
+    (optimizer,) = optimizers_of(lambda: module.train_reward_model(world, *start(world), 1))
+    return state_of(optimizer, reward_names(world))
+
+
+def small_policy(world: Path, reward_model: torch.nn.Module, *mistakes: Mistake) -> dict[str, Tensor]:
+    """Weights and moments of the small file's policy."""
+    module = small_file("ppo", PPO, *mistakes)
+    (optimizer,) = optimizers_of(lambda: module.train_policy(world, *start(world), reward_model, 1))
+    return state_of(optimizer, policy_names(world))
+
+
+def test_ppo_trains_the_weights_of_train_both_and_prints_its_numbers(
+    tiny_world, big_ppo, big_reward, big_policy, monkeypatch, capsys
+):
+    """It finds the world by itself, in the cache."""
+    monkeypatch.setenv("PPO_RLHF_CACHE", str(tiny_world.parent))
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    of_reward, of_policy = optimizers_of(small_file("ppo", PPO).main)
+    assert differences(state_of(of_reward, reward_names(tiny_world)), big_reward) == []
+    assert differences(state_of(of_policy, policy_names(tiny_world)), big_policy) == []
+    shown, (reward_run, policy_run) = (
+        capsys.readouterr().out,
+        (only(big_ppo, f"runs/train_{x}__*") for x in ("reward", "policy")),
+    )
+    losses = [
+        f"reward model, step {row['step'] + 1:.0f}: loss {row['train/loss']:.3f}" for row in metrics_of(reward_run)
+    ]
+    accuracy = run.read_meta(reward_run)["results"]["test_accuracy"]
+    updates = [
+        f"update {row['step'] + 1:.0f}: score {row['objective/score']:.2f}, gold score "
+        f"{row['objective/gold_scores']:.2f}, KL {row['objective/kl']:.2f}"
+        for row in metrics_of(policy_run)
+    ]
+    assert len(updates) == UPDATES and len({*updates}) == UPDATES
+    for line in (
+        *losses,
+        f"The reward model predicts {accuracy:.1%} of the held-out choices; chance is 25%.",
+        *updates,
+    ):
+        assert f"{line}\n" in shown
+
+
+REWARD_MISTAKES: dict[str, Mistake] = {
+    "another head": ("std=1 / math.sqrt(backbone.config.hidden_size + 1)", "std=0.02"),
+    "the score is read too early": ("read(self.backbone, tokens)[:, -1]", "read(self.backbone, tokens)[:, -2]"),
+    "gain and bias are not reset": ("    reward_model.gain.fill_(1.0)\n    reward_model.bias.fill_(0.0)\n", ""),
+    "the sample variance": ("scores.std(unbiased=False)", "scores.std()"),
+    "positions count padding": (
+        "positions = mask.cumsum(1) - mask.long()  # (batch, longest); counts",
+        "positions = torch.arange(mask.shape[1]).expand_as(mask)  # counts",
+    ),
+    "padding is seen": ("attention_mask=mask, position_ids=positions, use_cache=False", "position_ids=positions"),
+    "Adam of PyTorch": ('1e-5 / math.sqrt(1 - 0.999 ** group["steps"])', "1e-5"),
+    "a constant learning rate": ("(1 - step * RM_BATCH / RM_CHOICES)", "1"),
+    "the order of the file": (
+        'order = torch.randperm(RM_CHOICES, generator=keyed_generator(seed, "labels"))',
+        "order = torch.arange(RM_CHOICES)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REWARD_MISTAKES)
+def test_a_mistake_in_the_reward_model_is_found(mistake, tiny_world, big_reward):
+    assert differences(small_reward(tiny_world, REWARD_MISTAKES[mistake]), big_reward)
+
+
+POLICY_MISTAKES: dict[str, Mistake] = {
+    "gamma applied twice": ("delta + GAMMA * LAMBDA", "delta + GAMMA * GAMMA * LAMBDA"),
+    "the next value is forgotten": ("rewards[:, t] + GAMMA * next_value - values", "rewards[:, t] - values"),
+    "whitened rewards lose their mean": (
+        "whiten(rewards[inds], keep_mean=True)",
+        "whiten(rewards[inds], keep_mean=False)",
+    ),
+    "advantages keep their mean": ("keep_mean=False)", "keep_mean=True)"),
+    "the sample variance": ("x.var(unbiased=False)", "x.var()"),
+    "groups are whitened together": ("for inds in mb_inds:  #", "for inds in mb_inds.flatten().unsqueeze(0):  #"),
+    "k3 for k1": (
+        "kl = logprobs - ref_logprobs",
+        "kl = torch.exp(ref_logprobs - logprobs) - 1 + logprobs - ref_logprobs",
+    ),
+    "the score on the first token": ("rewards[:, -1] += scores", "rewards[:, 0] += scores"),
+    "the score of the whole response": (
+        "torch.cat([queries, truncated], dim=1)",
+        "torch.cat([queries, responses], dim=1)",
+    ),
+    "any full stop stops": ("(torch.arange(RESPONSE_LENGTH) >= STOP_AFTER)", "(torch.arange(RESPONSE_LENGTH) >= 0)"),
+    "no shift": ("[:, -RESPONSE_LENGTH - 1 : -1]", "[:, -RESPONSE_LENGTH:]"),
+    "no temperature in training": ("(model.lm_head(states) / TEMPERATURE)", "(model.lm_head(states))"),
+    "the smaller loss": ("torch.maximum(losses, clipped_losses)", "torch.minimum(losses, clipped_losses)"),
+    "values are not clipped": ("torch.maximum(errors, clipped_errors)", "errors"),
+    "the value loss without a half": ("0.5 * torch.maximum(errors", "torch.maximum(errors"),
+    "every epoch in the same order": ('"permutation", update, epoch, group', '"permutation", update, 0, group'),
+    "the controller takes any step": ("min(max(mean_kl / KL_TARGET - 1, -0.2), 0.2)", "(mean_kl / KL_TARGET - 1)"),
+    "the controller sees tokens": ("mean_kl = kl.sum(1)", "mean_kl = kl.mean(1)"),
+    "the learning rate falls too early": ("(1 - update / UPDATES)", "(1 - (update + 1) / UPDATES)"),
+    "a value head that is not zero": ("nn.init.zeros_(parameter)", "nn.init.constant_(parameter, 1e-3)"),
+}
+
+
+@pytest.mark.parametrize("mistake", POLICY_MISTAKES)
+def test_a_mistake_in_ppo_is_found(mistake, tiny_world, reward_model, big_policy):
+    assert differences(small_policy(tiny_world, reward_model, POLICY_MISTAKES[mistake]), big_policy)
+
+
+def test_without_a_mistake_the_parts_of_ppo_agree_too(tiny_world, reward_model, big_reward, big_policy):
+    """So it is the mistakes that the tests above find."""
+    assert differences(small_reward(tiny_world), big_reward) == []
+    assert differences(small_policy(tiny_world, reward_model), big_policy) == []
+
+
+def test_ppo_has_the_constants_of_the_preset():
+    args, module = train_both.PRESETS["tales"], small_file("ppo", {})
+    for name, (field, _) in PPO.items():
+        group = args
+        for part in field.split("."):
+            group = getattr(group, part)
+        assert getattr(module, name) == group, name
+    source = (SMALL / "ppo.py").read_text()
+    updates = math.ceil(args.policy.ppo.total_episodes / args.policy.ppo.batch_size)
+    assert f"UPDATES, BATCH = {updates}, {args.policy.ppo.batch_size} " in source
+    assert 0 < args.reward.normalize_samples <= args.reward.rollout_batch_size  # so that one batch is all
+    assert args.task == texts.TASKS["tales"] and f"texts == {texts.OPENAI_PAD_ID}" in source
+
+
+def test_the_gold_score_is_that_of_tales():
+    module, rng = small_file("ppo", {}), random.Random(0)
+    stories = [tales.write_story(rng, 5) for _ in range(50)]
+    golds = [module.gold_score(story) for story in stories]
+    assert golds == tales.sentiment.gold_scores(stories, stories) and len({*golds}) > 5
+    assert (module.PLEASANT.split(), module.UNPLEASANT.split()) == tuple(
+        " ".join(words.values()).split() for words in (tales.PLEASANT, tales.UNPLEASANT)
+    )
+
+
+# ---- Chapter 3 -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def easy_sums(tmp_path_factory) -> Path:
+    """A world of sums with problems of one step, some of which its model solves, in some of its samples."""
+    args = sums.SumsArgs(
+        **{"train_problems": 200, "test_problems": 200, "start_problems": 1, "largest": 2, "largest_first": 3},
+        **{"lm_solutions": 2_000, "lm_short_steps": 200, "lm_steps": 5, "lm_batch_size": 16},
+        **{"hasty": 1.0, "wordy": 0.0, "width": 16, "layers": 1, "heads": 2},
+    )
+    world = build_tiny_sums(tmp_path_factory.mktemp("easy_sums"), args)
+    for path in world.glob("problems_*.jsonl"):
+        rows = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(row for row in rows if json.loads(row)["steps"] == 1))
+    model = AutoModelForCausalLM.from_pretrained(world / "model")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)  # larger logits, so that samples are less random
+    model.save_pretrained(world / "model")
+    return world
+
+
+@pytest.fixture(scope="module")
+def big_grpo(easy_sums, tmp_path_factory) -> Path:
+    """The folder in which rlvr_policy.py has run."""
+    folder = tmp_path_factory.mktemp("big_grpo")
+    sizes = f"--ppo.batch_size {EPISODES} --ppo.total_episodes {UPDATES * EPISODES} --eval_samples 0 "
+    sizes += f"--ppo.local_micro_batch_tokens {ONE_PASS} --ppo.cliprange_high {GRPO['CLIP'][1]}"
+    where = f"--preset sums-grpo --base_model {easy_sums}/model --task.problems {easy_sums}".split()
+    result = launch("rlvr_policy.py", *where, *flags_of(GRPO), *sizes.split(), folder=folder)
+    assert result.status == 0, result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def big_grpo_state(big_grpo, easy_sums) -> dict[str, Tensor]:
+    names = parameter_names(AutoModelForCausalLM, easy_sums / "model")
+    return saved_state(only(big_grpo, "runs/*"), names, prefix="policy/")
+
+
+def small_grpo(world: Path, *mistakes: Mistake) -> dict[str, Tensor]:
+    """Weights and moments of the small file's policy."""
+    module = small_file("grpo", GRPO, *mistakes)
+    module.PROMPTS = PROMPTS
+    policy, tokenizer = (kind.from_pretrained(world / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    problems = module.read_problems(world, "train")
+    (optimizer,) = optimizers_of(lambda: module.train(policy, tokenizer, problems, 1))
+    return state_of(optimizer, parameter_names(AutoModelForCausalLM, world / "model"))
+
+
+def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(
+    easy_sums, big_grpo, big_grpo_state, monkeypatch, capsys
+):
+    """It finds the world by itself, in the cache."""
+    monkeypatch.setenv("PPO_RLHF_CACHE", str(easy_sums.parent))
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    module = small_file("grpo", GRPO)
+    module.PROMPTS = PROMPTS
+    (optimizer,) = optimizers_of(module.main)
+    state = state_of(optimizer, parameter_names(AutoModelForCausalLM, easy_sums / "model"))
+    assert differences(state, big_grpo_state) == []
+    shown, this_run = capsys.readouterr().out, only(big_grpo, "runs/*")
+    rows = metrics_of(this_run)
+    assert all(0 < row["objective/scores"] < 1 and row["val/groups_zero_std"] < 1 for row in rows)  # it can learn
+    solved = [rows[0]["eval/gsm8k_strict"], run.read_meta(this_run)["results"]["eval/gsm8k_strict"]]
+    assert re.findall(r"([\d.]+%) of the held-out", shown) == [f"{share:.1%}" for share in solved]
+    updates = [
+        f"update {row['step'] + 1:.0f}: {row['objective/scores']:.0%} right, {row['val/sequence_lengths']:.1f} tokens"
+        for row in rows
+    ]
+    assert all(f"{line}\n" in shown for line in updates) and len({*updates}) == UPDATES
+
+
+GRPO_MISTAKES: dict[str, Mistake] = {
+    "the variance over n": ("/ (GROUP - 1)", "/ GROUP"),
+    "advantages are not divided": ("(centred / (std + 1e-6))", "centred"),
+    "the mean of the batch": ("scores.mean(1, keepdim=True)", "scores.mean()"),
+    "responses weigh the same": ("[mb_mask].mean()", ".masked_fill(~mb_mask, 0).sum(1).div(mb_mask.sum(1)).mean()"),
+    "the smaller loss": ("torch.maximum(losses, clipped_losses)", "torch.minimum(losses, clipped_losses)"),
+    "the ratio is always 1": (
+        "torch.exp(new_logprobs - mb_logprobs)",
+        "torch.exp(new_logprobs - new_logprobs.detach())",
+    ),
+    "the gradient is not clipped": ("nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)", "pass"),
+    "weight decay": ("weight_decay=0.0", "weight_decay=0.01"),
+    "the end is not learned": ("row[: row.index(end) + 1]", "row[: row.index(end)]"),
+    "a token of the prompt counts": ("<= sizes.unsqueeze(1)", "<= sizes.unsqueeze(1) + 1"),
+    "no shift": ("states[:, :-1][in_response[:, 1:]]", "states[in_response]"),
+    "minibatches are halves": (".argsort(1)\n", ".argsort(1).sort(0).values\n"),
+    "another problem for each response": (
+        "for i in problem_order[update * PROMPTS :][:PROMPTS] for _ in range(GROUP)]",
+        "for i in problem_order[: PROMPTS * GROUP]]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", GRPO_MISTAKES)
+def test_a_mistake_in_grpo_is_found(mistake, easy_sums, big_grpo_state):
+    assert differences(small_grpo(easy_sums, GRPO_MISTAKES[mistake]), big_grpo_state)
+
+
+def test_without_a_mistake_the_training_of_grpo_agrees_too(easy_sums, big_grpo_state):
+    """So it is the mistakes that the tests above find."""
+    assert differences(small_grpo(easy_sums), big_grpo_state) == []
+
+
+def test_grpo_has_the_constants_of_the_preset():
+    args, module = rlvr_policy.PRESETS["sums-grpo"], small_file("grpo", {})
+    for name, (field, _) in GRPO.items():
+        group, leaf = field.split(".")
+        assert getattr(module, name) == getattr(getattr(args, group), leaf), name
+    ppo, source = args.ppo, (SMALL / "grpo.py").read_text()
+    assert f"UPDATES = {ppo.total_episodes // ppo.batch_size}\n" in source
+    assert ppo.batch_size == module.PROMPTS * module.GROUP and (0.9, ppo.beta2) == module.BETAS
+    assert ppo.cliprange_low == ppo.cliprange_high and ppo.noptepochs == 1 and ppo.advantage == "grpo"
+    assert ppo.weight_decay == 0 and args.eval_problems == 512 and f'"test")[:{args.eval_problems}]' in source
+    assert args.rewards.verifier == "gsm8k_strict" and args.task.temperature == 1 and problems.GREEDY == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("7+2=9\n#### 9", True),
+        ("7+2=8\n#### 8", False),
+        ("#### 8\n#### 9", True),
+        ("#### 9\n#### 8", False),
+        ("9", False),
+        ("####9", False),
+        ("#### 09 ", True),
+        ("#### -9", False),
+        ("", False),
+        ("#### \n####", False),
+        ("She buys 2. 7+2=9\n#### 9.", True),
+    ],
+)
+def test_the_verifier_is_gsm8k_strict(response, right):
+    assert small_file("grpo", {}).is_right(response, "9") is right is bool(rewards.gsm8k_strict(response, "9"))
+
+
+# ---- A world that is not there ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "world"), [("ppo", "tales"), ("grpo", "sums")])
+@pytest.mark.parametrize("given", ["nothing", "nowhere", "another kind of world"])
+def test_a_world_that_is_not_there_is_one_line(name, world, given, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / (world if given == "nothing" else given)
+    if given == "another kind of world":
+        (folder / "model").mkdir(parents=True)
+    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *([] if given == "nothing" else ["--world", str(folder)])])
+    with pytest.raises(SystemExit):
+        small_file(name, {}).main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"no world in {folder}; build one with python ppo_rlhf/worlds/{world}.py")
