@@ -249,11 +249,7 @@ class Comparison:
             "base": models.load_pretrained(base_model, torch.float32, trust).to(self.device),
             "policy": policy,
         }
-        if models.load_tokenizer(base_model, trust).get_vocab() != self.tokenizer.get_vocab():
-            raise InputError(
-                f"--base_model {base_model}: its tokenizer has other tokens than that of --policy {folder}; both "
-                f"must start from the same kind of model"
-            )
+        models.check_vocabulary(base_model, f"--base_model {base_model}", str(folder), trust)
         models.check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
         models.check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
         # Each gets queries, of the responses what is scored and what is shown, and references or None; and may give

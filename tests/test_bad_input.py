@@ -404,7 +404,7 @@ def bad_texts(name: str, content: Any, *words: str) -> Row:
 
 TEXTS = {
     "missing": policy("--task.query_dataset no.txt", "--task.query_dataset no.txt", "No such file"),
-    "a folder": policy("--task.query_dataset x.txt", "x.txt", "directory", damage=make_folder("x.txt")),
+    "a folder": policy("--task.query_dataset x.txt", "x.txt", "No such file", damage=make_folder("x.txt")),
     "a folder without stories": policy(
         "--task.query_dataset model", "--task.query_dataset model/stories.txt", "No such file"
     ),
@@ -722,7 +722,7 @@ SAMPLES = {
     "base model too short": sample("", "model", "40 tokens", damage=fewer_positions("model", 40)),
     "base model with fewer rows": sample("", "model", "500 rows", damage=fewer_tokens("model", 500)),
     "base model of another vocabulary": sample(
-        "", "--base_model model", "--policy policy", "the same kind of model", damage=other_words("model")
+        "", "--base_model model", "that of policy", "the same kind of model", damage=other_words("model")
     ),
     "a function of nobody's": sample("", "boxed", "--trust_remote_code", damage=edit(INFO, "function", to="boxed")),
     "no such reward model": sample("--reward_model nowhere", "nowhere", "no such folder"),

@@ -203,11 +203,6 @@ def test_every_fiftieth_story_is_held_out(tmp_path, source):
     assert both == stories
 
 
-def test_a_folder_without_stories_is_named(tmp_path):
-    message = error_line(texts.load_texts, str(tmp_path))
-    assert message == f"--task.query_dataset {tmp_path}: the folder has no stories.txt"
-
-
 ITEMS = [{"text": "a ] , [ b"}, [], 12, 'caf\u00e9 \u2603 "quoted"', {"nested": [{"x": [1, 2]}]}, 1.5e300, None, 345]
 
 

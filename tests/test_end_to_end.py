@@ -239,7 +239,7 @@ def elsewhere(tiny_world: Path, tmp_path: Path) -> tuple[Path, Path]:
     weights = load_file(here / "m" / "model.safetensors")
     save_file({k: 2 * v for k, v in weights.items()}, here / "m" / "model.safetensors", metadata={"format": "pt"})
     stories = (tiny_world / "stories.txt").read_text().splitlines()
-    (there / "texts.txt").write_text("\n".join(line for story in stories for line in (story, "no stop here")))
+    (there / "texts.txt").write_text("\n".join(line for story in stories for line in ("no stop here", story)))
     (here / "texts.txt").write_text("\n".join(reversed(stories)))
     return there, here
 

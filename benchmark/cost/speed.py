@@ -227,7 +227,7 @@ def make_queries(args: Args) -> dict[str, str]:
         model, tokenizer = random_model(args.base_model)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        info = {"kind": "reward", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
+        info = {"kind": "reward model", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
         save_reward_model(folder / "reward", RewardModel(model), tokenizer, info)
     texts = folder / f"texts-{args.shortest_query}-{args.query_length}.jsonl"
     if not texts.exists():

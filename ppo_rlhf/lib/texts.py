@@ -277,10 +277,7 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
         if query_dataset != "books":
             return texts
     elif Path(query_dataset).is_dir():
-        path = Path(query_dataset, "stories.txt")
-        if not path.is_file():
-            raise InputError(f"{flag('task.query_dataset')} {query_dataset}: the folder has no stories.txt")
-        texts = read_text_file(path)
+        texts = read_text_file(Path(query_dataset, "stories.txt"))
     elif query_dataset == "dummy":
         texts = dummy_texts()
     elif Path(query_dataset).suffix in {".txt", ".jsonl", ".json"}:
