@@ -27,7 +27,7 @@ At most K batches lie ready; then workers wait. Nothing is dropped, for what tak
 long answers. Sampling noise belongs to the episode. So a piece that was lost with its worker is sampled again, the
 same, by another; and with K = 0 metrics and weights are those of rlvr_policy.py, bit for bit.
 
-Marks like [V81] name an implementation detail. The original is volcengine/verl at commit b178a3c; its file and line
+Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; its file and line
 stand beside the mark. See docs/details.
 
     pip install -e '.[async]'

@@ -18,7 +18,7 @@ does eight things, and `train()` below reads so:
 Steps 1 to 4 are `rollout`, 6 and 7 `update`; rlvr_async.py uses both, with samplers elsewhere. Before the first
 update, now and then, and after the last, held-out problems are solved.
 
-Marks like [V33] name an implementation detail. The original is volcengine/verl at commit b178a3c; its file and line
+Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; its file and line
 stand beside the mark. See docs/details.
 
     python ppo_rlhf/rlvr_policy.py --preset sums                # no network: a world of word problems, in minutes

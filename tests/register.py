@@ -52,7 +52,7 @@ ORIGINALS = {
     "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
     "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
     "huggingface/trl": "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
-    "volcengine/verl": "b178a3cd56f58b2d502255daba591e92833930a7",
+    "verl-project/verl": "b178a3cd56f58b2d502255daba591e92833930a7",
 }
 
 MARK = re.compile(r"\[([DTVX]\d\d)\]")

@@ -1,7 +1,7 @@
 """vLLM's side of engine.VLLM: a process with the Python of another environment, which has vLLM and not this package.
 
 It answers what it is asked through a pipe, and ends with whoever asks, or with an error of its own. Tested with vLLM
-0.32.0, on a CPU. Files and lines beside marks are those of volcengine/verl at commit b178a3c.
+0.32.0, on a CPU. Files and lines beside marks are those of verl-project/verl at commit b178a3c.
 """
 
 import os

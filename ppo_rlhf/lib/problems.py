@@ -10,7 +10,7 @@ A row is an object with a question and an answer, which holds what a response mu
 
     {"question": "Petra has 7 apples. Felix gives her 5. How many ...", "answer": "7+5=12\\n#### 12"}
 
-Files and lines beside marks are those of volcengine/verl at commit b178a3c.
+Files and lines beside marks are those of verl-project/verl at commit b178a3c.
 """
 
 from collections.abc import Callable, Iterable

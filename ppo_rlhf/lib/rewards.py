@@ -1,6 +1,6 @@
 """Scores of texts: by a function of the user's, and by the verifiers of chapter 3.
 
-Files and lines beside marks of chapter 3 (V01 to V99) are those of volcengine/verl at commit b178a3c.
+Files and lines beside marks of chapter 3 (V01 to V99) are those of verl-project/verl at commit b178a3c.
 """
 
 import contextlib
