@@ -140,7 +140,7 @@ def train(args: Args) -> Path:
 
                 # 8. Log, and adapt the KL coefficient.
                 mismatch |= batches.seconds()
-                advance(learner.log(number, batch, generated, steps, estimate, **mismatch))
+                advance(learner.log(number, batch, generated, steps, estimate, trained, **mismatch))
                 learner.save(number, batches.kept_versions)
     return learner.finish()
 
@@ -453,6 +453,8 @@ def ray_errors(ray: Any) -> Iterator[None]:
 
 # ---- Corrections: what samples is older than what learns ---------------------------------------------------------
 
+ROUNDING = 1e-4  # by which a ratio of equal weights may be off 1 in float32
+
 
 def correct(
     batch: rlvr_policy.Rollout, args: Args, number: int, accelerator: Accelerator
@@ -472,11 +474,12 @@ def correct(
     # (batch, response_length) the first three, (batch,) the last
     prox, mu, mask, versions = (accelerator.gather(tensor.contiguous()) for tensor in whole)
     mine = slice(accelerator.process_index * len(batch.mask), (accelerator.process_index + 1) * len(batch.mask))
-    # Capped weights, of each token or of its response.
-    weights = rlvr_policy.importance_weights(prox, mu, mask, args.correction_level, args.correction_cap)
+    # Weights of each token or of its response; they are capped below.
+    weights = rlvr_policy.importance_weights(prox, mu, mask, args.correction_level, math.inf)
     each = weights[mask] if args.correction_level == "token" else weights.amax(1)[mask.any(1)]
-    mean = each.mean()
-    if args.correction_normalised:
+    clipped, each = each > args.correction_cap * (1 + ROUNDING), each.clamp(max=args.correction_cap)
+    weights, mean = weights.clamp(max=args.correction_cap), mean_of(each)
+    if args.correction_normalised and mask.any():
         # [V86] By the mean over the batch on all processes.   rollout_corr_helper.py#L566-L597
         weights = weights / mean
     kept = mask
@@ -487,11 +490,11 @@ def correct(
     age = (number - versions).double()
     if not age.any():
         # [V94] Where both have the same weights.
-        engine.check_gap((prox - mu).abs()[mask].mean().item(), args.dtype)
+        engine.check_gap(mean_of((prox - mu).abs()[mask]).item(), args.dtype)
     metrics |= {"async/staleness_mean": age.mean().item(), "async/staleness_max": age.max().item()}
     metrics |= {"async/weight_mean": mean.item()}
-    metrics |= {"async/clipped_share": (each >= args.correction_cap).double().mean().item()}
-    metrics |= {"async/rejected_share": 1 - (kept.sum() / mask.sum()).item()}
+    metrics |= {"async/clipped_share": mean_of(clipped).item()}
+    metrics |= {"async/rejected_share": mean_of(~kept[mask]).item()}
 
     # Advantages are those of all tokens: a rejection narrows the loss alone. But a response that is rejected whole
     # leaves its group's baseline too.
@@ -512,6 +515,11 @@ def correct(
     return trained, weights_now if args.ppo.loss == "reinforce" else None, metrics
 
 
+def mean_of(numbers: Tensor) -> Tensor:
+    """Their mean, 0-d; 0 where there are none, as in a batch of which no response can be scored."""
+    return numbers.double().sum() / max(len(numbers), 1)
+
+
 def correction_of(args: Args) -> str:
     if args.correction != "auto":
         return args.correction
@@ -525,13 +533,17 @@ def correction_of(args: Args) -> str:
 def check_arguments(args: Args) -> None:
     cli.at_least(0, "", args, "staleness")
     cli.at_least(1, "", args, "workers")
-    cli.above_zero("", args, "time_out", "correction_cap", "rejection_low")
+    cli.at_least(1, "", args, "correction_cap")
+    cli.above_zero("", args, "time_out", "rejection_low")
     cli.at_least(0, "", args, *(["gpus_per_worker"] if args.gpus_per_worker is not None else []))
-    if not args.rejection_low <= 1 <= args.rejection_high:
+    if not args.rejection_low <= 1 - ROUNDING < 1 + ROUNDING <= args.rejection_high:
         raise InputError(
             f"{cli.flag('rejection_low')} {args.rejection_low} and {cli.flag('rejection_high')} "
-            f"{args.rejection_high} must have 1 between them, the ratio of what has not changed"
+            f"{args.rejection_high} must have 1 between them, the ratio of what has not changed, and {ROUNDING:g} on "
+            f"either side for rounding; {Args.rejection_low} and {Args.rejection_high} would do"
         )
+    for problem in without_effect(args):
+        raise InputError(problem)
     if args.engine == "vllm" and not args.vllm_python:
         raise InputError(f"{cli.flag('engine')} vllm wants {cli.flag('vllm_python')}, the interpreter that has vLLM")
     if args.engine == "vllm" and (args.lora.rank or args.dtype == "float64"):
@@ -560,6 +572,20 @@ def check_arguments(args: Args) -> None:
             f"{cli.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
             f"and nothing makes up for that"
         )
+
+
+def without_effect(args: Args) -> Iterator[str]:
+    """Arguments of the corrections that nothing reads, although they were given: they are not at their defaults."""
+    way, flag = correction_of(args), cli.flag
+    # [V56] The loss reinforce has no ratio; in its place it has weights with bypass too.
+    weights = way == "decoupled" or (way == "bypass" and args.ppo.loss == "reinforce")
+    acts = {"correction_level": weights, "correction_cap": weights, "correction_normalised": way == "decoupled"}
+    acts |= dict.fromkeys(("rejection_low", "rejection_high"), args.rejection != "none")
+    for name in acts:
+        value, usual = getattr(args, name), getattr(Args, name)
+        if not acts[name] and value != usual:
+            chosen = f"{flag('rejection')} none" if name.startswith("rejection") else f"{flag('correction')} {way}"
+            yield f"{flag(name)} {value} does nothing with {chosen}; leave it at {usual}"
 
 
 if __name__ == "__main__":

@@ -362,10 +362,22 @@ class Learner:
         options = {"version": number, "policy_learns": number >= args.ppo.critic_warmup, "weights": weights}
         return update(*networks, batch, orders, args, self.setup.ids.pad, self.accelerator, **options)
 
-    def log(self, number: int, batch: Rollout, generated: list, steps: dict, estimate: tuple, **more: float) -> str:
-        """Step 8. steps and estimate: what update returns; more: other metrics. Returns what the bar says."""
+    def log(
+        self,
+        number: int,
+        batch: Rollout,
+        generated: list[Rollout],
+        steps: dict[str, Tensor],
+        estimate: Estimate,
+        trained: Rollout | None = None,
+        **more: float,
+    ) -> str:
+        """Step 8. trained: the batch as update took it, if that differs; steps and estimate: what update returned;
+        more: other metrics. Returns what the bar says.
+        """
         setup, sizes, controller, this_run = self.setup, self.setup.sizes, self.controller, self.run
-        metrics = update_metrics(setup, batch, generated or [batch], estimate, steps, number)
+        trained = trained or batch
+        metrics = update_metrics(setup, batch, trained, generated or [batch], estimate, steps, number)
         seconds, episode = this_run.seconds(), self.rounds * sizes.round
         epoch = episode / setup.args.ppo.samples_per_prompt / len(setup.problems)
         metrics |= {"objective/kl_coef": controller.value, "lr": self.lr, "epoch": epoch}
@@ -377,7 +389,7 @@ class Learner:
             this_run.log_samples(number, sample_rows(setup, batch, estimate[0]))
         if this_run.is_time_to_trace(number):  # a few episodes with all their numbers, for report.py
             by = (setup, self.actor_critic, self.reference, self.sample)
-            this_run.trace_problems(*by, number, batch, estimate[0], controller.value)
+            this_run.trace_problems(*by, number, batch, trained, estimate[0], controller.value)
         speed = f"{len(generated) * sizes.round / run.seconds_since(self.started):.0f} episodes/s"
         return f"{speed}, right {metrics['objective/verifiable_correct_rate']:.3f}"
 
@@ -1325,7 +1337,10 @@ def rejection_mask(
 
 
 def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the learner is from the sampler: 0-d tensors, over valid tokens and rows that are not empty."""
+    """How far the learner is from the sampler: 0-d tensors, over valid tokens and rows that are not empty.
+
+    All are 0 where there is no token.
+    """
     # [V89] [V90] Also of one and the same policy, if two engines compute it.   rollout_corr_helper.py#L834-L940
     live = mask.any(1)
     logprobs, sampler_logprobs = (x.detach().masked_fill(~mask, 0)[live] for x in (logprobs, sampler_logprobs))
@@ -1334,7 +1349,7 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
     weights = log_w.clamp(-20, 20).exp()[mask]  # (tokens,)
     sequence_weights = log_w.sum(1).clamp(-20, 20).exp()  # (rows,)
     log_ppl, sampler_log_ppl = (-x.sum(1) / lengths for x in (logprobs, sampler_logprobs))
-    return {
+    found = {
         "kl": -log_w[mask].mean(),
         "k3": (torch.expm1(log_w.clamp(-20, 20)) - log_w)[mask].mean(),
         "chi2_token": (weights**2).mean() - 1,
@@ -1342,21 +1357,28 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[s
         "perplexity": log_ppl.exp().mean(),
         "sampler_perplexity": sampler_log_ppl.exp().mean(),
         "log_perplexity_gap": (log_ppl - sampler_log_ppl).mean(),
-        "largest_gap": log_w.abs().max(),
+        "largest_gap": F.pad(log_w[mask].abs(), (0, 1)).max(),
         "ess": weights.mean() ** 2 / (weights**2).mean(),
     }
+    return found if live.any() else {name: torch.zeros_like(number) for name, number in found.items()}
 
 
 # ---- Metrics, samples, pictures --------------------------------------------------------------------------------
 
 
 def update_metrics(
-    setup: Setup, batch: Rollout, generated: list[Rollout], estimate: Estimate, steps: dict[str, Tensor], version: int
+    setup: Setup,
+    batch: Rollout,
+    trained: Rollout,
+    generated: list[Rollout],
+    estimate: Estimate,
+    steps: dict[str, Tensor],
+    version: int,
 ) -> dict[str, float]:
     """The metrics of an update. Every process adds its shares, and all get the same numbers.
 
-    generated: all that was sampled; estimate and steps: what update returns. Raises a NumericalError if the numbers
-    cannot be right.
+    trained: the batch as update took it; generated: all that was sampled; estimate and steps: what update returned.
+    Raises a NumericalError if the numbers cannot be right.
     """
     accelerator = setup.accelerator
     names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores")
@@ -1386,9 +1408,8 @@ def update_metrics(
     of_tokens = {
         "objective/kl_per_token": batch.kl,
         "objective/sampler_gap": (batch.logprobs - batch.sampler_logprobs).abs(),
-        "val/advantages_mean": advantages,
-        "val/advantages_abs_mean": advantages.abs(),
     }
+    of_advantages = {"val/advantages_mean": advantages, "val/advantages_abs_mean": advantages.abs()}
     errors = (returns - batch.values).double()
     of_values = {"val/mean": batch.values, "val/returns": returns, "square_of_return": returns.double() ** 2}
     of_values |= {"error": errors, "square_of_error": errors**2}
@@ -1396,7 +1417,8 @@ def update_metrics(
     m = processes.means_over(
         (live, of_responses),
         (batch.mask.any(1), of_episodes),
-        (batch.mask, of_tokens | (of_values if critic else {})),
+        (batch.mask, of_tokens),
+        (trained.mask, of_advantages | (of_values if critic else {})),
         (live & right, {"val/sequence_lengths_correct": lengths}),
         (torch.ones_like(live), {"val/unscorable": ~live}),
         (live & ~right, {"val/sequence_lengths_incorrect": lengths}),

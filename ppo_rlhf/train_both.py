@@ -97,16 +97,14 @@ def train(args: Args) -> tuple[Path, Path]:
     policy_args = dataclasses.replace(policy_args, rewards=rewards)
     policy_folder = stages.train(train_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:
-        report(reward_folder, policy_folder, args.trust_remote_code)
+        report(stages.runs, reward_folder, policy_folder, args.trust_remote_code)
     accelerator.wait_for_everyone()
     return reward_folder, policy_folder
 
 
-def report(reward_folder: Path, policy_folder: Path, trust_remote_code: bool) -> None:
+def report(runs: Path, reward_folder: Path, policy_folder: Path, trust_remote_code: bool) -> None:
     """Let both models continue held-out queries, at most EVALUATION_QUERIES; say in plain words what happened."""
-    reward_run, policy_run = (
-        folder.parent.parent.parent / "runs" / folder.parent.name for folder in (reward_folder, policy_folder)
-    )
+    reward_run, policy_run = (runs / folder.parent.name for folder in (reward_folder, policy_folder))
     reward_meta, policy_meta = run.read_meta(reward_run), run.read_meta(policy_run)
     args = sample.Args(str(policy_folder), reward_model=str(reward_folder), trust_remote_code=trust_remote_code)
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line

@@ -1006,13 +1006,15 @@ def trace_episodes(
         )
         truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
         stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
-        raw_scores = score(queries, truncated_responses)
+        quiet = traces.scorer_of_traces(score, args.rewards.function)
+        raw_scores = quiet(queries, truncated_responses).to(tokens.device)
         scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
         rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
     of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
     of_tokens |= {"scored": truncated_responses != ids.pad}
     of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
-    of_episodes |= {name: function(queries, truncated_responses) for name, function in monitor.items()}
+    for name, function in monitor.items():
+        of_episodes[name] = traces.scorer_of_traces(function, args.rewards.monitor)(queries, truncated_responses)
     this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes, again=True)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -23,10 +24,11 @@ from test_engine_vllm import FAKE
 from test_rlvr_math import ALONE, numbers, rollout_of
 from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
 from test_tldr_math import on_processes
+from test_traces import gae, standardised
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_async, rlvr_policy
-from ppo_rlhf.lib import cli, engine, lm, run
+from ppo_rlhf.lib import cli, engine, lm, run, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args, Workers, correct
 
@@ -210,6 +212,37 @@ def test_a_resumed_learner_trains_on_what_the_old_weights_sample(kept, two_updat
     check_equal(train_by(rlvr_async, tiny_sums, folder, "--ppo.total_episodes", "64"), two_updates_late)
 
 
+def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, monkeypatch, tmp_path):
+    """With bypass the ratio is new / mu; responses that were rejected whole have no advantages and returns."""
+    monkeypatch.setattr(traces, "TRACED", 16)  # the whole batch
+    words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.99 --rejection_high 1.01"
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split(), "--trace_interval", "1")
+    rows, partly = numbers_of(folder), 0
+    for update, row in enumerate(rows):
+        trace = traces.read(only(folder, "runs/*"), update)
+        x = {name: tensor.numpy() for name, tensor in trace.tokens.items()}
+        scored, in_loss = x["scored"], x["mask"]
+        log_ratios = (x["logprobs"] - x["sampler_logprobs"]) * scored
+        means = log_ratios.sum(1, keepdims=True) / scored.sum(1, keepdims=True)
+        np.testing.assert_array_equal(in_loss, scored & (np.abs(np.exp(means) - 1) <= 0.01))
+        partly += 0 < in_loss.sum() < scored.sum()
+        np.testing.assert_allclose(x["ratio"][scored], np.exp(x["new_logprobs"] - x["sampler_logprobs"])[scored])
+        beyond = (x["advantages"] > 0) & (x["ratio"] > 1.2) | (x["advantages"] < 0) & (x["ratio"] < 0.8)
+        np.testing.assert_array_equal(x["clipped"], beyond & in_loss)
+        advantages, values = x["advantages"][in_loss], x["values"][in_loss]
+        unwhitened = [
+            gae(x["rewards"][i : i + 1, :length], x["values"][i : i + 1, :length], 1.0, 0.95)[0]
+            for i, length in enumerate(in_loss.sum(1))
+        ]
+        returns = values + np.concatenate(unwhitened)
+        np.testing.assert_allclose(advantages, standardised(np.concatenate(unwhitened)), rtol=1e-6)
+        expected = {"val/advantages_mean": advantages.mean(), "val/advantages_abs_mean": np.abs(advantages).mean()}
+        expected |= {"val/mean": values.mean(), "val/returns": returns.mean()}
+        expected["val/explained_var"] = 1 - (returns - values).var() / returns.var()
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert partly
+
+
 def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_late, tiny_sums, tmp_path):
     """Under torchrun, with FSDP2; the first process has the workers and publishes what both keep."""
     (tmp_path / "letters.py").write_text(LETTERS)
@@ -353,13 +386,75 @@ def test_rays_own_troubles_end_in_one_line(monkeypatch):
             raise error
         assert "\n" not in str(caught.value)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     for problem in (ConnectionError("nobody\nthere"), RuntimeError("Version mismatch"), ValueError("no address")):
         monkeypatch.setattr(ray, "init", lambda problem=problem, **_: exec("raise problem", {"problem": problem}))
-        with pytest.raises(InputError, match=f"--ray_address far:1: {str(problem).split()[0]}"):
-            rlvr_async.connect(Args(ray_address="far:1"))
+        words = f"--ray_address far: {str(problem).split()[0]}"
+        with pytest.raises(InputError, match=words), rlvr_async.connected(Args(ray_address="far")):
+            pass
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"need Ray: pip install 'ppo-rlhf\[async\]'"):
-        rlvr_async.connect(Args())
+    words = r"need Ray: pip install 'ppo-rlhf\[async\]'"
+    with pytest.raises(InputError, match=words), rlvr_async.connected(Args()):
+        pass
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://localhost:{}", "127.0.0.1:7{}"])
+def test_an_address_where_nothing_listens_ends_in_one_line_at_once(monkeypatch, form):
+    """Ray itself would try for twelve minutes. The third one is no port."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = form.format(listening.getsockname()[1])
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    with pytest.raises(InputError) as caught, rlvr_async.connected(Args(ray_address=address)):
+        pass
+    line = str(caught.value)
+    assert line.startswith(f"--ray_address {address}: ") and "`ray start --head`" in line and "\n" not in line
+
+
+RAY = """
+import pathlib, signal, sys, threading, time
+
+def is_initialized():
+    return False
+
+def init(**_):  # as Ray's does, if it is called in the main thread
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+    print("starts", flush=True)
+    time.sleep(0.5)
+    print("has started", flush=True)
+
+def shutdown():
+    print("is ended", flush=True)
+"""
+CONNECTS = """
+import sys, time
+sys.path.insert(0, "")
+from ppo_rlhf import rlvr_async
+from ppo_rlhf.lib import errors
+
+def main():
+    with rlvr_async.connected(rlvr_async.Args()):
+        time.sleep(60)
+
+errors.run_script(main)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_ray_starts_ends_the_run_in_order(tmp_path, number, status):
+    (tmp_path / "ray.py").write_text(RAY)
+    (tmp_path / "connects.py").write_text(CONNECTS)
+    launched = Launched(tmp_path / "connects.py", folder=tmp_path)
+    while "starts" not in launched.stdout() and launched.process.is_alive():
+        time.sleep(0.02)
+    os.kill(launched.process.pid, number)
+    result = launched.wait(30)
+    assert result.status == status, result
+    said = {"stopped by SIGTERM": result.stdout, "error: interrupted": result.stderr}
+    assert [words for words in said if words in said[words]] == [list(said)[status > 0]]
+    assert result.stdout.startswith("starts\nhas started\nis ended\n")
 
 
 @pytest.mark.parametrize(("staleness", "workers", "crowded"), [(0, 1, False), (1, 1, True), (0, 2, True)])
@@ -460,6 +555,8 @@ def test_weights_of_decoupled_ppo(settings, weights):
     if not settings:
         assert metrics["async/weight_mean"] == pytest.approx(10.25 / 8)
         assert metrics["async/clipped_share"] == 3 / 8 and metrics["async/rejected_share"] == 0
+        at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE)[2]  # one ratio is 3
+        assert at_the_cap["async/clipped_share"] == 2 / 8
         assert metrics["async/staleness_mean"] == pytest.approx(4 / 3) and metrics["async/staleness_max"] == 2
         ratios = torch.tensor(RATIOS, dtype=torch.float64)[LIVE]
         assert metrics["async/chi2_token"] == pytest.approx(float((ratios**2).mean()) - 1)
@@ -504,6 +601,16 @@ def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_
         assert_close(advantages, (totals - mean).unsqueeze(1).expand(3, 3).masked_fill(~expected, 0))
 
 
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing(normalised):
+    batch = dataclasses.replace(stale_batch(), mask=torch.zeros_like(LIVE), loss_mask=torch.zeros_like(LIVE))
+    args = args_of(correction_normalised=normalised, rejection="token")
+    trained, weights, metrics = correct(batch, args, 5, ALONE)
+    assert not trained.loss_mask.any() and not weights.any()
+    numbers = {name: value for name, value in metrics.items() if "staleness" not in name}
+    assert len(numbers) == 12 and set(numbers.values()) == {0.0}
+
+
 def test_processes_find_the_same_weights_of_the_whole_batch():
     batch, settings = stale_batch(), {"correction_normalised": True, "rejection": "token"}
     batch = dataclasses.replace(batch, **{n: torch.cat([t, t[:1]]) for n, t in batch.tensors().items()})
@@ -518,6 +625,7 @@ def test_processes_find_the_same_weights_of_the_whole_batch():
     assert_close(torch.cat([part[1] for part in parts]), weights)
     assert torch.cat([part[0].loss_mask for part in parts]).equal(trained.loss_mask)
     assert all(part[2] == pytest.approx(metrics) for part in parts)
+    assert metrics["async/rejected_share"] == 6 / 11  # of 11 tokens, in float64
 
 
 # ---- Arguments, metrics ----------------------------------------------------------------------------------------
@@ -526,8 +634,14 @@ BAD = {
     "--staleness -1": "staleness is -1; it must be at least 0",
     "--workers 0": "workers is 0; it must be at least 1",
     "--time_out 0": "time_out is 0.0; it must be above 0",
-    "--correction_cap 0": "correction_cap is 0.0; it must be above 0",
-    "--rejection_low 1.5": "--rejection_low 1.5 and --rejection_high 2.0 must have 1 between them",
+    "--correction_cap 0.9": "correction_cap is 0.9; it must be at least 1",
+    "--rejection token --rejection_low 1.5": "--rejection_low 1.5 and --rejection_high 2.0 must have 1 between them",
+    "--rejection token --rejection_high 1": "and 0.0001 on either side for rounding; 0.5 and 2.0 would do",
+    "--rejection_low 0.4": "--rejection_low 0.4 does nothing with --rejection none; leave it at 0.5",
+    "--rejection_high 3": "--rejection_high 3.0 does nothing with --rejection none; leave it at 2.0",
+    "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
+    "--correction bypass --ppo.loss reinforce --correction_normalised": "does nothing with --correction bypass",
+    "--staleness 0 --correction_level sequence": "--correction_level sequence does nothing with --correction none",
     "--gpus_per_worker -1": "gpus_per_worker is -1.0; it must be at least 0",
     "--preset dapo --staleness 1": "--ppo.filter_groups goes with --staleness 0",
 }

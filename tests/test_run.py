@@ -6,19 +6,26 @@ import hashlib
 import io
 import json
 import math
+import multiprocessing
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from processes import launch
+from processes import Launched, launch, launch_together
+from runs import only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
@@ -127,6 +134,15 @@ def test_tensorboard_holds_the_same_numbers(accelerator):
         assert [value for _, value in points] == pytest.approx(
             [metrics_at(step)[name] for step in range(4)], rel=1e-6
         )
+
+
+def test_a_step_is_one_event_of_tensorboard(accelerator):
+    """A resumed run writes all its steps again: one event for each metric would take a minute for 20,000 steps."""
+    run = start(accelerator)
+    log(run, range(4))
+    events = EventFileLoader(str(only(run.folder, "events.out.tfevents.*"))).Load()
+    scalars = [[value.tag for value in event.summary.value] for event in events if event.HasField("summary")]
+    assert [tags for tags in scalars if tags != ["arguments/text_summary"]] == [list(metrics_at(0))] * 4
 
 
 def test_samples_are_kept_with_their_step(accelerator):
@@ -373,6 +389,17 @@ def test_links_on_the_way_to_a_run_are_not_followed_but_one_to_it_is(tmp_path, a
         again.finish({})
 
 
+def test_a_run_that_was_moved_out_of_runs_keeps_its_models_in_its_folder(tmp_path, accelerator):
+    run = start(accelerator)
+    run.finish({})
+    (tmp_path / "disk").mkdir()
+    moved = shutil.move(run.folder, tmp_path / "disk" / "long")
+    again = start(accelerator, moved)
+    assert again.model_folder == tmp_path / "disk" / "models" / "long"
+    assert run_module.root_of("disk/long") == run_module.root_of("", {"runs": "disk"}) == tmp_path / "disk"
+    again.finish({})
+
+
 def test_a_path_is_looked_for_beside_the_run_first(tmp_path, monkeypatch):
     there, here = tmp_path / "there", tmp_path / "here"
     for path in (there / "both", there / "theirs", here / "both", here / "ours"):
@@ -616,6 +643,7 @@ def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, 
     if how_to_go_on:
         how_to_go_on = f"; --resume runs/{start(accelerator).folder.name} goes on"
     capsys.readouterr()
+    monkeypatch.setattr(errors, "leave_at_the_next_signal", lambda *_: None)  # this process goes on
 
     def main():
         raise KeyboardInterrupt
@@ -624,6 +652,78 @@ def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, 
         run_script(main)
     assert caught.value.code == 130
     assert capsys.readouterr().err == f"error: interrupted{how_to_go_on}\n"
+
+
+TIDIES_UP = """
+import time
+from ppo_rlhf.lib import errors
+
+def main():
+    print("begun", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("tidying up", flush=True)
+        time.sleep(60)
+
+errors.how_to_go_on = "--resume runs/x goes on"
+errors.run_script(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [(signal.SIGTERM, 0, "stopped by SIGTERM"), (signal.SIGINT, 130, "error: interrupted")],
+)
+def test_a_second_signal_does_not_wait_for_what_is_tidied_up(tmp_path, number, status, line):
+    (tmp_path / "tidies_up.py").write_text(TIDIES_UP)
+    launched = Launched(tmp_path / "tidies_up.py", folder=tmp_path)
+    for words in ("begun", "tidying up"):
+        while words not in launched.stdout() and launched.process.is_alive():
+            time.sleep(0.02)
+        os.kill(launched.process.pid, number)
+    result = launched.wait(30)
+    assert (result.status, result.stderr) == (status, f"{line}; --resume runs/x goes on\n")
+
+
+def test_a_fork_ends_when_it_is_told_to():
+    """As multiprocessing.Pool tells its workers, for which it then waits."""
+    told, (reading, writing) = [], os.pipe()
+    of_script, of_loop = (partial(errors.handler_of, signal.SIGTERM, lambda *_, n=n: told.append(n)) for n in (1, 2))
+    with of_script(), of_loop():
+        fork = multiprocessing.get_context("fork").Process(target=lambda: (os.write(writing, b"1"), time.sleep(60)))
+        fork.start()
+        os.read(reading, 1)  # before it runs, a signal would be lost
+        fork.terminate()
+        fork.join(20)
+        assert fork.exitcode == -signal.SIGTERM and not told
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert told == [2]
+
+
+ONE_FAILS = """
+import os
+import torch
+from ppo_rlhf.lib import errors, processes
+
+def main():
+    accelerator = processes.make_accelerator()
+    accelerator.reduce(torch.ones(1), "sum")
+    if os.environ["RANK"] == "1":
+        raise errors.InputError("it is only here")
+    accelerator.reduce(torch.ones(1), "sum")
+
+errors.PATIENCE = 0.5
+errors.how_to_go_on = "--resume runs/x goes on"
+errors.run_script(main)
+"""
+
+
+def test_the_first_process_says_in_one_line_that_another_has_ended(tmp_path):
+    (tmp_path / "one_fails.py").write_text(ONE_FAILS)
+    first, second = launch_together(2, tmp_path / "one_fails.py", folder=tmp_path)
+    assert (second.status, second.stderr) == (2, "error on process 1: it is only here\n")
+    assert (first.status, first.stderr) == (2, "error: another process has ended; --resume runs/x goes on\n")
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys):

@@ -215,7 +215,7 @@ class Stages:
                     f"their names; give its folder that name again"
                 )
             self.runs, self.timestamp = folder.parent, meta["joint"]["timestamp"]
-        self.root = self.runs.parent
+        self.root = run.beside(self.runs)
         self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
 
     def run_folder(self, args: Any) -> Path:

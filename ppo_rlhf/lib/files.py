@@ -1,7 +1,8 @@
-"""JSON files, and what was read from one."""
+"""JSON files, what was read from one, and who may read a file."""
 
 import contextlib
 import json
+import os
 import types
 import typing
 from pathlib import Path
@@ -31,6 +32,18 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def give_usual_mode(path: Path) -> None:
+    """Give a file, or the safetensors in a folder, the mode that the umask allows.
+
+    The library safetensors makes its files for the owner alone.
+    """
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
+        with contextlib.suppress(PermissionError):  # of file systems that have no modes
+            file.chmod(0o666 & ~umask)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -658,6 +658,7 @@ def save_language_model(
     weights: its whole state where it is sharded; None: as it is.
     """
     lm_backbone.save_pretrained(folder, state_dict=weights)
+    files.give_usual_mode(folder)
     tokenizer.save_pretrained(folder)
     files.write_json(folder / "ppo_rlhf.json", info)
 
@@ -703,6 +704,7 @@ def save_reward_model(
     classifier.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(kept, folder / "reward_head.safetensors")
+    files.give_usual_mode(folder)
     files.write_json(folder / "ppo_rlhf.json", info)
 
 
@@ -724,6 +726,7 @@ def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, a
     }
     save_language_model(folder, policy.lm_backbone, None, tokenizer, info)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+    files.give_usual_mode(folder)
 
 
 def save_policy_and_critic(

@@ -57,6 +57,12 @@ def import_function(name: str, field: str) -> Callable:
     return function
 
 
+def keeps_nothing(*names: str) -> bool:
+    """Whether these functions, if any are named, are this package's own, which keep nothing from call to call."""
+    modules = [name.split(":")[0] for name in names if name and name not in VERIFIERS]
+    return all(MOVED.get(module, module).startswith("ppo_rlhf.") for module in modules)
+
+
 def takes_references(function: Callable) -> bool:
     """Whether a function of texts has a third parameter: one that is given by position, with a default or without.
 

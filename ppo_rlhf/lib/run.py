@@ -72,8 +72,13 @@ def root_of(resume: str, joint: dict[str, Any] | None = None) -> Path:
     joint: of a stage of several.
     """
     if joint:
-        return Path(joint["runs"]).absolute().parent
-    return absolute(resume).parent.parent if resume else Path.cwd()
+        return beside(Path(joint["runs"]).absolute())
+    return beside(absolute(resume).parent) if resume else Path.cwd()
+
+
+def beside(runs: Path) -> Path:
+    """The folder that holds models/ of the runs in this folder, which is called runs unless they were moved."""
+    return runs.parent if runs.name == "runs" else runs
 
 
 def find_path(path: str, root: Path) -> Path:
@@ -179,7 +184,7 @@ class Run:
         else:
             runs, timestamp = (joint["runs"], joint["timestamp"]) if joint else ("runs", shared_timestamp())
             self.folder = Path(runs).absolute() / run_name(args, timestamp)
-        self.model_folder = self.folder.parent.parent / "models" / self.folder.name
+        self.model_folder = beside(self.folder.parent) / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self._writers: list[Callable[[int, dict[str, float]], None]] = []
         self._sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
@@ -564,6 +569,7 @@ class Run:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             save_file(contiguous, temporary / "tensors.safetensors")
+            files.give_usual_mode(temporary)
             state = {"run": self.meta["id"], "step": step, **state}
             files.write_json(temporary / "state.json", sealed(state, temporary / "tensors.safetensors"))
         except (OSError, SafetensorError) as error:

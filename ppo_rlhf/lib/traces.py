@@ -8,6 +8,7 @@ queries that are the same each time: tensors `tokens.<name>` (episodes, response
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import math
@@ -24,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import lm, posts, rewards as scorers
+from ppo_rlhf.lib import files, lm, posts, rewards as scorers
 from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # episodes that a trace keeps
@@ -64,10 +65,20 @@ def write(run_folder: Path, trace: Trace) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
         copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(copies, temporary, metadata={"texts": json.dumps(texts)})
+        save_file(copies, temporary, metadata={"texts": json.dumps(texts | {"sha256": checksum(copies, texts)})})
+        files.give_usual_mode(temporary)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"the trace of update {trace.update} cannot be written ({error})") from error
+
+
+def checksum(tensors: dict[str, Tensor], texts: dict[str, Any]) -> str:
+    """One SHA-256 of everything in a trace."""
+    digest = hashlib.sha256(json.dumps(texts).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read(run_folder: Path, update: int, again: bool = False) -> Trace:
@@ -77,9 +88,13 @@ def read(run_folder: Path, update: int, again: bool = False) -> Trace:
     try:
         with safe_open(path, "pt") as file:
             texts = json.loads(file.metadata()["texts"])
-            for name in file.keys():  # noqa: SIM118, it is no dictionary
-                kind, column = name.split(".", 1)
-                parts[kind][column] = file.get_tensor(name)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
+        written = texts.pop("sha256", None)  # older traces have none
+        if written not in (None, checksum(tensors, texts)):
+            raise ValueError("it is not what was written")
+        for name, tensor in tensors.items():
+            kind, column = name.split(".", 1)
+            parts[kind][column] = tensor
         return Trace(update, again, **parts, **texts)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
@@ -147,6 +162,14 @@ def of_tokens(
 # the train() that calls, and `script` is its module: what it computes with is used here.
 
 
+def scorer_of_traces(score: scorers.Scorer, function: str) -> scorers.Scorer:
+    """The scorer of responses that only a trace shows: `score`, or one that says NaN if that calls a user's function.
+
+    A function may count its calls, or draw random numbers: it would give the run other scores after a trace.
+    """
+    return score if scorers.keeps_nothing(function) else lambda queries, *_: torch.full((len(queries),), math.nan)
+
+
 def after_update(
     logprobs: Tensor, new_logprobs: Tensor, entropies: Tensor, advantages: Tensor, cliprange: float
 ) -> dict[str, Tensor]:
@@ -205,14 +228,16 @@ def of_posts(
         responses, logprobs, values, _ = script.respond(actor_critic, ids, task.temperature, queries, uniforms)
         query_responses = torch.cat([queries, responses], dim=1)
         ref_logprobs = reference.logprobs(ids, queries.shape[1], task.temperature, query_responses)
-        raw_scores, stopped = score(queries, responses, references), lm.has_stop(responses, ids.stop, 0)
+        raw_scores = scorer_of_traces(score, shaping.function)(queries, responses, references).to(device)
+        stopped = lm.has_stop(responses, ids.stop, 0)
         scores = script.punish_missing_eos(raw_scores, stopped, shaping.missing_eos, shaping.missing_eos_penalty)
         mask, value_mask = script.response_masks(responses, ids.pad)
         rewards, _, kl = script.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator)
     of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
     of_tokens |= {"mask": mask, "value_mask": value_mask}
     of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
-    of_episodes |= {name: function(queries, responses, references) for name, function in monitor.items()}
+    for name, function in monitor.items():
+        of_episodes[name] = scorer_of_traces(function, shaping.monitor)(queries, responses, references)
     keep(queries, responses, references, of_tokens, of_episodes, again=True)
 
 
@@ -225,32 +250,46 @@ def of_problems(
     sample: Callable[..., tuple[Tensor, Tensor]],
     update: int,
     batch: Any,
+    trained: Any,
     advantages: Tensor,
     kl_coef: float,
 ) -> None:
-    """Chapter 3: whole groups. Those that are answered again are whitened among themselves."""
+    """Chapter 3: whole groups. Those that are answered again are whitened among themselves.
+
+    trained: the batch as the losses took it. They may count fewer tokens than were scored, and have the sampler's
+    log-probs as the old ones.
+    """
     script, sizes, ppo = inspect.getmodule(type(setup)), setup.sizes, setup.args.ppo
     n = ppo.samples_per_prompt
     prompts = min(math.ceil(TRACED / n), sizes.local_batch // n)
     everywhere = prompts * setup.accelerator.num_processes
     few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
+    # As scorer_of_traces: in place of functions of the user's, one that says 0, as NaN would leave all tokens out.
+    known = scorers.keeps_nothing(setup.args.rewards.verifier, setup.args.rewards.format)
+    silent = (lambda prompts, *_: torch.zeros(len(prompts)).double(), 0.0)
+    sources = setup.sources if known else dict.fromkeys(setup.sources, silent)
     with actor_critic.sampling():
-        few_setup = dataclasses.replace(setup, sizes=few)
+        few_setup = dataclasses.replace(setup, sizes=few, sources=sources)
         again = script.rollout(few_setup, actor_critic, reference, sample, 0, version=update + 1)
+    if not known:
+        nan = {name: torch.full_like(getattr(again, name), math.nan) for name in ("scores", "raw_scores", "parts")}
+        again = dataclasses.replace(again, **nan)
     again = script.with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
     advantages_again, _ = script.compute_advantages(again, ppo, torch.clone)
-    trained, trained_advantages = batch.rows(slice(prompts * n)), advantages[: prompts * n]
-    for repeated, one, advantages in ((False, trained, trained_advantages), (True, again, advantages_again)):
+    rows = slice(prompts * n)
+    of_batch, of_again = (batch.rows(rows), trained.rows(rows), advantages[rows]), (again, again, advantages_again)
+    for repeated, (one, in_loss, advantages) in ((False, of_batch), (True, of_again)):
         names = ("logprobs", "sampler_logprobs", "ref_logprobs", "kl", "rewards", "values")
         of_tokens = {name: getattr(one, name) for name in names if name != "values" or actor_critic.critic}
-        of_tokens |= {"mask": one.loss_mask, "scored": one.mask, "advantages": advantages}
+        of_tokens |= {"mask": in_loss.loss_mask, "scored": one.mask}
+        of_tokens |= {"advantages": advantages} if known or not repeated else {}
         if not repeated:
             new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, setup.ids.pad)
             _, clipped, _ = script.token_losses(
-                *(new_logprobs, one.logprobs, advantages, one.mask, ppo.loss), **script.bounds(ppo)
+                *(new_logprobs, in_loss.logprobs, advantages, in_loss.loss_mask, ppo.loss), **script.bounds(ppo)
             )
             of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
-            of_tokens |= {"ratio": torch.exp(new_logprobs - one.logprobs)}
+            of_tokens |= {"ratio": torch.exp(new_logprobs - in_loss.logprobs)}
         of_episodes = {name: getattr(one, name) for name in ("scores", "raw_scores", "stopped", "groups")}
         of_episodes |= {name: one.parts[:, i] for i, name in enumerate(setup.sources)}
         tokens = one.query_responses.tensor_split([-one.mask.shape[1]], dim=1)

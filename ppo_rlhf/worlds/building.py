@@ -38,6 +38,7 @@ def new_world(folder: Path, name: str) -> Iterator[Path]:
     place = begin_building(folder)
     try:
         yield place
+        files.give_usual_mode(place)
         try:
             place.rename(folder)
         except OSError:
