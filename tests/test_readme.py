@@ -353,8 +353,12 @@ def test_curves_of_the_questions():
         "clipped share": ([100 * one["ppo/policy/clipfrac"].max(), 100 * three["policy/clipfrac_avg"].max()], 0.05),
         "`approxkl`": ([one["ppo/policy/approxkl"].median(), three["policy/approxkl_avg"].median()], 5e-5),
         "policy loss": (
-            [one["ppo/loss/policy"].min(), one["ppo/loss/policy"].max()]
-            + [three["loss/policy_avg"].min(), three["loss/policy_avg"].max()],
+            [
+                one["ppo/loss/policy"].min(),
+                one["ppo/loss/policy"].max(),
+                three["loss/policy_avg"].min(),
+                three["loss/policy_avg"].max(),
+            ],
             6e-4,
         ),
         "value loss": (ends(one["ppo/loss/value"]) + ends(three["loss/value_avg"]), 0.03),
@@ -528,7 +532,7 @@ def test_arguments_of_trl_have_counterparts_that_exist():
     ours = [name for row in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", row.split(" | ")[1])]
     assert len(ours) > 25 and set(ours) <= flags_of(tldr_policy), set(ours) - flags_of(tldr_policy)
     metrics = (ROOT / "docs/questions.md").read_text().partition("| TRL 1.12 | here |")[2].split("\n\n")[0]
-    names = {name for name in re.findall(r"`([\w/]+)`", metrics)}
+    names = set(re.findall(r"`([\w/]+)`", metrics))
     header = (ROOT / "static/demo-tldr/policy_metrics.csv").read_text().partition("\n")[0].split(",")
     assert names <= set(header), names - set(header)
 
