@@ -334,6 +334,50 @@ def test_ten_seeds_beside_the_original():
             ], name
 
 
+def test_curves_of_the_questions():
+    """Healthy numbers of two demos: first update, mean of the last ten, least, most and median."""
+    page = (ROOT / "docs/questions.md").read_text()
+    one, three = (pd.read_csv(ROOT / f"static/{name}/metrics.csv") for name in ("demo", "demo-rlvr"))
+    assert (len(one), len(three)) == (200, 70)
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in page.splitlines() if line[:2] == "| "}
+
+    def ends(values: pd.Series) -> list[float]:
+        return [values.iloc[0], values.iloc[-10:].mean()]
+
+    right = 100 * three["objective/verifiable_correct_rate"]
+    explained = [one["ppo/val/var_explained"], three["val/explained_var"]]
+    expected = {
+        "score": (ends(one["objective/score"]) + ends(right), 0.5),
+        "KL from the reference": ([0, *ends(one["objective/kl"])[1:]], 0.05),
+        "`first_ratio_gap`": ([one["ppo/val/first_ratio_gap"].max(), three["val/first_ratio_gap"].max()], 5e-8),
+        "clipped share": ([100 * one["ppo/policy/clipfrac"].max(), 100 * three["policy/clipfrac_avg"].max()], 0.05),
+        "`approxkl`": ([one["ppo/policy/approxkl"].median(), three["policy/approxkl_avg"].median()], 5e-5),
+        "policy loss": (
+            [
+                one["ppo/loss/policy"].min(),
+                one["ppo/loss/policy"].max(),
+                three["loss/policy_avg"].min(),
+                three["loss/policy_avg"].max(),
+            ],
+            6e-4,
+        ),
+        "value loss": (ends(one["ppo/loss/value"]) + ends(three["loss/value_avg"]), 0.03),
+        "explained variance": ([0, *[ends(values)[1] for values in explained]], 0.005),
+        "entropy per token": (ends(one["ppo/policy/entropy"]) + ends(three["policy/entropy_avg"]), 0.005),
+        "responses that end": ([ends(one["objective/stopped"])[1], ends(three["val/stop_token_rate"])[1]], 0.005),
+    }
+    for name, (values, tolerance) in expected.items():
+        cell = re.sub(r"chapter \d|(starts at|from|near) (?=[01]\b(?!\.))", r"\1 ", rows[name])
+        shown = [float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-\d+)?", cell)]
+        found = shown[-len(values) :]
+        assert found == pytest.approx(values, abs=tolerance), name
+    after_warm_up = three["policy/grad_norm"][5:]
+    assert (three["policy/approxkl_avg"][:5] < 1e-12).all() and three["policy/approxkl_avg"][5] > 1e-4
+    assert [round(after_warm_up.min(), 2), round(after_warm_up.max(), 2)] == [0.13, 0.47]
+    assert "between 0.13 and 0.47" in page and "the highest in chapter 1 is 0.12" in page
+    assert round(one["ppo/policy/approxkl"].max(), 2) == 0.12 and one["objective/kl"].min() > 0
+
+
 def test_reward_model_and_commit():
     policy, reward = (json.loads((DEMO / name).read_text()) for name in ("meta.json", "reward_meta.json"))
     assert policy["commit"] == reward["commit"]
@@ -467,6 +511,30 @@ def test_every_page_is_reached_from_the_first():
         links = [(page, link) for page in new for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())]
         new = {page.parent.joinpath(link).resolve() for page, link in links if "://" not in link} - reached
     assert {page for page in PAGES if "docs" in page.parts[len(ROOT.parts) :]} <= reached
+
+
+def test_twenty_questions_name_code_and_tests_that_exist():
+    page = (ROOT / "docs/questions.md").read_text()
+    questions = re.findall(r"^\d+\. \[(.+)\]\(#", page, re.MULTILINE)
+    parts = dict(part.split("\n", 1) for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:])
+    assert list(parts)[:-1] == questions and len(questions) == 20
+    for question in questions:
+        named = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", parts[question])
+        for name, path in named:
+            defined = {node.name for node in ast.parse((ROOT / path).read_text()).body if hasattr(node, "name")}
+            assert name in defined, (name, path)
+        assert "Code: " in parts[question] and any(path.startswith("tests/") for _, path in named), question
+        assert re.search(r"\d", parts[question]) and "https://github.com/" in parts[question].partition("Thread")[2]
+
+
+def test_arguments_of_trl_have_counterparts_that_exist():
+    table = (ROOT / "docs/questions.md").read_text().partition("| `PPOConfig` of TRL 1.12")[2].split("\n\n")[0]
+    ours = [name for row in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", row.split(" | ")[1])]
+    assert len(ours) > 25 and set(ours) <= flags_of(tldr_policy), set(ours) - flags_of(tldr_policy)
+    metrics = (ROOT / "docs/questions.md").read_text().partition("| TRL 1.12 | here |")[2].split("\n\n")[0]
+    names = set(re.findall(r"`([\w/]+)`", metrics))
+    header = (ROOT / "static/demo-tldr/policy_metrics.csv").read_text().partition("\n")[0].split(",")
+    assert names <= set(header), names - set(header)
 
 
 def test_change_this_names_functions_that_exist():
