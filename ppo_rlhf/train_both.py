@@ -112,12 +112,27 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, trust_remote_co
     rows = [row for key, chunk in enumerate(queries.split(64)) for row in comparison.rows(chunk, key)]
     (policy_run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sample.print_rows("Held-out queries, continued by the language model and by the trained policy", rows[:4])
-    base, policy = (
-        {key: [row[f"{name} {key}"] for row in rows] for key in comparison.scorers} for name in ("base", "policy")
+    print(
+        "",
+        *summary(rows, reward_meta, policy_meta),
+        "",
+        f"learning curves  {run.shown(policy_run / 'learning_curves.png')}",
+        f"                 {run.shown(reward_run / 'learning_curves.png')}",
+        f"samples          {run.shown(policy_run / 'comparison.jsonl')}",
+        f"models           {run.shown(policy_folder)}",
+        f"                 {run.shown(reward_folder)}",
+        f"read more        python ppo_rlhf/sample.py --policy {run.shown(policy_folder)}",
+        sep="\n",
     )
+
+
+def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]:
+    """A sentence for each result. rows: queries with both continuations and their scores, as in comparison.jsonl."""
+    scorers = [name for name in ("score", "gold") if f"base {name}" in rows[0]]
+    base, policy = ({key: [row[f"{name} {key}"] for row in rows] for key in scorers} for name in ("base", "policy"))
     before, after = ({key: statistics.fmean(values) for key, values in scores.items()} for scores in (base, policy))
     minutes = {name: meta["wall_time"] / 60 for name, meta in (("reward", reward_meta), ("policy", policy_meta))}
-    learned, lines = reward_meta["results"], [""]
+    learned, lines = reward_meta["results"], []
 
     if "test_accuracy" in learned:
         lines.append(
@@ -149,19 +164,12 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, trust_remote_co
         )
     target = policy_meta["args"]["rewards"]["adaptive_kl"]["target"]
     lines += [
-        f"The policy is {policy_meta['results']['last_kl']:.1f} nats per response from the language model, in the "
-        f"mean of the last ten updates{f'; the target is {target:g}' if target else ''}.",
+        f"The policy is {policy_meta['results']['last_kl']:.1f} nats per response from the language model, "
+        f"averaged over the last ten updates{f'; the target is {target:g}' if target else ''}.",
         f"It took {sum(minutes.values()):.1f} minutes: the reward model {minutes['reward']:.1f}, "
         f"the policy {minutes['policy']:.1f}.",
-        "",
-        f"learning curves  {run.shown(policy_run / 'learning_curves.png')}",
-        f"                 {run.shown(reward_run / 'learning_curves.png')}",
-        f"samples          {run.shown(policy_run / 'comparison.jsonl')}",
-        f"models           {run.shown(policy_folder)}",
-        f"                 {run.shown(reward_folder)}",
-        f"read more        python ppo_rlhf/sample.py --policy {run.shown(policy_folder)}",
     ]
-    print(*lines, sep="\n")
+    return lines
 
 
 if __name__ == "__main__":
