@@ -586,7 +586,7 @@ def test_what_the_demo_prints_is_on_the_first_page():
 
 def test_the_code_on_the_first_page_is_that_of_the_script():
     """Twelve lines, word for word, in their order; docstrings and comments that fill a line are left out."""
-    rewards, gae = blocks(README, "python")[0].split("\n\n")
+    rewards, gae = blocks(README, "python")[0].split("\n\n\n")
     assert len((rewards + "\n" + gae).splitlines()) == 12
     for shown, function in ((rewards, train_policy.compute_rewards), (gae, train_policy.compute_gae)):
         source = inspect.getsource(function).replace(f'"""{function.__doc__}"""', "")
