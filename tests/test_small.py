@@ -59,7 +59,7 @@ GRPO = {
     "MINIBATCHES": ("ppo.nminibatches", None),
     "RESPONSE_LENGTH": ("task.response_length", 30),
     "LR": ("ppo.lr", 3e-3),
-    "CLIP": ("ppo.cliprange_low", 0.01),
+    "CLIP": ("ppo.cliprange_high", 0.01),
     "MAX_GRAD_NORM": ("ppo.max_grad_norm", 0.1),
 }
 UPDATES, PROMPTS = 3, 4  # in these tests
@@ -348,7 +348,7 @@ def big_grpo(easy_sums, tmp_path_factory) -> Path:
     """The folder in which rlvr_policy.py has run."""
     folder = tmp_path_factory.mktemp("big_grpo")
     sizes = f"--ppo.batch_size {EPISODES} --ppo.total_episodes {UPDATES * EPISODES} --eval_samples 0 "
-    sizes += f"--ppo.local_micro_batch_tokens {ONE_PASS} --ppo.cliprange_high {GRPO['CLIP'][1]}"
+    sizes += f"--ppo.local_micro_batch_tokens {ONE_PASS} --ppo.cliprange_low {GRPO['CLIP'][1]}"
     where = f"--preset sums-grpo --base_model {easy_sums}/model --task.problems {easy_sums}".split()
     result = launch("rlvr_policy.py", *where, *flags_of(GRPO), *sizes.split(), folder=folder)
     assert result.status == 0, result.stderr
@@ -435,7 +435,8 @@ def test_grpo_has_the_constants_of_the_preset():
     ppo, source = args.ppo, (SMALL / "grpo.py").read_text()
     assert f"UPDATES = {ppo.total_episodes // ppo.batch_size}\n" in source
     assert ppo.batch_size == module.PROMPTS * module.GROUP and (0.9, ppo.beta2) == module.BETAS
-    assert ppo.cliprange_low == ppo.cliprange_high and ppo.noptepochs == 1 and ppo.advantage == "grpo"
+    assert ppo.cliprange_low is None and module.CLIP == 0.2  # which None means
+    assert ppo.noptepochs == 1 and ppo.advantage == "grpo"
     assert ppo.weight_decay == 0 and args.eval_problems == 512 and f'"test")[:{args.eval_problems}]' in source
     assert args.rewards.verifier == "gsm8k_strict" and args.task.temperature == 1 and problems.GREEDY == 1e-6
 

@@ -12,7 +12,7 @@ numbered in `train` as in the other chapters: (1) draw problems; (2) generate a 
 `rlvr_policy.py --preset sums-grpo` is the same algorithm. That script adds other models, problems and verifiers, a
 critic, KL penalties, other advantages and losses, several GPUs, checkpoints, metrics and error checks. Marks such as
 [V33] in it lead to docs/details/chapter3.md, which explains each detail and where it comes from. tests/test_small.py
-shows that both versions train the same weights, bit for bit, if the big script reads each minibatch in a single pass.
+runs both versions on a tiny world, each minibatch in a single pass: they train the same weights, bit for bit.
 """
 
 import argparse

@@ -16,8 +16,8 @@ Each PPO update has eight steps, which are numbered in `train_policy`: (1) sampl
 
 `train_both.py --preset tales` is the same algorithm. The scripts that it runs, train_reward.py and train_policy.py,
 add other models and data, several GPUs, low precision, checkpoints, metrics and error checks. Marks such as [D54] in
-them lead to docs/details/chapter1.md, which explains each detail and where it comes from. tests/test_small.py shows
-that both versions train the same weights, bit for bit, if the big scripts read each minibatch in a single pass.
+them lead to docs/details/chapter1.md, which explains each detail and where it comes from. tests/test_small.py runs
+both versions on a tiny world, each minibatch in a single pass: they train the same weights, bit for bit.
 """
 
 import argparse
