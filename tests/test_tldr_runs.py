@@ -19,6 +19,7 @@ import torch
 from processes import SCRIPTS, launch, launch_together
 from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
+from test_bad_input import other_words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, tldr_all, tldr_policy
