@@ -1087,7 +1087,9 @@ BAD_INPUT = {
         damage=lambda folder: other_words("critic")(shutil.copytree(folder / "reward", folder / "critic").parent),
     ),
     "reward model that is not finite": bad_policy("", "reward_head.safetensors", "not finite", damage=not_finite),
-    "adapters for no layer": bad_policy("--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules: ", "no layer 'q'"),
+    "adapters for no layer": bad_policy(
+        "--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules: ", "no layer 'q'"
+    ),
     # functions
     "monitor of a taken name": bad_policy("--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "kl is taken"),
     "unknown function": bad_policy("--rewards.monitor mine:none", "--rewards.monitor mine:none"),

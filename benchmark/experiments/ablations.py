@@ -102,7 +102,7 @@ ABLATIONS = {
             "    models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)\n": "",
             "    models.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)\n": "",
             # Nor does a pass cut padding, which would count less in it.
-            " if longest >= tokens.shape[1] else left_pad(tokens, pad_id)[:, -longest:]": "",
+            "# ---- Arguments -": "passes.pack = lambda tokens, pad_id, longest: tokens\n# ---- Arguments -",
             POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
         },
         own_reward_model=True,
