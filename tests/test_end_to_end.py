@@ -121,7 +121,7 @@ def test_the_summary_of_one_held_out_query(both_run: Path, tiny_world: Path, tmp
     info = json.loads((policy / "ppo_rlhf.json").read_text())
     info["task"]["query_dataset"] = str(tmp_path / "few.txt")
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    train_both.report(reward, policy, False)
+    train_both.report(tmp_path / "runs", reward, policy, False)
     (query,) = held_out_queries(only(tmp_path, "runs/train_policy__*"))
     assert query in stories[49]
     said = capsys.readouterr().out
