@@ -279,7 +279,7 @@ def test_a_run_goes_on_elsewhere_with_what_it_began_with(tiny_reward: Path, else
     shutil.rmtree(run / "checkpoints" / "4")
     shutil.copy(here / "m" / "model.safetensors", there / "m")
     result = launch("train_policy.py", "--resume", f"runs/{run.name}", folder=there)
-    assert result.status == 2 and "the weights in m are not those of the --base_model" in result.stderr
+    assert result.status == 2 and "m/model.safetensors is not what --base_model was" in result.stderr
     assert metrics_of(run) == metrics
 
 
