@@ -36,7 +36,7 @@ def invented(seed: int) -> dict:
         "raw_scores": [draw(2) for _ in range(5)],
         "stopped": [i % 2 == 0 for i in range(5)],
         **{"logprobs": logprobs, "ref_logprobs": rows(1, logprobs), "values": values},
-        "epochs": [{"new_logprobs": rows(0.4, logprobs), "new_values": rows(0.4, values)} for _ in range(2)],
+        "epochs": [{"new_logprobs": rows(0.4, logprobs), "new_values": rows(0.8, values)} for _ in range(2)],
     }
 
 
