@@ -1,0 +1,178 @@
+"""lib/derivation.py computes what train_policy.py computes, and docs/chapter1.md shows those numbers."""
+
+import copy
+import random
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from benchmark.experiments import one_update
+from ppo_rlhf import train_policy
+from ppo_rlhf.lib import derivation
+from ppo_rlhf.lib.files import read_json
+
+RECORDED = read_json(one_update.ROOT / one_update.RECORDING)
+PAGE = (one_update.ROOT / "docs/chapter1.md").read_text()
+
+
+def double(rows) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def invented(seed: int) -> dict:
+    """Five episodes of seven tokens: many ratios and new values are outside of their ranges."""
+    draw = partial(random.Random(seed).gauss, 0.0)
+
+    def rows(deviation: float, around=None) -> list[list[float]]:
+        return [[draw(deviation) + (around[i][t] if around else 0) for t in range(7)] for i in range(5)]
+
+    logprobs, values = rows(1), rows(1)
+    settings = {"kl_coef": 0.3, "target": 2.0, "horizon": 100.0, "penalty_reward_value": -1.5, "vf_coef": 0.25}
+    settings |= {"gamma": 0.9, "lam": 0.6, "cliprange": 0.15, "cliprange_value": 0.25}
+    return {
+        "settings": settings,
+        "raw_scores": [draw(2) for _ in range(5)],
+        "stopped": [i % 2 == 0 for i in range(5)],
+        **{"logprobs": logprobs, "ref_logprobs": rows(1, logprobs), "values": values},
+        "epochs": [{"new_logprobs": rows(0.4, logprobs), "new_values": rows(0.8, values)} for _ in range(2)],
+    }
+
+
+def with_tensors(told: dict) -> dict:
+    """The same numbers as train_policy.py computes them, in float64."""
+    settings = told["settings"]
+    names = ("gamma", "lam", "cliprange", "cliprange_value", "vf_coef")
+    ppo = train_policy.PpoArgs(**{name: settings[name] for name in names})
+    logprobs, values = double(told["logprobs"]), double(told["values"])
+    scores = torch.where(torch.tensor(told["stopped"]), double(told["raw_scores"]), settings["penalty_reward_value"])
+    rewards, _, kl = train_policy.compute_rewards(scores, logprobs, double(told["ref_logprobs"]), settings["kl_coef"])
+    whitened = train_policy.whiten(rewards, keep_mean=True)
+    advantages, _ = train_policy.compute_gae(whitened, values, ppo.gamma, ppo.lam)
+    [whitened_advantages], [returns] = train_policy.group_advantages(rewards[None], values[None], ppo)
+    epochs = []
+    for epoch in told["epochs"]:
+        new_logprobs, new_values = double(epoch["new_logprobs"]), double(epoch["new_values"])
+        told_of_old = (logprobs, values, whitened_advantages, returns)
+        epochs.append(train_policy.ppo_loss(new_logprobs, torch.zeros(1), new_values, *told_of_old, ppo)[1])
+    controller = train_policy.AdaptiveKLController(
+        settings["kl_coef"], target=settings["target"], horizon=settings["horizon"]
+    )
+    controller.update(kl.sum(1).mean().item(), len(scores))
+    tensors = {"scores": scores, "kl": kl, "rewards": rewards, "whitened_rewards": whitened}
+    tensors |= {"advantages": advantages, "returns": returns, "whitened_advantages": whitened_advantages}
+    return {**tensors, "epochs": epochs, "next_kl_coef": controller.value}
+
+
+def by_hand(told: dict) -> dict:
+    update = derivation.update(told, told["settings"])
+    names = ("scores", "kl", "rewards", "advantages", "returns")
+    tables = {name: double(getattr(update, name)) for name in names}
+    tables |= {name: double(getattr(update, name).rows) for name in ("whitened_rewards", "whitened_advantages")}
+    return {**tables, "epochs": [logged(epoch) for epoch in update.epochs], "next_kl_coef": update.next_kl_coef}
+
+
+def logged(epoch: derivation.Epoch) -> dict[str, float]:
+    """An epoch's numbers under the names that train_policy.py logs."""
+
+    def mean(rows, number) -> float:
+        numbers = [number(entry) for row in rows for entry in row]
+        return sum(numbers) / len(numbers)
+
+    return {
+        "ppo/loss/policy": epoch.policy_loss,
+        "ppo/loss/value": epoch.value_loss,
+        "ppo/loss/total": epoch.total_loss,
+        "ppo/policy/clipfrac": mean(epoch.policy_terms, lambda term: term.is_clipped),
+        "ppo/val/clipfrac": mean(epoch.value_terms, lambda term: term.is_clipped),
+        "ppo/val/ratio": mean(epoch.ratios, float),
+    }
+
+
+def difference(ours: dict, theirs: dict) -> float:
+    """The largest difference of two such dictionaries."""
+    tensors = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
+    gaps = [(ours[name] - theirs[name]).abs().max().item() for name in tensors]
+    for one, other in zip(ours["epochs"], theirs["epochs"], strict=True):
+        gaps += [abs(one[name] - float(other[name])) for name in one]
+    return max([*gaps, abs(ours["next_kl_coef"] - theirs["next_kl_coef"])])
+
+
+# ---- The derivation and train_policy.py ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [RECORDED, *map(invented, range(20))], ids=lambda told: told.get("commit", "random"))
+def test_the_derivation_computes_what_train_policy_computes(told):
+    assert difference(by_hand(told), with_tensors(told)) < 1e-12
+
+
+def test_invented_episodes_use_every_branch():
+    update = derivation.update(invented(0), invented(0)["settings"])
+    for name in ("policy_terms", "value_terms"):
+        clipped = [term.is_clipped for epoch in update.epochs for row in getattr(epoch, name) for term in row]
+        assert 0.1 < sum(clipped) / len(clipped) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("step", "mistake"),
+    [
+        ("rewards", lambda score, kl, kl_coef: [-kl_coef * part + score / len(kl) for part in kl]),
+        ("temporal_differences", lambda r, v, gamma: [a + b - c for a, b, c in zip(r, [*v[1:], v[-1]], v)]),  # noqa: B905
+        ("advantages", lambda deltas, gamma, lam, right=derivation.advantages: right(deltas, gamma, lam * gamma)),
+        ("returns", lambda advantages, values: advantages),
+        ("clip", lambda number, low, high: number),
+        ("score", lambda raw_score, stopped, penalty: raw_score),
+    ],
+    ids=["score on every token", "value after the end", "gamma twice", "returns", "no clipping", "no penalty"],
+)
+def test_a_mistake_in_a_step_is_found(monkeypatch, step, mistake):
+    monkeypatch.setattr(derivation, step, mistake)
+    assert difference(by_hand(invented(0)), with_tensors(invented(0))) > 1e-3
+
+
+def test_the_recorded_run_computed_the_same():
+    """In float32, and with metrics that are means over the epochs."""
+    logged_by_run, ours = RECORDED["train_policy"], by_hand(RECORDED)
+    assert (ours["rewards"] - double(logged_by_run["rewards"])).abs().max() < 1e-6
+    for name in ours["epochs"][0]:
+        mean = sum(epoch[name] for epoch in ours["epochs"]) / len(ours["epochs"])
+        assert mean == pytest.approx(logged_by_run[name], abs=2e-6), name
+    assert ours["kl"].sum(1).mean().item() == pytest.approx(logged_by_run["objective/kl"], abs=1e-6)
+    assert ours["scores"].mean().item() == pytest.approx(logged_by_run["objective/score"], abs=1e-6)
+    assert ours["returns"].mean().item() == pytest.approx(logged_by_run["ppo/returns/mean"], abs=1e-6)
+    assert ours["next_kl_coef"] == pytest.approx(logged_by_run["next_kl_coef"], abs=1e-8)
+
+
+def test_the_first_ratio_is_1():
+    first = derivation.update(RECORDED, RECORDED["settings"]).epochs[0]
+    assert max(abs(ratio - 1) for row in first.ratios for ratio in row) < 1e-5
+
+
+# ---- The page --------------------------------------------------------------------------------------------------
+
+
+def strays(page: str) -> set[str]:
+    """Decimal numbers of the page that the command does not print, and that are no setting of the run."""
+    printed = "\n".join(one_update.blocks(RECORDED))
+    known = set(re.findall(r"\d+\.\d+", printed)) | {str(value) for value in RECORDED["settings"].values()}
+    known |= set(re.findall(r"\d+\.\d+", one_update.COMMAND))
+    return {number for number in re.findall(r"(?<![\w.])\d+\.\d+", page) if number not in known}
+
+
+def test_the_page_shows_what_the_command_prints():
+    places = [PAGE.find(block) for block in one_update.blocks(RECORDED)]
+    assert -1 not in places and places == sorted(places)
+    assert " ".join(one_update.COMMAND.split()) in " ".join(PAGE.replace("\\\n", "").split())
+    assert RECORDED["commit"][:7] in PAGE and "dirty" not in RECORDED["commit"]
+
+
+def test_the_prose_has_no_other_numbers():
+    assert strays(PAGE) == set()
+    assert strays(PAGE + " The ratio is 7.913.") == {"7.913"}
+
+
+def test_another_recording_gives_another_page():
+    other = copy.deepcopy(RECORDED)
+    other["values"][one_update.SHOWN[0]][-1] += 0.01
+    assert any(block not in PAGE for block in one_update.blocks(other))
