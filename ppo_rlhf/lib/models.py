@@ -612,13 +612,15 @@ def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None
     so that the model that is saved would not be the one that was trained.
     """
     what = f"{flag('lora.target_modules')} {','.join(names)!r}"
-    layers = {name: module.weight for name, module in lm_backbone.named_modules() if hasattr(module, "weight")}
+    weights = {name: getattr(module, "weight", None) for name, module in lm_backbone.named_modules()}
+    layers = {name: weight for name, weight in weights.items() if weight is not None}
     for name in names:
         fitting = [layer for layer in layers if f".{layer}".endswith(f".{name}")]
         if not fitting:
             there = sorted({layer.rpartition(".")[2] for layer, weight in layers.items() if weight.dim() == 2})
             raise InputError(
-                f"{what}: the base model has no layer {name!r}; it has {', '.join(there)}; all-linear, by itself, stands for every linear layer but the output layer"
+                f"{what}: the base model has no layer {name!r}; it has {', '.join(there)}; all-linear, by itself, "
+                f"stands for every linear layer but the output layer"
             )
         for layer in fitting:
             if shared := [other for other in layers if other != layer and layers[other] is layers[layer]]:
