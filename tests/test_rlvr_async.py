@@ -393,7 +393,7 @@ def test_rays_own_troubles_end_in_one_line(monkeypatch):
         with pytest.raises(InputError, match=words), rlvr_async.connected(Args(ray_address="far")):
             pass
     monkeypatch.setitem(sys.modules, "ray", None)
-    words = r"need Ray: pip install 'ppo-rlhf\[async\]'"
+    words = r"need Ray: pip install -e '.\[async\]'"
     with pytest.raises(InputError, match=words), rlvr_async.connected(Args()):
         pass
 
