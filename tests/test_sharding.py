@@ -41,6 +41,7 @@ def alone(tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_two(folder: Path, *arguments: str, **environment: str) -> Path:
     results = launch_together(2, RUN, str(SCRIPTS / "tldr_policy.py"), *arguments, folder=folder, **environment)
     assert [result.status for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    assert "view tensor" not in results[0].stderr + results[1].stderr
     return only(folder, "runs/*")
 
 

@@ -9,6 +9,7 @@ import datetime
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -168,23 +169,25 @@ def shard(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """
     if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
         raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+    # FSDP2 warns of in-place operations on what a module returns. No network here makes any.
+    warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
     for module in [*layers, model]:
         fully_shard(module, reshard_after_forward=reshards_after_forward(model), ignored_params=scalars)
 
 
 def reshards_after_forward(model: nn.Module) -> bool:
-    """Whether weights are sliced again after a forward pass. Those that never learn are: no backward pass follows."""
+    """Whether weights are sliced again after a forward pass. Frozen weights are, because no backward pass follows."""
     learns = any(parameter.requires_grad for parameter in model.parameters())
     return not learns or os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
 
 
 def make_outermost(model: nn.Module) -> None:
-    """Make a sharded model that has its weights the outermost, which the first part that is called would be else."""
+    """Mark this model as the FSDP root. Otherwise whichever submodule runs first becomes the root."""
     model.begin = lambda: None
     register_fsdp_forward_method(model, "begin")
     model.begin()
-    model.reshard()  # or what it has gathered now would stay for ever
+    model.reshard()  # otherwise what it has gathered now would stay forever
 
 
 @contextlib.contextmanager
