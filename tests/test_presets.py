@@ -190,9 +190,6 @@ def test_every_preset_divides(name, processes):
     assert sizes.local_batch * processes == sizes.batch == ppo.batch_size
     assert sizes.local_groups * processes == 8
     assert sizes.local_groups * sizes.group_batch == sizes.local_batch
-    assert sizes.local_minibatch * ppo.nminibatches == sizes.local_batch
-    assert sizes.local_micro_batch == sizes.local_minibatch
-    assert sizes.local_rollout_batch == sizes.local_batch
     sizes = reward_sizes(reward, processes)
     assert sizes.local_batch * processes == sizes.batch == reward.batch_size
     assert sizes.local_rollout_batch * processes == reward.rollout_batch_size
@@ -213,12 +210,8 @@ def test_sizes_by_hand():
         "updates": 6,  # 5.2, rounded up
         "batch": 192,
         "local_batch": 96,
-        "local_rollout_batch": 24,
         "local_groups": 2,
         "group_batch": 48,
-        "group_minibatch": 16,
-        "local_minibatch": 32,
-        "local_micro_batch": 8,
     }
 
 
