@@ -505,7 +505,7 @@ def test_broken_links_are_found():
     page = ROOT / "docs/results.md"
     good = ["results.md", "../README.md#where-to-begin", "details/chapter1.md#D54", "#ten-seeds", "https://x.org/y#z"]
     good += ["../benchmark/results", "../tests/register.py#L3", "details/README.md"]
-    bad = ["result.md", "README.md", "../README.md#where-to-write", "details/chapter1.md#D89", "#eleven-seeds"]
+    bad = ["result.md", "LICENSE", "../README.md#where-to-write", "details/chapter1.md#D89", "#eleven-seeds"]
     bad += ["../tests/register.py#L99999", "details/chapter1.md#d54", "/etc/hostname", "../../.."]
     links = " ".join(f"[x]({link})" for link in good + bad)
     assert broken_links(page, f"## Ten seeds\n{links}\n```\n[x](y)\n```\n") == bad

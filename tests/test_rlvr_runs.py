@@ -280,9 +280,12 @@ def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(tiny_sums, 
         assert row["objective/verifiable_correct_rate"] == pytest.approx(verifier)
 
 
-def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run, tiny_sums, monkeypatch):
+def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run, tiny_sums, tmp_path, monkeypatch):
     args = cli.parse_args(PRESETS, sums_arguments(tiny_sums))
-    folder, ids = only(ppo_run[0], "models/*") / "value", problems.TaskIds(pad=400, stops=(0,))
+    folder, ids = tmp_path / "reward", problems.TaskIds(pad=400, stops=(0,))
+    shutil.copytree(only(ppo_run[0], "models/*") / "value", folder)  # a critic, which is of the same form
+    info = json.loads((folder / "ppo_rlhf.json").read_text())
+    (folder / "ppo_rlhf.json").write_text(json.dumps(info | {"kind": "reward model"}))
     few = dataclasses.replace(args.ppo, local_rollout_batch_size=2)
     args = dataclasses.replace(
         args, rewards=dataclasses.replace(args.rewards, trained_model=str(folder), trained_weight=3.0), ppo=few
