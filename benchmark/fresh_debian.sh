@@ -19,12 +19,12 @@ packages=python3,python3.13,python3.13-venv,python3.14,python3.14-venv,make,git,
 [ -e "$root/usr/bin/python3.14" ] || debootstrap --variant=minbase --include=$packages sid "$root" > /dev/null
 cp -L "$authorities" "$root$authorities"
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
-mkdir -p "$root/work"
+mkdir -p "$root/srv"
 mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
 mountpoint -q "$root/dev" || mount --bind /dev "$root/dev"
 
 inside() {
-    chroot "$root" env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/work/home LANG=C.UTF-8 \
+    chroot "$root" env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/srv/home LANG=C.UTF-8 \
         PIP_CERT="$authorities" SSL_CERT_FILE="$authorities" bash -c "$1"
 }
 
@@ -36,9 +36,9 @@ for compiler in without with; do
         continue
     fi
     for python in "$@"; do
-        clone=/work/$python-$compiler
-        rm -rf "$root$clone" "$root/work/home"
-        mkdir "$root/work/home"
+        clone=/srv/$python-$compiler
+        rm -rf "$root$clone" "$root/srv/home"
+        mkdir "$root/srv/home"
         git clone --quiet "$checkout" "$root$clone"
         for goal in ${GOALS:-demo test}; do
             echo "== Python $python, $compiler a compiler: make $goal"

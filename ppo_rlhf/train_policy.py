@@ -13,8 +13,8 @@ started from (the reference) keeps the text fluent. Each update does eight thing
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own rewards and advantages. Functions
-stand below `train()`, in the order in which it calls them; sizes and loading come last.
+Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own rewards and advantages. The sizes
+of batches come before `train()`, the functions of the algorithm after it in its order, and loading and saving last.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
 and lines beside marks are the original's. [X01] and the like are places where we differ on purpose; see docs/details.

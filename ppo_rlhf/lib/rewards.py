@@ -213,7 +213,7 @@ def gsm8k_format(response: str, answer: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...} whose braces are balanced; None: there is no box.
+    """The content of the last \\boxed{...} whose braces are balanced; None if there is no box.
 
     Of boxes next to each other, the last one counts too. The command may have two backslashes, as JSON writes them.
     Only where no box has braces, the word after the last \\boxed is its content, without the punctuation at its end.
