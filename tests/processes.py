@@ -172,7 +172,7 @@ def start_together(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), **environment}
+    shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **environment}
     return [
         Launched(script, *arguments, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(count)

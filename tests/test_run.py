@@ -686,8 +686,10 @@ def test_a_second_signal_does_not_wait_for_what_is_tidied_up(tmp_path, number, s
     assert (result.status, result.stderr) == (status, f"{line}; --resume runs/x goes on\n")
 
 
-def test_a_fork_ends_when_it_is_told_to():
+def test_a_fork_ends_when_it_is_told_to(request):
     """As multiprocessing.Pool tells its workers, for which it then waits."""
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another test may have left Ray's there, which exits
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, handler))
     told, (reading, writing) = [], os.pipe()
     of_script, of_loop = (partial(errors.handler_of, signal.SIGTERM, lambda *_, n=n: told.append(n)) for n in (1, 2))
     with of_script(), of_loop():

@@ -1088,7 +1088,7 @@ BAD_INPUT = {
     ),
     "reward model that is not finite": bad_policy("", "reward_head.safetensors", "not finite", damage=not_finite),
     "adapters for no layer": bad_policy(
-        "--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules: ", "no layer 'q'"
+        "--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules 'q,v': ", "no layer 'q'"
     ),
     # functions
     "monitor of a taken name": bad_policy("--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "kl is taken"),
