@@ -512,6 +512,37 @@ def test_broken_links_are_found():
     assert anchors("# A\n## A b, c\n## A\n```\n# d\n```\n") == {"a", "a-1", "a-b-c"}
 
 
+def section(page: Path, anchor: str) -> str:
+    """What a page has under the heading that an anchor names, up to the next one of its level."""
+    parts = re.split(r"^(#+) (.+)\n", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
+    found = [i for i in range(1, len(parts), 3) if anchors(f"# {parts[i + 1]}") == {anchor}]
+    end = next((i for i in range(found[0] + 3, len(parts), 3) if len(parts[i]) <= len(parts[found[0]])), len(parts))
+    return "".join(parts[found[0] + 2 : end])
+
+
+def numbers_without_a_source(page: Path, text: str) -> list[str]:
+    """Numbers of a list's entries that are in none of the sections to which the entry links."""
+    missing = []
+    for entry in text.split("\n- ")[1:]:
+        entry = " ".join(entry.split())
+        links = re.findall(r"\]\(([\w.]*)#([\w-]+)\)", entry)
+        sources = " ".join(section(page.parent / path if path else page, anchor) for path, anchor in links)
+        plain = re.sub(r"\]\([^)]*\)|`[^`]*`|[λγ] = [\d.]*\d", "", entry)
+        for number in re.findall(r"(?<![\w.])\d+(?:[.,]\d+)*(?!\w)", plain):
+            if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![.,]?\d)", sources):
+                missing.append(number)
+    return missing
+
+
+@pytest.mark.parametrize("chapter", [1, 2, 3])
+def test_advice_repeats_numbers_of_the_linked_tables(chapter):
+    """Those tables are held to the committed results by their own tests."""
+    page = ROOT / f"docs/chapter{chapter}.md"
+    advice = section(page, "what-to-choose")
+    assert advice.count("\n- ") >= 5 and numbers_without_a_source(page, advice) == []
+    assert numbers_without_a_source(page, f"{advice}- It is 7.91 [here](results.md#ten-seeds).\n") == ["7.91"]
+
+
 def test_every_page_is_reached_from_the_first():
     reached, new = set(), {ROOT / "README.md"}
     while new:
