@@ -518,6 +518,7 @@ DOUBTFUL = {
     "--ppo.loss gspo": "a clip range above 0.01 never acts",
     "--ppo.advantage dr_grpo": "Dr. GRPO only with --ppo.loss_aggregation seq-mean-token-sum-norm",
     "--rewards.kl_coef 0.1 --rewards.adaptive_kl.target 3 --rewards.kl_estimator k2": "k2 does not estimate",
+    "--rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1": "--rewards.kl_loss_coef both penalise the KL",
     "--ppo.advantage rloo --rewards.kl_coef 1e-5": "",
     "--ppo.loss gspo --ppo.cliprange_low 3e-4 --ppo.cliprange_high 4e-4": "",
     "--ppo.advantage dr_grpo --ppo.loss_aggregation seq-mean-token-sum-norm --rewards.kl_coef 0.1": "",
