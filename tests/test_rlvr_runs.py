@@ -203,20 +203,24 @@ WAYS |= {
 }
 
 
-def test_a_run_does_not_go_on_with_other_problems(tiny_sums, in_folder, monkeypatch):
-    folder = in_folder()
-    for name in ("problems_train.jsonl", "problems_test.jsonl"):
-        shutil.copy(tiny_sums / name, folder)
-    words = [*sums_arguments(tiny_sums), *ONCE, "--task.problems", ".", "--ppo.total_episodes", "16"]
-    run_in(folder, monkeypatch, *words)
-    lines = (folder / "problems_train.jsonl").read_text().splitlines(keepends=True)
-    (folder / "problems_train.jsonl").write_text("".join(lines[1:]))
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("argument", ["problems", "test_problems"])
+def test_a_run_does_not_go_on_with_other_problems(argument, split, tiny_sums, in_folder, monkeypatch):
+    """The problems to train on, and those of the evaluation, may be in folders of their own."""
+    folder, parts = in_folder(), ["problems"] if argument == "problems" else ["problems", "test_problems"]
+    for name in parts:
+        shutil.copytree(tiny_sums, folder / name)
+    words = [*sums_arguments(tiny_sums), *ONCE, "--ppo.total_episodes", "16"]
+    run_in(folder, monkeypatch, *words, *(word for name in parts for word in (f"--task.{name}", name)))
+    changed = folder / argument / f"problems_{split}.jsonl"
+    lines = changed.read_text().splitlines(keepends=True)
+    changed.write_text("".join(lines[1:]))
     resume = ["--resume", str(only(folder, "runs/*")), "--ppo.total_episodes", "32"]
-    with pytest.raises(
-        InputError, match=r": \. is not what --task\.problems was when this run began; bring that back"
-    ):
-        run_in(folder, monkeypatch, *resume)
-    (folder / "problems_train.jsonl").write_text("".join(lines))
+    if (argument, split) != ("test_problems", "train"):  # which nothing reads
+        words = rf"{argument}\b.* is not what --task\.{argument} was when this run began; bring that back"
+        with pytest.raises(InputError, match=words):
+            run_in(folder, monkeypatch, *resume)
+        changed.write_text("".join(lines))
     assert len(run_in(folder, monkeypatch, *resume)) == 2
 
 
