@@ -172,6 +172,21 @@ def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_fol
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
 
 
+def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, monkeypatch):
+    """generation_config.json names one more than config.json does. A sharded model reads its weights later."""
+    plain = shutil.copytree(tiny_qwen, tmp_path / "plain")
+    (plain / "generation_config.json").unlink()
+    for folder, stops in ((tiny_qwen, [258, 256]), (plain, 258)):
+        penalties = []
+        for sharded in (False, True):
+            monkeypatch.setattr(models.processes, "sharding", lambda sharded=sharded: sharded)
+            model = models.load_pretrained(str(folder), torch.float32)
+            assert model.get_input_embeddings().weight.is_meta == sharded
+            assert model.generation_config.eos_token_id == stops
+            penalties.append(model.generation_config.repetition_penalty)
+        assert penalties[0] == penalties[1] and (penalties[0] == 1.1) == (folder == tiny_qwen)
+
+
 # ---- Estimators, losses and rewards, each through its own flag -------------------------------------------------
 
 

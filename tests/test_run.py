@@ -570,7 +570,7 @@ def test_a_joint_run_knows_what_a_stage_was_told_by_its_own_script():
     assert train_both.parse(["--resume", str(folder)]) == replace(changed(args, {EPISODES: 640}), resume=str(folder))
 
 
-@pytest.mark.parametrize("meta", [None, b"", b"{", b"\xff", b"[]", b"{}"])
+@pytest.mark.parametrize("meta", [None, b"", b"{", b"\xff", b"[]", b"{}", b'{"args": {}, "joint": -1}'])
 def test_resume_of_what_is_no_run_names_the_folder(meta):
     folder = Path("runs/nothing")
     folder.mkdir(parents=True)
