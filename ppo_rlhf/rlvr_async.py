@@ -399,8 +399,8 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     starter = at_end.enter_context(ThreadPoolExecutor(1))
     at_end.callback(lambda: starter.submit(ray.shutdown).result())
     try:
-        if port.isdecimal():  # where nothing listens, Ray would wait for twelve minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        if port.isdecimal():  # where no cluster listens, Ray would wait for twelve minutes
+            greet(host.strip("[]"), int(port))
         starter.submit(ray.init, **where, log_to_driver=False, logging_level="error").result()
     except (OSError, RuntimeError, ValueError, OverflowError) as error:  # some are of other versions of Ray or Python
         hint = "; `ray start --head` prints the address of a cluster" * bool(args.ray_address)
@@ -408,6 +408,17 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
             f"{cli.flag('ray_address')} {args.ray_address or '(a cluster of its own)'}: {error}{hint}"
         ) from error
     return ray
+
+
+def greet(host: str, port: int) -> None:
+    """Raise an OSError unless a server answers here in HTTP/2, which Ray speaks, within ten seconds."""
+    with socket.create_connection((host, port), timeout=10) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return  # Ray then speaks HTTP/2 within TLS
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        # Both sides begin with a frame of settings: three bytes of length, type 4, and five more (RFC 9113, 3.4).
+        if connection.makefile("rb").read(9)[3:4] != b"\4":
+            raise OSError("another program than Ray listens there")
 
 
 @contextlib.contextmanager

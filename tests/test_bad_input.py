@@ -457,6 +457,7 @@ MODELS = {
         "--base_model models/train_policy__tales__1__7", "config.json", "give models/train_policy__tales__1__7/policy"
     ),
     "the folder of a reward model's run": reward("--base_model models/train_reward__tales__1__7", "no config.json"),
+    "damaged generation_config.json": reward("", "model is not", damage=write("model/generation_config.json", "{")),
     "a reward model": reward("--base_model reward", "--base_model reward is a reward model", "policy"),
     "config is not JSON": bad_model(write("model/config.json", "{"), "config.json"),
     "config has a text for a number": bad_model(edit("model/config.json", "n_embd", to="wide"), "n_embd"),
@@ -637,6 +638,11 @@ RUNS = {
     ),
     "another model": resumed_policy("", "is not what --base_model was", damage=fewer_positions("model", 100)),
     "another first text": resumed_policy(
+        "",
+        "stories.txt is not what --task.query_dataset was",
+        damage=edit_lines("stories.txt", lambda lines: lines[1::-1] + lines[2:]),
+    ),
+    "another first text of a reward run": resumed_reward(
         "",
         "stories.txt is not what --task.query_dataset was",
         damage=edit_lines("stories.txt", lambda lines: lines[1::-1] + lines[2:]),

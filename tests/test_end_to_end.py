@@ -172,21 +172,28 @@ def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tmp_path:
     run_script("sample.py", "--policy", str(only(tmp_path, "models/*/policy")), folder=tmp_path)
 
 
-def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path) -> None:
-    """As if it had been cut off in the reward stage, before the policy's run began."""
+@pytest.mark.parametrize("name", ["runs", "moved"])
+def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path, name: str) -> None:
+    """As if it had been cut off in the reward stage, before the policy's run began.
+
+    Runs that were moved to a folder of another name than runs keep their models in it.
+    """
     there, here = tmp_path / "there", tmp_path / "here"
     shutil.copytree(both_run, there)
     here.mkdir()
-    run, policy_run = only(there, "runs/train_reward__*"), only(there, "runs/train_policy__*")
+    (there / "runs").rename(there / name)
+    run, policy_run = only(there, f"{name}/train_reward__*"), only(there, f"{name}/train_policy__*")
     expected = metrics_of(policy_run)
     shutil.rmtree(policy_run)
     shutil.rmtree(there / "models")
     shutil.rmtree(run / "checkpoints" / "5")
     meta = json.loads((run / "meta.json").read_text())
     (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
-    run_script("train_both.py", "--resume", str(run), folder=here)
-    assert metrics_of(policy_run) == expected
-    assert only(there, "models/train_policy__*/policy") and not list(here.iterdir())
+    printed = run_script("train_both.py", "--resume", str(run), folder=here)
+    assert metrics_of(policy_run) == expected and f"learning curves  {policy_run}/learning_curves.png" in printed
+    models = "models" if name == "runs" else f"{name}/models"
+    assert only(there, f"{models}/train_policy__*/policy") and not list(here.iterdir())
+    assert {path.name for path in there.iterdir()} == {name, models.split("/")[0], "stdout"}
 
 
 def test_a_resumed_reward_run_gives_the_same_numbers(both_run: Path, tmp_path: Path) -> None:

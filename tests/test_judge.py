@@ -567,6 +567,17 @@ def test_retry_after_is_honoured(server):
     assert server.times[1] - server.times[0] >= 1.0
 
 
+def test_a_great_many_retries_wait_no_longer_than_the_longest_wait(server, monkeypatch, tmp_path):
+    """The 1,100th wait, doubled each time, would be too large for a float."""
+    waits = []
+    endpoint = judging.Endpoint(judging.EndpointArgs(url=server.url, model="m", retries=1_100), tmp_path / "cache")
+    monkeypatch.setattr(endpoint, "exchange", lambda request: (503, None, b"later"))
+    monkeypatch.setattr(endpoint.stopping, "wait", waits.append)
+    with pytest.raises(judging.NoAnswer, match="status 503"):
+        endpoint.post([{"role": "user", "content": "A or B?"}])
+    assert len(waits) == 1_100 and waits[0] <= 1 and 30 <= min(waits[20:]) <= max(waits) <= 60
+
+
 def test_waits_double(server, monkeypatch):
     monkeypatch.setattr(judging, "FIRST_WAIT", 0.1)
     server.behave = lambda number, payload: error(500, "oops") if number < 3 else truth(payload)

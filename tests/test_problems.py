@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,11 @@ def test_prompts_that_cannot_be_are_refused_in_one_line(changes, template, words
 def test_stop_ids_are_the_tokenizer_s_and_the_model_s(eos, expected):
     config = GenerationConfig(eos_token_id=eos, pad_token_id=256)
     assert problems.task_ids(task(), TOKENIZER, config).stops == expected
+
+
+def test_stop_ids_are_numbers():
+    with pytest.raises(InputError, match=r"generation_config\.json names the token \['<eos>'\]"):
+        problems.task_ids(task(), TOKENIZER, SimpleNamespace(eos_token_id=["<eos>"]))
 
 
 def test_padding_is_no_token():

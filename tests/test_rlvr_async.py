@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -410,6 +411,40 @@ def test_an_address_where_nothing_listens_ends_in_one_line_at_once(monkeypatch, 
         pass
     line = str(caught.value)
     assert line.startswith(f"--ray_address {address}: ") and "`ray start --head`" in line and "\n" not in line
+
+
+def deaf(connection: socket.socket) -> None:
+    connection.recv(1)  # and no answer
+
+
+def web_server(connection: socket.socket) -> None:
+    connection.recv(100)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [(deaf, "timed out"), (web_server, "another program than Ray listens there")]
+)
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_an_address_where_another_program_listens_ends_in_one_line(monkeypatch, form, answer, words):
+    """Ray itself would try for twelve minutes here, too."""
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda place, timeout: connect(place, timeout / 20))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    kept = []  # a connection that is forgotten would be closed
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as program:
+        address = form.format(listening.getsockname()[1])
+        program.submit(lambda: (kept.append(listening.accept()[0]), answer(kept[0])))
+        with pytest.raises(InputError) as caught, rlvr_async.connected(Args(ray_address=address)):
+            pass
+    assert str(caught.value).startswith(f"--ray_address {address}: {words}; `ray start --head`")
+
+
+def test_a_cluster_answers_a_greeting(cluster):
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    rlvr_async.greet(host, int(port))
 
 
 RAY = """

@@ -172,6 +172,21 @@ def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_fol
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
 
 
+def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, monkeypatch):
+    """generation_config.json names one more than config.json does. A sharded model reads its weights later."""
+    plain = shutil.copytree(tiny_qwen, tmp_path / "plain")
+    (plain / "generation_config.json").unlink()
+    for folder, stops in ((tiny_qwen, [258, 256]), (plain, 258)):
+        penalties = []
+        for sharded in (False, True):
+            monkeypatch.setattr(models.processes, "sharding", lambda sharded=sharded: sharded)
+            model = models.load_pretrained(str(folder), torch.float32)
+            assert model.get_input_embeddings().weight.is_meta == sharded
+            assert model.generation_config.eos_token_id == stops
+            penalties.append(model.generation_config.repetition_penalty)
+        assert penalties[0] == penalties[1] and (penalties[0] == 1.1) == (folder == tiny_qwen)
+
+
 # ---- Estimators, losses and rewards, each through its own flag -------------------------------------------------
 
 
@@ -203,20 +218,24 @@ WAYS |= {
 }
 
 
-def test_a_run_does_not_go_on_with_other_problems(tiny_sums, in_folder, monkeypatch):
-    folder = in_folder()
-    for name in ("problems_train.jsonl", "problems_test.jsonl"):
-        shutil.copy(tiny_sums / name, folder)
-    words = [*sums_arguments(tiny_sums), *ONCE, "--task.problems", ".", "--ppo.total_episodes", "16"]
-    run_in(folder, monkeypatch, *words)
-    lines = (folder / "problems_train.jsonl").read_text().splitlines(keepends=True)
-    (folder / "problems_train.jsonl").write_text("".join(lines[1:]))
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("argument", ["problems", "test_problems"])
+def test_a_run_does_not_go_on_with_other_problems(argument, split, tiny_sums, in_folder, monkeypatch):
+    """The problems to train on, and those of the evaluation, may be in folders of their own."""
+    folder, parts = in_folder(), ["problems"] if argument == "problems" else ["problems", "test_problems"]
+    for name in parts:
+        shutil.copytree(tiny_sums, folder / name)
+    words = [*sums_arguments(tiny_sums), *ONCE, "--ppo.total_episodes", "16"]
+    run_in(folder, monkeypatch, *words, *(word for name in parts for word in (f"--task.{name}", name)))
+    changed = folder / argument / f"problems_{split}.jsonl"
+    lines = changed.read_text().splitlines(keepends=True)
+    changed.write_text("".join(lines[1:]))
     resume = ["--resume", str(only(folder, "runs/*")), "--ppo.total_episodes", "32"]
-    with pytest.raises(
-        InputError, match=r": \. is not what --task\.problems was when this run began; bring that back"
-    ):
-        run_in(folder, monkeypatch, *resume)
-    (folder / "problems_train.jsonl").write_text("".join(lines))
+    if (argument, split) != ("test_problems", "train"):  # which nothing reads
+        words = rf"{argument}\b.* is not what --task\.{argument} was when this run began; bring that back"
+        with pytest.raises(InputError, match=words):
+            run_in(folder, monkeypatch, *resume)
+        changed.write_text("".join(lines))
     assert len(run_in(folder, monkeypatch, *resume)) == 2
 
 
@@ -518,6 +537,7 @@ DOUBTFUL = {
     "--ppo.loss gspo": "a clip range above 0.01 never acts",
     "--ppo.advantage dr_grpo": "Dr. GRPO only with --ppo.loss_aggregation seq-mean-token-sum-norm",
     "--rewards.kl_coef 0.1 --rewards.adaptive_kl.target 3 --rewards.kl_estimator k2": "k2 does not estimate",
+    "--rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1": "--rewards.kl_loss_coef both penalise the KL",
     "--ppo.advantage rloo --rewards.kl_coef 1e-5": "",
     "--ppo.loss gspo --ppo.cliprange_low 3e-4 --ppo.cliprange_high 4e-4": "",
     "--ppo.advantage dr_grpo --ppo.loss_aggregation seq-mean-token-sum-norm --rewards.kl_coef 0.1": "",

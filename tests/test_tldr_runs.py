@@ -744,6 +744,34 @@ def test_a_resumed_run_gives_the_same_numbers(trained, tmp_path):
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize(
+    ("stage", "argument", "split"),
+    [
+        ("sft", "posts", "train"),
+        ("sft", "posts", "test"),
+        ("reward", "posts", "validation"),
+        ("reward", "comparisons", "train"),
+        ("policy", "posts", "train"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_data(stage, argument, split, tiny_posts, request, tmp_path):
+    """One of the rows that it reads or evaluates on is gone."""
+    trained: Trained = request.getfixturevalue(stage)
+    shutil.copytree(trained.run, tmp_path / "runs" / trained.run.name)
+    files = {path.name: path for path in tiny_posts.glob("*.jsonl")}
+    for name in files:
+        shutil.copy(files[name], tmp_path)
+    changed = tmp_path / f"{argument}_{split}.jsonl"
+    changed.write_text("".join(changed.read_text().splitlines(keepends=True)[1:]))
+    meta_file = tmp_path / "runs" / trained.run.name / "meta.json"
+    meta = json.loads(meta_file.read_text())
+    meta["args"]["task"][argument] = str(tmp_path)
+    meta_file.write_text(json.dumps(meta))
+    result = launch(trained.script, "--resume", f"runs/{trained.run.name}", folder=tmp_path)
+    assert result.status == 2, result.stdout + result.stderr
+    check_one_line(result.stderr, (f"is not what --task.{argument} was when this run began",))
+
+
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(policy, tmp_path):
     shutil.copytree(policy.folder, tmp_path, dirs_exist_ok=True)
     run = only(tmp_path, "runs/*")

@@ -421,6 +421,13 @@ def closing(prompts, responses, answers):
     return [1.0] * len(responses)
 
 
+def moving(prompts, responses):
+    """As a function may do that loads a model of its own."""
+    torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    return [0.1] * len(responses)
+
+
 def silencing(prompts, responses, answers):
     torch.set_grad_enabled(False)
     sys.stdout = io.StringIO()
@@ -477,6 +484,12 @@ def test_what_a_function_switches_off_is_on_again():
     stdout = sys.stdout
     assert load("test_verifiers:silencing")(["p"], ["r"], ["1"]) == [1.0]
     assert torch.is_grad_enabled() and sys.stdout is stdout
+    try:
+        assert load("test_verifiers:moving")(["p"], ["r"], ["1"]) == [0.1]
+        assert torch.zeros(1).dtype == torch.float32 and torch.zeros(1).device.type == "cpu"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "nothing", "test_verifiers:nothing", "no_module:f"])

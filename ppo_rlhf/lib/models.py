@@ -27,6 +27,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -109,6 +110,8 @@ def load_pretrained(
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code, **outputs)
         if config._attn_implementation == "flex_attention" and not torch.cuda.is_available():
             config._attn_implementation = None  # it has no backward pass on a CPU; the library chooses another
+        if (settings := Path(path) / "generation_config.json").is_file():
+            files.read_json(settings)  # the library would ignore a damaged file, and the stop ids in it
         text_config = config.get_text_config(decoder=True)
         if not 0 <= (getattr(text_config, "pad_token_id", 0) or 0) < getattr(text_config, "vocab_size", math.inf):
             text_config.pad_token_id = None
@@ -131,6 +134,7 @@ def load_pretrained(
         if processes.sharding():  # `place` reads the weights
             model = without_weights(auto_class, config, dtype, trust_remote_code)
             model.source = base_model
+            read_generation_config(model, path, revision)
         else:
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
@@ -288,6 +292,13 @@ def without_weights(
     """A model with weights on the meta device, where they have a shape, but no numbers. Its buffers have theirs."""
     with init_empty_weights(include_buffers=False), no_init_weights():
         return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+
+
+def read_generation_config(model: PreTrainedModel, path: str, revision: str | None) -> None:
+    """Give a model without weights the settings of generation, such as its stop ids, that it would be loaded with."""
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # without the file they are those of config.json, which the model has
+            model.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
 
 
 @torch.no_grad()

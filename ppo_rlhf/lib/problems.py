@@ -99,6 +99,8 @@ def task_ids(
     #       workers/fsdp_workers.py#L945-L949
     theirs = generation_config.eos_token_id if generation_config else None
     stops = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None}
+    if any(type(stop) is not int for stop in stops):
+        raise InputError(f"the model's generation_config.json names the token {theirs!r} as its end; give its number")
     if not stops:
         raise InputError("neither the tokenizer nor the model names a token that ends a response")
     return TaskIds(pad=models.vocabulary_size(tokenizer), stops=tuple(sorted(stops)))

@@ -34,9 +34,18 @@ MOVED = {"ppo_rlhf.tales": "ppo_rlhf.worlds.tales", "ppo_rlhf.tldr_tales": "ppo_
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """Undo what the user's code changes in passing: whether gradients are computed, and where print() writes to."""
-    with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.redirect_stdout(sys.stdout):
-        yield
+    """Undo what the user's code changes in passing.
+
+    That is whether gradients are computed, where print() writes to, and of which type and where new tensors are.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.redirect_stdout(sys.stdout):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
 
 
 def import_function(name: str, field: str) -> Callable:

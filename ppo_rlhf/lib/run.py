@@ -105,7 +105,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
     kinds |= {"name": str, "id": str, "inputs": dict}
     values = {name: meta[name] for name in kinds if name in meta}
-    if meta.get("joint"):
+    if meta.get("joint") and isinstance(meta["joint"], dict):
         kinds |= {"joint.args": dict, "joint.timestamp": int}
         values |= {name: meta["joint"].get(name.removeprefix("joint.")) for name in kinds if "." in name}
     if broken := [name for name, value in values.items() if not files.fits(value, kinds[name])]:
