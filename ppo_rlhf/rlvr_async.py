@@ -1,16 +1,17 @@
-"""Rollouts and learner apart: chapter 3, asynchronous, and still the same numbers each time (but for vLLM's).
+"""Rollouts and learner in different processes: chapter 3, asynchronous, and still the same numbers (except vLLM's).
 
-rlvr_policy.py samples and trains in turn, so that one of the two always waits. Here workers, processes of their own
-on this machine or others, sample ahead while the learner trains. With staleness K, the batch of update t is sampled
-by the weights that had seen max(t - K, 0) updates, version t - K, whatever the timing, the number of workers, or what
-becomes of them. (With filter_groups, which needs K = 0, what an update leaves over is trained on in the next.)
+rlvr_policy.py samples and trains in turn, so that one of the two always waits. Here workers, which are processes of
+their own on this machine or others, sample ahead while the learner trains. With staleness K, the batch of update t is
+sampled by the weights that had seen max(t - K, 0) updates: version t - K. This does not depend on timing, on the
+number of workers, or on whether some of them die. (filter_groups needs K = 0; there, what an update leaves over is
+trained on in the next.)
 
     learner, update t                                            worker, again and again
 
     a. publish the weights: version t
     b. ask for batch t + K, of version t          pieces ->      wait for a piece: prompts, noise, version
     c. wait for batch t, of version t - K                        load that version, if it is another
-       1. to 5. of rlvr_policy.py, but for       <- answers      sample: ids, their log-probs, the version
+       1. to 5. of rlvr_policy.py, except for    <- answers      sample: ids, their log-probs, the version
        the sampling
     d. correct for the age of the weights
        6. to 8. of rlvr_policy.py
@@ -23,12 +24,13 @@ Time goes from left to right; v1 is the weights after the first update:
     K = 1   workers   | batch 0, v0 | batch 1, v0 | batch 2, v1 | batch 3, v2 |
             learner                 | update 0 |  | update 1 |  | update 2 |  | update 3 |
 
-At most K batches lie ready; then workers wait. Nothing is dropped, for what takes longest would be dropped first:
-long answers. Sampling noise belongs to the episode. So a piece that was lost with its worker is sampled again, the
-same, by another; and with K = 0 metrics and weights are those of rlvr_policy.py, bit for bit.
+At most K batches are ready at a time; then workers wait. Nothing is dropped, because that would drop what takes
+longest: long answers. Sampling noise belongs to the episode. So a piece that was lost with its worker is sampled
+again by another worker, with the same result; and with K = 0, metrics and weights are those of rlvr_policy.py, bit
+for bit.
 
-Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; its file and line
-stand beside the mark. See docs/details.
+Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
+beside marks are the original's. See docs/details.
 
     pip install -e '.[async]'
     python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
@@ -49,15 +51,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
+from torch import Tensor, nn
 
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_data, rlvr_math, rlvr_metrics, rlvr_policy
 from ppo_rlhf.lib import cli, engine, errors, processes, run
 from ppo_rlhf.lib.errors import InputError
 
@@ -68,32 +71,31 @@ from ppo_rlhf.lib.errors import InputError
 class Args(rlvr_policy.Args):
     exp_name: str = "rlvr_async"
     staleness: int = 1
-    """how many updates old the weights are that sample a batch, fewer at the start; 0: sampling and training take
-    turns"""
+    """age in updates of the weights that sample a batch, less at the start; 0: sampling and training take turns"""
     workers: int = 1
-    """processes that sample"""
+    """number of processes that sample"""
     engine: Literal["built-in", "vllm"] = "built-in"
-    """what samples: PyTorch, as in rlvr_policy.py, or vLLM"""
+    """sampler: PyTorch, as in rlvr_policy.py, or vLLM"""
     vllm_python: str = ""
-    """with vllm: the interpreter of an environment that has it, on every machine with workers"""
+    """with vllm: the Python interpreter of an environment that has it, on every machine with workers"""
     ray_address: str = ""
-    """of a Ray cluster, such as auto for the one of this machine; empty: one of this run's own"""
+    """address of a Ray cluster; auto: the one of this machine; empty: the run starts its own"""
     gpus_per_worker: float | None = None
-    """GPUs of a worker, which may be a part of one; None: 1 if the learner has one, else 0"""
+    """GPUs of a worker, which may be a fraction; None: 1 if the learner has one, otherwise 0"""
     time_out: float = 600.0
     """seconds that a worker may take to start, and for one piece, before another takes its place"""
     correction: Literal["auto", "decoupled", "bypass", "none"] = "auto"
-    """what is done about the age of the weights that have sampled; see `correct`. auto: decoupled if staleness is
-    above 0 or vLLM samples, else none"""
+    """correction for the age of the weights that have sampled; see `correct`. auto: decoupled if staleness is above 0
+    or vLLM samples, otherwise none"""
     correction_level: Literal["token", "sequence"] = "token"
-    """whether a token has an importance weight of its own, or that of its whole response"""
+    """whether each token has its own importance weight, or that of its whole response"""
     correction_cap: float = 2.0
     """the largest weight: truncated importance sampling, TIS"""
     correction_normalised: bool = False
     """divide the weights by their mean over the batch"""
     rejection: Literal["none", "token", "sequence"] = "none"
-    """leave out of the loss what has a ratio out of bounds: tokens (masked importance sampling, MIS, as in IcePop),
-    or responses by the geometric mean of theirs"""
+    """leave tokens out of the loss whose ratio is out of bounds (masked importance sampling, MIS, as in IcePop), or
+    responses whose ratios have a geometric mean out of bounds"""
     rejection_low: float = 0.5
     """the smallest ratio that is kept"""
     rejection_high: float = 2.0
@@ -101,7 +103,7 @@ class Args(rlvr_policy.Args):
 
 
 def preset(args: rlvr_policy.Args) -> Args:
-    """The same, sampled ahead if that can be."""
+    """The same arguments, sampled ahead where that is possible."""
     same = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     return Args(**same | {"exp_name": Args.exp_name, "staleness": 0 if args.ppo.filter_groups else Args.staleness})
 
@@ -112,37 +114,71 @@ PRESETS = {name: preset(args) for name, args in rlvr_policy.PRESETS.items()}
 
 
 def train(args: Args) -> Path:
-    """As train of rlvr_policy.py, with samplers in processes of their own."""
+    """As `train` of rlvr_policy.py, with samplers in processes of their own."""
     accelerator = processes.make_accelerator()
     check_arguments(args)
     with connected(args) as ray:
-        learner = rlvr_policy.Learner(args)
-        setup, updates, controller = learner.setup, learner.setup.sizes.updates, learner.controller
-        progress = learner.run.progress("RLVR", updates, learner.first_update)
-        with last_words(accelerator), Batches(learner, ray) as batches, progress as advance:
-            for number in range(learner.first_update, updates):
+        setup, actor_critic, reference = rlvr_policy.load(args)
+        args, sizes, ppo = setup.args, setup.sizes, setup.args.ppo
+        rank, reduce = accelerator.process_index, partial(accelerator.reduce, reduction="sum")
+        optimizers = rlvr_policy.make_optimizers(actor_critic, ppo)
+        this_run, progress = rlvr_policy.start_run(setup, actor_critic, optimizers)
+        pool, controller = progress.pool, progress.controller
+        trace = partial(rlvr_policy.trace_episodes, this_run, setup, actor_critic, reference)
+
+        with last_words(accelerator), Batches(setup, actor_critic.lm_backbone, ray, progress) as batches:
+            for number in this_run.updates("RLVR", progress.first_update, sizes.updates):
                 # a. Publish the weights, and b. ask for batches.
                 batches.publish(number)
-                batches.ask_up_to(min(number + args.staleness, updates - 1))
-                learner.begin(number)
+                batches.ask_up_to(min(number + args.staleness, sizes.updates - 1))
+                lr = rlvr_policy.set_learning_rates(optimizers, ppo, number, sizes.updates)
+                if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
+                    samples = args.eval_samples if number == 0 else 0
+                    progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
 
-                # c. Wait for the batch, and read and score it with the learner's own networks: 1. to 4.
-                with learner.actor_critic.sampling():
-                    found = rlvr_policy.fill_batch(setup, batches.roll_out, learner.rounds, learner.surplus)
-                batch, generated, learner.surplus, learner.rounds = found
+                # c. Wait for the batch, and read and score it with the learner's own networks.
+                with actor_critic.sampling():
+                    while not pool.is_full():
+                        draw = rlvr_policy.draw_problems(setup, pool.rounds, rank)  # 1.
+                        sampled, version = batches.take(pool.rounds)  # 2.
+                        pool.add(rlvr_policy.rollout(setup, actor_critic, reference, draw, sampled, version=version))
+                    episodes, generated = pool.take()  # with 3. log-probs and 4. scores
 
-                # [V88] The KL in the reward is that of the policy that learns, the score of another's text.
-                batch = rlvr_policy.with_rewards(batch, controller.value, args.rewards.kl_estimator)  # 5.
+                # [V88] 5. The KL in the reward is that of the policy that learns, although another has sampled.
+                rewards = rlvr_policy.token_rewards(episodes, controller.value, args.rewards.kl_estimator)
 
-                # d. Correct, 6. advantages and returns, and 7. epochs over minibatches.
-                trained, weights, mismatch = correct(batch, args, number, accelerator)
-                steps, estimate = learner.update(number, trained, weights)
+                # d. Correct for the age of the weights.
+                trained, weights, reweigh, mismatch = correct(episodes, args, number, accelerator)
 
-                # 8. Log, and adapt the KL coefficient.
-                mismatch |= batches.seconds()
-                advance(learner.log(number, batch, generated, steps, estimate, trained, **mismatch))
-                learner.save(number, batches.kept_versions)
-    return learner.finish()
+                # 6. Advantages and returns, and 7. epochs over minibatches.
+                advantages, returns = rlvr_policy.compute_advantages(trained, rewards[0], ppo, reduce)
+                batch = rlvr_data.make_batch(trained, rewards, advantages, returns, number, weights)
+                orders = [
+                    rlvr_policy.draw_minibatches(args.seed, number, epoch, sizes, rank)
+                    for epoch in range(ppo.noptepochs)
+                ]
+                steps = rlvr_policy.update(
+                    *(actor_critic, optimizers, reference, batch, orders, args, setup.ids.pad, accelerator),
+                    policy_learns=number >= ppo.critic_warmup,
+                    reweigh=reweigh,
+                )
+
+                # 8. Adapt the KL coefficient and log.
+                metrics = rlvr_metrics.update_metrics(setup, episodes, generated, batch, steps, number)
+                metrics |= rlvr_metrics.run_metrics(setup, this_run, progress, number, lr, len(generated))
+                metrics |= mismatch | batches.seconds()
+                controller.update(metrics["objective/kl"], sizes.batch)
+                this_run.end_of_update(
+                    *(number, metrics | progress.evaluation),
+                    f"right {metrics['objective/verifiable_correct_rate']:.3f}",
+                    samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
+                    trace=partial(trace, number, episodes, batch, controller),
+                    checkpoint=partial(
+                        *(rlvr_policy.training_state, actor_critic, optimizers, progress), batches.kept_versions
+                    ),
+                )
+            this_run.meta |= batches.workers_used()
+    return rlvr_policy.finish(setup, this_run, actor_critic)
 
 
 # ---- Batches that are sampled ahead ----------------------------------------------------------------------------
@@ -151,33 +187,36 @@ def train(args: Args) -> Path:
 class Batches:
     """What was asked for and not yet taken. The main process asks, and shares the answers with the others."""
 
-    def __init__(self, learner: rlvr_policy.Learner, ray: Any):
-        self.learner, self.ray, self.is_main = learner, ray, learner.accelerator.is_main_process
-        self.staleness = learner.setup.args.staleness
+    def __init__(self, setup: rlvr_policy.Setup, policy: nn.Module, ray: Any, progress: rlvr_policy.Progress):
+        self.setup, self.policy, self.ray, self.is_main = setup, policy, ray, setup.accelerator.is_main_process
         self.asked: dict[int, list[list[Future]]] = {}  # of each round the pieces of each process
-        self.next = learner.rounds  # round to ask for; without filter_groups, each update has one
+        self.next = progress.pool.rounds  # round to ask for; without filter_groups, each update has one
+        self.older = progress.others  # weights that a checkpoint has kept
         self.versions: dict[int, Any] = {}  # published weights
         self.waiting = self.publishing = 0.0  # seconds
 
     def __enter__(self) -> Batches:
         if self.is_main:
-            self.workers = Workers(self.learner.setup, self.ray)
-            # What had been sampled ahead when the run was cut off is sampled again, by the weights of then.
-            for name, weights in self.learner.parts.items():
+            self.workers = Workers(self.setup, self.ray)
+            # What had been sampled ahead when the run was cut off is sampled again, by the same weights.
+            for name, weights in self.older.items():
                 self.put(int(name.removeprefix("version ")), weights)
-        self.learner.parts.clear()
+        self.older.clear()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.is_main:
             self.workers.close()
-            self.learner.run.meta |= {"workers_lost": self.workers.lost, "vllm": self.workers.ours.get("vllm", "")}
+
+    def workers_used(self) -> dict[str, Any]:
+        """For meta.json, on the main process."""
+        return {"workers_lost": self.workers.lost, "vllm": self.workers.ours.get("vllm", "")} if self.is_main else {}
 
     def publish(self, version: int) -> None:
         """Make the policy's weights known as this version; forget those that no batch needs any more."""
         started = time.monotonic()
-        # [V92] Everything that learns by its name, tied weights once, as one object with its version.
-        parameters = run.trained_parameters(self.learner.actor_critic.lm_backbone)
+        # [V92] All trained parameters by name, tied weights once, are one object with one version.
+        parameters = run.trained_parameters(self.policy)
         weights = {name: processes.gather_for_saving(parameter) for name, parameter in parameters.items()}
         from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
@@ -189,63 +228,60 @@ class Batches:
             self.versions[version] = self.ray.put(arrays)
 
     def version_of(self, number: int) -> int:
-        """Of the weights that sample the batch of an update."""
-        # [V80] [V81] Settled by the number alone: no timing moves it.   one_step_off_policy/ray_trainer.py#L437-L515
-        return max(number - self.staleness, 0)
+        """The version of the weights that sample the batch of an update."""
+        # [V80] [V81] It depends on the number alone, not on timing.   one_step_off_policy/ray_trainer.py#L437-L515
+        return max(number - self.setup.args.staleness, 0)
 
     def ask_up_to(self, number: int) -> None:
-        """Ask for what was not asked for yet, up to the batch of this update."""
-        if self.learner.setup.args.ppo.filter_groups:
-            return  # how many rounds a batch has shows when they are there
+        """Ask for all batches up to that of this update, unless they were asked for already."""
+        if self.setup.args.ppo.filter_groups:
+            return  # how many rounds a batch needs is known only when they are there
         while self.next <= number:
             self.ask(self.next, self.version_of(self.next))
 
     def ask(self, round_number: int, version: int) -> None:
-        setup, self.next = self.learner.setup, round_number + 1
+        setup, self.next = self.setup, round_number + 1
         if not self.is_main:
             return
         chunk, weights = setup.sizes.local_rollout_batch, self.versions[version]
         copies = (math.gcd(chunk, setup.args.ppo.samples_per_prompt), 1)  # rows of one prompt; a greedy one is alone
         self.asked[round_number] = [[] for _ in range(setup.accelerator.num_processes)]
         for rank, pieces in enumerate(self.asked[round_number]):
-            _, _, requests = rlvr_policy.draw_round(setup, round_number, rank)
+            requests = rlvr_policy.draw_problems(setup, round_number, rank).requests
             for n, (contexts, noise, temperature) in zip(copies, requests, strict=False):
-                # As many rows at a time as the learner would sample, so that all sums are rounded alike.
+                # A piece has as many rows as the learner would sample at a time, so that sums are rounded alike.
                 for prompts, uniforms in zip(contexts.split(chunk), noise.split(chunk), strict=True):
                     pieces.append(self.workers.ask(weights, prompts[::n], n, uniforms, temperature, version))
 
-    def roll_out(self, round_number: int) -> rlvr_policy.Rollout:
-        """A round, sampled elsewhere."""
-        learner, version = self.learner, self.version_of(self.current)
+    def take(self, round_number: int) -> tuple[list[rlvr_data.Sampled], int]:
+        """Responses to the requests of this process in a round, and the version that has sampled; waits for them."""
+        version = self.version_of(self.current)
         if round_number >= self.next:
             self.ask(round_number, version)
-        answers = iter(self.take(round_number, version))
-        # rollout() asks for what was asked for, in the same order.
-        parts = (learner.setup, learner.actor_critic, learner.reference, lambda *_, **__: next(answers))
-        return rlvr_policy.rollout(*parts, round_number, version=version)
-
-    def take(self, round_number: int, version: int) -> list[tuple[Tensor, Tensor]]:
-        """Responses and their log-probs, piece by piece, of this process; waits for them."""
-        started, accelerator, stops = time.monotonic(), self.learner.accelerator, self.learner.setup.ids.stops
+        started, setup = time.monotonic(), self.setup
 
         def wait() -> list[list[engine.Sampled]]:
             return [[piece.result() for piece in pieces] for pieces in self.asked.pop(round_number)]
 
-        mine = from_main(wait)[accelerator.process_index]
+        mine = from_main(wait)[setup.accelerator.process_index]
+        answers = []
         for piece in mine:
-            # [V91] Of one version from the first token to the last; the engine and we see the same ends.
-            stopped = rlvr_policy.response_mask(torch.tensor(piece.responses), stops)[1]
+            # [V91] A piece has one version from the first token to the last. Engine and learner agree on its ends.
+            responses, logprobs = torch.tensor(piece.responses), torch.tensor(piece.logprobs)
+            stopped = rlvr_math.response_mask(responses, setup.ids.stops)[1]
             if (piece.versions != version).any() or (piece.finished != stopped.numpy()).any():
                 raise RuntimeError(
                     f"round {round_number}: a worker has answered with other weights or ends than we see"
                 )
+            # [V82] The sampler's log-probs are kept, besides those of the learner's forward pass.
+            answers.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
         self.waiting += run.seconds_since(started)
-        # [V82] The sampler's own log-probs stay beside those that the learner's forward pass finds.
-        tensors = ((torch.tensor(piece.responses), torch.tensor(piece.logprobs)) for piece in mine)
-        return [(ids.to(accelerator.device), logprobs.to(accelerator.device)) for ids, logprobs in tensors]
+        rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request
+        requests = [answers[:rows], answers[rows:]] if answers[rows:] else [answers]
+        return [tuple(map(torch.cat, zip(*pieces, strict=True))) for pieces in requests], version
 
     def kept_versions(self) -> dict[str, dict[str, Tensor]]:
-        """For a checkpoint: the weights that sample for the next updates, without the newest, which it has anyway."""
+        """For a checkpoint: the weights that sample for the next updates, except the newest, which it has anyway."""
         kept = {
             v: self.workers.wait(self.versions[v]) for v in self.versions if v >= self.version_of(self.current + 1)
         }
@@ -258,7 +294,9 @@ class Batches:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """What a function gives on the main process, on every process, which must all call this; also an InputError."""
+    """What a function returns on the main process, or the InputError that it raises, on every process.
+
+    Every process must call this."""
     made, problem = None, ""
     if errors.is_first_process():
         try:
@@ -281,12 +319,12 @@ class Worker:
 
 
 class Workers:
-    """Samplers in processes of their own, each with one piece at a time; what a lost one had, its successor samples.
+    """Samplers in processes of their own, each with one piece at a time. If one is lost, another samples its piece.
 
     Each worker has a thread here, which waits for it.
     """
 
-    # [V97] Actors that hold an engine; Ray is an extra. The learner's first process alone talks to them.
+    # [V97] They are Ray actors that hold an engine; only the learner's first process talks to them. Ray is an extra.
     def __init__(self, setup: rlvr_policy.Setup, ray: Any):
         args, ids = setup.args, setup.ids
         self.ray, self.time_out, self.lost, self.closed = ray, args.time_out, 0, False
@@ -383,8 +421,8 @@ def connected(args: Args) -> Iterator[Any]:
 
 
 def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
-    """Ray. It is ended with at_end, unless it was there before: a program that calls train() may have started it."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers
+    """Ray. It is shut down with at_end, unless it was running before: the caller of train() may have started it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends statistics to its makers
     try:
         import ray  # an extra
     except ModuleNotFoundError as error:
@@ -423,7 +461,7 @@ def greet(host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def last_words(accelerator: Accelerator) -> Iterator[None]:
-    """If Ray's own processes die, its library ends this one without a word; a second process stands by to say so."""
+    """Starts a second process that prints a message if Ray ends this one without any, because Ray itself has died."""
     if not accelerator.is_main_process:
         yield
         return
@@ -439,7 +477,7 @@ def last_words(accelerator: Accelerator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_errors(ray: Any) -> Iterator[None]:
-    """Turns what cannot be mended by another worker into one line."""
+    """Turns errors that another worker could not fix into one line."""
     there = ray.exceptions
     try:
         yield
@@ -462,79 +500,84 @@ def ray_errors(ray: Any) -> Iterator[None]:
         raise InputError(f"Ray is gone: {str(error).splitlines()[0]}; {errors.how_to_go_on}") from error
 
 
-# ---- Corrections: what samples is older than what learns ---------------------------------------------------------
+# ---- Corrections: the policy that samples is older than the one that learns -------------------------------------
 
 ROUNDING = 1e-4  # by which a ratio of equal weights may be off 1 in float32
+Reweigh = Callable[[Tensor, rlvr_data.Batch], Tensor]  # (new_logprobs, mb) -> factors of the losses
 
 
 def correct(
-    batch: rlvr_policy.Rollout, args: Args, number: int, accelerator: Accelerator
-) -> tuple[rlvr_policy.Rollout, rlvr_policy.Weights | None, dict[str, float]]:
-    """The batch as the losses take it, factors of its tokens' losses (None: all 1), and how far the sampler is off.
+    episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: Accelerator
+) -> tuple[rlvr_data.Rollout, Tensor | None, Reweigh | None, dict[str, float]]:
+    """What update `number` learns from episodes that older weights have sampled.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
 
         decoupled   min(prox / mu, cap) * the loss of the ratio new / prox
-        bypass      the loss of the ratio new / mu: its clip also counts how far prox has come from mu. The loss
+        bypass      the loss of the ratio new / mu: its clip also counts how far prox has moved from mu. The loss
                     reinforce has no ratio and gets a factor instead: min(new / mu, cap) * the loss
         none        the loss of the ratio new / prox: as if prox had sampled
 
-    number: of the update. Every process must call this, and all find the same of the whole batch.
+    Returns the episodes with the masks and the old log-probs of the loss; the weights of its tokens (rows,
+    response_length), or None if all are 1; for bypass with reinforce, a function that computes them from the newest
+    policy; and metrics of how far the sampler is from the learner. Every process must call this, and all get the same
+    statistics of the whole batch.
     """
-    whole = (batch.logprobs, batch.sampler_logprobs, batch.mask, batch.versions)
-    # (batch, response_length) the first three, (batch,) the last
+    whole = (episodes.logprobs, episodes.sampler_logprobs, episodes.mask, episodes.versions)
+    # The first three are (batch, response_length), the last is (batch,).
     prox, mu, mask, versions = (accelerator.gather(tensor.contiguous()) for tensor in whole)
-    mine = slice(accelerator.process_index * len(batch.mask), (accelerator.process_index + 1) * len(batch.mask))
+    local_batch = len(episodes.mask)
+    mine = slice(accelerator.process_index * local_batch, (accelerator.process_index + 1) * local_batch)
     # Weights of each token or of its response; they are capped below.
-    weights = rlvr_policy.importance_weights(prox, mu, mask, args.correction_level, math.inf)
+    weights = rlvr_math.importance_weights(prox, mu, mask, args.correction_level, math.inf)
     each = weights[mask] if args.correction_level == "token" else weights.amax(1)[mask.any(1)]
     clipped, each = each > args.correction_cap * (1 + ROUNDING), each.clamp(max=args.correction_cap)
     weights, mean = weights.clamp(max=args.correction_cap), mean_of(each)
     if args.correction_normalised and mask.any():
-        # [V86] By the mean over the batch on all processes.   rollout_corr_helper.py#L566-L597
+        # [V86] Divided by the mean over the batch on all processes.   rollout_corr_helper.py#L566-L597
         weights = weights / mean
     kept = mask
     if args.rejection != "none":
-        kept = rlvr_policy.rejection_mask(prox, mu, mask, args.rejection, args.rejection_low, args.rejection_high)
-    # Always, also where the weights are the same.
-    metrics = {f"async/{name}": value.item() for name, value in rlvr_policy.mismatch(prox, mu, mask).items()}
+        kept = rlvr_math.rejection_mask(prox, mu, mask, args.rejection, args.rejection_low, args.rejection_high)
+    # The mismatch is always logged, also where the weights are the same.
+    metrics = {f"async/{name}": value.item() for name, value in rlvr_math.mismatch(prox, mu, mask).items()}
     age = (number - versions).double()
     if not age.any():
-        # [V94] Where both have the same weights.
+        # [V94] Sampler and learner have the same weights, so their log-probs must agree.
         engine.check_gap(mean_of((prox - mu).abs()[mask]).item(), args.dtype)
     metrics |= {"async/staleness_mean": age.mean().item(), "async/staleness_max": age.max().item()}
     metrics |= {"async/weight_mean": mean.item()}
     metrics |= {"async/clipped_share": mean_of(clipped).item()}
     metrics |= {"async/rejected_share": mean_of(~kept[mask]).item()}
 
-    # Advantages are those of all tokens: a rejection narrows the loss alone. But a response that is rejected whole
-    # leaves its group's baseline too.
-    masks = {"mask": batch.mask & kept[mine].any(1, keepdim=True), "loss_mask": batch.loss_mask & kept[mine]}
-    trained, way = dataclasses.replace(batch, **masks), correction_of(args)
+    # Advantages are those of all tokens, and a rejection only leaves tokens out of the loss. But a response of which
+    # every token is rejected leaves its group's baseline too.
+    masks = {"mask": episodes.mask & kept[mine].any(1, keepdim=True), "loss_mask": episodes.loss_mask & kept[mine]}
+    trained, way = dataclasses.replace(episodes, **masks), correction_of(args)
     if way == "decoupled":
-        # [V83] The clip is around prox, the weight leads from mu to prox.   core_algos.py#L1237
-        return trained, weights[mine], metrics
+        # [V83] The clip is around prox, and the weight leads from mu to prox.   core_algos.py#L1237
+        return trained, weights[mine], None, metrics
     if way == "none":
-        return trained, None, metrics
-    # [V84] Old is what the sampler says.   core_algos.py#L2065-L2195
-    trained = dataclasses.replace(trained, logprobs=batch.sampler_logprobs)
+        return trained, None, None, metrics
+    # [V84] The old log-probs are the sampler's.   core_algos.py#L2065-L2195
+    trained = dataclasses.replace(trained, logprobs=episodes.sampler_logprobs)
 
-    def weights_now(new_logprobs: Tensor, mb: rlvr_policy.Rollout) -> Tensor:
+    def newest_weights(new_logprobs: Tensor, mb: rlvr_data.Batch) -> Tensor:
         told = (mb.logprobs, mb.loss_mask, args.correction_level, args.correction_cap)
-        return rlvr_policy.importance_weights(new_logprobs, *told)
+        return rlvr_math.importance_weights(new_logprobs, *told)
 
-    return trained, weights_now if args.ppo.loss == "reinforce" else None, metrics
+    return trained, None, newest_weights if args.ppo.loss == "reinforce" else None, metrics
 
 
 def mean_of(numbers: Tensor) -> Tensor:
-    """Their mean, 0-d; 0 where there are none, as in a batch of which no response can be scored."""
+    """Their mean, 0-d; 0 if there are none, as in a batch of which no response can be scored."""
     return numbers.double().sum() / max(len(numbers), 1)
 
 
 def correction_of(args: Args) -> str:
     if args.correction != "auto":
         return args.correction
-    # [V90] Another engine's log-probs are never quite ours, whatever its weights.
+    # [V90] Another engine's log-probs differ from ours even with the same weights.
     return "decoupled" if args.staleness or args.engine == "vllm" else "none"
 
 
@@ -586,9 +629,9 @@ def check_arguments(args: Args) -> None:
 
 
 def without_effect(args: Args) -> Iterator[str]:
-    """Arguments of the corrections that nothing reads, although they were given: they are not at their defaults."""
+    """Arguments of the corrections that were given although nothing reads them: they are not at their defaults."""
     way, flag = correction_of(args), cli.flag
-    # [V56] The loss reinforce has no ratio; in its place it has weights with bypass too.
+    # [V56] With bypass, only the loss reinforce has weights, because it has no ratio.
     weights = way == "decoupled" or (way == "bypass" and args.ppo.loss == "reinforce")
     acts = {"correction_level": weights, "correction_cap": weights, "correction_normalised": way == "decoupled"}
     acts |= dict.fromkeys(("rejection_low", "rejection_high"), args.rejection != "none")

@@ -42,11 +42,12 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, passes, posts, processes, rewards as scorers, run
+from ppo_rlhf.lib import cli, lm, models, networks, passes, posts, processes, rewards as scorers, run
 from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.networks import AdaptiveKLController
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return this_run.model_folder / "policy"
 
 
-# ---- Networks, KL controller, evaluation -----------------------------------------------------------------------
+# ---- Networks, evaluation --------------------------------------------------------------------------------------
 
 
 class ActorCritic(models.MixedPrecision):
@@ -313,13 +314,9 @@ class ActorCritic(models.MixedPrecision):
         return logprobs, entropies, values  # three of (batch, response_length)
 
 
-class Reference:
-    """What the policy started from. With adapters, the policy itself while they are switched off."""
+class Reference(networks.Reference):
+    """The model that the policy started from, as it reads summaries."""
 
-    def __init__(self, lm_backbone: PreTrainedModel, adapters: nn.Module | None):
-        self.lm_backbone, self.adapters = lm_backbone, adapters
-
-    @torch.no_grad()
     def logprobs(
         self,
         ids: posts.TaskIds,
@@ -330,30 +327,11 @@ class Reference:
     ) -> Tensor:
         """Log-probs (batch, response_length) of query_responses (batch, context_length + response_length)."""
         # [T35] At the policy's temperature.   ppo.py#L623-L627
-        with self.adapters.disable_adapter() if self.adapters else processes.gathered(self.lm_backbone):
+        with self.in_use():
             logprobs, _ = lm.response_statistics(
                 self.lm_backbone, query_responses, ids.pad, context_length, temperature, ids.vocab_size, longest
             )
         return logprobs
-
-
-class AdaptiveKLController:
-    """Holds the KL divergence near a target, if there is one: `value` rises while it is above, falls while below.
-
-    error = clip(kl / target - 1, -0.2, 0.2)        value *= 1 + error * episodes / horizon
-    """
-
-    def __init__(self, kl_coef: float, target: float | None, horizon: float):
-        self.value, self.target, self.horizon = kl_coef, target, horizon
-
-    def update(self, kl: float, episodes: int) -> None:
-        """kl: nats per summary, the mean over the batch; episodes: of the batch, over all processes."""
-        # [D72] Without a target, the coefficient is fixed.   OAI train_policy.py#L107-L112
-        if self.target is None:
-            return
-        # [D69] A step is clipped to a fifth of what the horizon allows.   OAI train_policy.py#L115-L124
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * episodes / self.horizon
 
 
 def evaluate_policy(
@@ -935,7 +913,7 @@ def load_networks(
     if args.lora.rank and processes.sharding():
         raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
     length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
-    lm_backbone, critic = models.load_base_model(args), load_critic(args, tokenizer)
+    lm_backbone, critic = models.load_base_model(args), networks.load_critic(args, vocab_size)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         models.checkpoint_layers(actor_critic)
@@ -947,22 +925,6 @@ def load_networks(
     frozen = models.load_base_model(args, frozen=True)
     models.place(frozen, accelerator)
     return actor_critic, Reference(frozen, None)
-
-
-def load_critic(args: Args, tokenizer: PreTrainedTokenizerBase) -> lm.RewardModel:
-    """The model that the critic starts from, ready to learn."""
-    if args.rewards.value_model:
-        critic = models.load_scalar_model(args, "value_model", models.vocabulary_size(tokenizer))
-    elif args.rewards.trained_model:
-        critic = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer))
-    else:
-        torch.manual_seed(args.seed)  # for the head, the same on every process
-        backbone = models.load_base_model(args, AutoModel)
-        critic = lm.RewardModel(backbone).to(backbone.dtype)
-    critic.requires_grad_(True)
-    critic.gain.requires_grad_(False)
-    critic.bias.requires_grad_(False)
-    return critic
 
 
 # Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
@@ -982,16 +944,9 @@ def load_scorers(
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if args.rewards.function:
         return of_texts(args.rewards.function, "rewards.function"), monitor
-    reward_model = models.load_scalar_model(args, "trained_model", models.vocabulary_size(tokenizer), frozen=True)
-    models.place(reward_model, accelerator)
-
-    @torch.no_grad()
-    def score(queries: Tensor, responses: Tensor, references: Tensor) -> Tensor:
-        # [T37] The post with the truncated summary.   ppo.py#L635-L641
-        tokens = torch.cat([queries, responses], dim=1)
-        return passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=ids.pad)
-
-    return score, monitor
+    # [T37] The post with the truncated summary.   ppo.py#L635-L641
+    score = networks.load_reward_model(args, models.vocabulary_size(tokenizer), accelerator)
+    return lambda queries, responses, references: score(queries, responses), monitor
 
 
 def save_networks(

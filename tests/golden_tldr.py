@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import lm, models, passes, posts, processes, run
+from ppo_rlhf.lib import lm, models, networks, passes, posts, processes, run
 from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
@@ -544,7 +544,7 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
             weight_decay=case["optimizer"]["weight_decay"],
         ),
     )
-    whiten, load_critic = tldr_policy.whiten, tldr_policy.load_critic
+    whiten, load_critic = tldr_policy.whiten, networks.load_critic
     reference, make_reference = language_model(case, under(arrays, "reference/")), tldr_policy.Reference.__init__
 
     def unbiased_whiten(values, mask, *, keep_mean, reduce):
@@ -570,6 +570,6 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         steered(case, settings["temperature"], [update["responses"] for update in updates]),
         all_output_rows(case),
         (tldr_policy, "whiten", unbiased_whiten),
-        (tldr_policy, "load_critic", load_critic_without_bias),
+        (networks, "load_critic", load_critic_without_bias),
         (tldr_policy.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),
     )

@@ -11,7 +11,7 @@ from test_tldr_math import on_processes, rollout_of
 from torch.testing import assert_close
 
 import ppo_rlhf
-from ppo_rlhf import rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf import rlvr_math, rlvr_policy, tldr_policy, train_policy
 
 # ---- The same text ---------------------------------------------------------------------------------------------
 
@@ -248,32 +248,32 @@ CHECKS = [
 
 
 def rlvr_policy_loss(new_logprobs, logprobs, advantages):
-    losses, clipped, _ = rlvr_policy.token_losses(new_logprobs, logprobs, advantages, ALL, "ppo", low=0.2, high=0.2)
-    approxkl = 0.5 * rlvr_policy.aggregate((new_logprobs - logprobs) ** 2, ALL, "token-mean")
-    mean = rlvr_policy.aggregate(losses, ALL, "token-mean")
-    return mean, rlvr_policy.aggregate(clipped.double(), ALL, "token-mean"), approxkl.detach()
+    losses, clipped, _ = rlvr_math.token_losses(new_logprobs, logprobs, advantages, ALL, "ppo", low=0.2, high=0.2)
+    approxkl = 0.5 * rlvr_math.aggregate((new_logprobs - logprobs) ** 2, ALL, "token-mean")
+    mean = rlvr_math.aggregate(losses, ALL, "token-mean")
+    return mean, rlvr_math.aggregate(clipped.double(), ALL, "token-mean"), approxkl.detach()
 
 
 def rlvr_value_loss(new_values, values, returns):
-    losses, clipped = rlvr_policy.value_losses(new_values, values, returns, ALL, 0.2)
-    return tuple(rlvr_policy.aggregate(x.double(), ALL, "token-mean") for x in (losses, clipped))
+    losses, clipped = rlvr_math.value_losses(new_values, values, returns, ALL, 0.2)
+    return tuple(rlvr_math.aggregate(x.double(), ALL, "token-mean") for x in (losses, clipped))
 
 
 def test_chapter_3_agrees_with_chapter_1():
     first, second, third = numbers(1), numbers(2), numbers(3)
     check_agreement(
         lambda x: train_policy.whiten(x, keep_mean=False),
-        lambda x: rlvr_policy.whiten(x, ALL, keep_mean=False),
+        lambda x: rlvr_math.whiten(x, ALL, keep_mean=False),
         3 + 2 * first,
     )
     with torch.no_grad():  # chapter 3 takes rewards as given
         rewards = train_policy.compute_rewards(numbers(4, ROWS), first, second, 0.15)
         for one, two in zip(
-            rewards, rlvr_policy.compute_rewards(numbers(4, ROWS), first, second, ALL, 0.15, "k1"), strict=True
+            rewards, rlvr_math.compute_rewards(numbers(4, ROWS), first, second, ALL, 0.15, "k1"), strict=True
         ):
             assert_close(two, one, atol=1e-12, rtol=0)
         settings = {"values": second, "gamma": 0.9, "lam": 0.8}
-        found = rlvr_policy.ESTIMATORS["gae"](first, ALL, torch.zeros(ROWS), **settings)
+        found = rlvr_math.ESTIMATORS["gae"](first, ALL, torch.zeros(ROWS), **settings)
         for one, two in zip(train_policy.compute_gae(first, second, 0.9, 0.8), found, strict=True):
             assert_close(two, one, atol=1e-12, rtol=0)
     given = (first + 0.3 * second, first, third)

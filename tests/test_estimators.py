@@ -12,7 +12,7 @@ from runs import metrics_of, only
 from transformers import AutoModelForCausalLM
 
 from benchmark.experiments import estimators
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_math, rlvr_policy
 from ppo_rlhf.lib import cli
 
 SIZES = (
@@ -50,7 +50,7 @@ def moved(tiny_sums, tmp_path_factory):
 
 def test_every_estimator_and_nothing_that_the_script_refuses():
     variants = estimators.find_variants()
-    assert {v.name for v in variants if v.part == "estimators"} == set(rlvr_policy.ESTIMATORS)
+    assert {v.name for v in variants if v.part == "estimators"} == set(rlvr_math.ESTIMATORS)
     assert len({v.folder for v in variants}) == len(variants)
     for variant in variants:
         args = cli.parse_args(rlvr_policy.PRESETS, ["--preset", "sums", *variant.words.split()])

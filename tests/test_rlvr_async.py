@@ -176,17 +176,24 @@ def two_updates_late(tiny_sums, tmp_path_factory):
     policies: list[torch.nn.Module] = []
     rollout = rlvr_policy.rollout
 
-    def late(setup, actor_critic, reference, sample, number, version):
+    def generate_late(setup, actor_critic, draw):
         policies.append(copy.deepcopy(actor_critic.lm_backbone))
-        old, ids = policies[max(version - 2, 0)], setup.ids
+        old, ids = policies[max(len(policies) - 3, 0)], setup.ids
+        answers = []
+        for contexts, uniforms, temperature in draw.requests:
+            few = [
+                lm.generate_until(old, *rows, ids.pad, ids.vocab_size, temperature, ids.stops)
+                for rows in zip(contexts.split(4), uniforms.split(4), strict=True)
+            ]
+            answers.append(tuple(map(torch.cat, zip(*few, strict=True))))
+        return answers
 
-        def sample_late(contexts, uniforms, temperature):
-            return lm.generate_until(old, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
-
-        return rollout(setup, actor_critic, reference, sample_late, number, version=max(version - 2, 0))
+    def of_two_updates_before(*given, version):
+        return rollout(*given, version=max(version - 2, 0))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rlvr_policy, "rollout", late)
+        patch.setattr(rlvr_policy, "generate", generate_late)
+        patch.setattr(rlvr_policy, "rollout", of_two_updates_before)
         return train_by(rlvr_policy, tiny_sums, tmp_path_factory.mktemp("run"), *DOUBLE)
 
 
@@ -584,13 +591,13 @@ def args_of(**settings) -> Args:
 )
 def test_weights_of_decoupled_ppo(settings, weights):
     batch = stale_batch()
-    trained, found, metrics = correct(batch, args_of(**settings), 5, ALONE)
+    trained, found, _, metrics = correct(batch, args_of(**settings), 5, ALONE)
     assert_close(found, torch.tensor(weights, dtype=torch.float64), atol=1e-12, rtol=0)
     assert trained.logprobs is batch.logprobs and trained.mask.equal(LIVE) and trained.loss_mask.equal(LIVE)
     if not settings:
         assert metrics["async/weight_mean"] == pytest.approx(10.25 / 8)
         assert metrics["async/clipped_share"] == 3 / 8 and metrics["async/rejected_share"] == 0
-        at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE)[2]  # one ratio is 3
+        at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE)[-1]  # one ratio is 3
         assert at_the_cap["async/clipped_share"] == 2 / 8
         assert metrics["async/staleness_mean"] == pytest.approx(4 / 3) and metrics["async/staleness_max"] == 2
         ratios = torch.tensor(RATIOS, dtype=torch.float64)[LIVE]
@@ -601,36 +608,37 @@ def test_weights_of_decoupled_ppo(settings, weights):
 def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word():
     batch = stale_batch()
     for args in (Args(staleness=0), args_of(correction="none")):
-        trained, weights, _ = correct(batch, args, 5, ALONE)
-        assert weights is None and trained.logprobs is batch.logprobs and trained.loss_mask.equal(LIVE)
-    trained, weights, _ = correct(batch, args_of(correction="bypass"), 5, ALONE)
-    assert weights is None and trained.logprobs is batch.sampler_logprobs
+        trained, weights, reweigh, _ = correct(batch, args, 5, ALONE)
+        assert weights is reweigh is None and trained.logprobs is batch.logprobs and trained.loss_mask.equal(LIVE)
+    trained, weights, reweigh, _ = correct(batch, args_of(correction="bypass"), 5, ALONE)
+    assert weights is reweigh is None and trained.logprobs is batch.sampler_logprobs
     # The loss reinforce has no ratio; its weights are those of the newest policy, here twice as likely as prox.
     for level, expected in {"token": [0.5, 2, 4], "sequence": [4] * 3}.items():
         settings = {"correction_level": level, "correction_cap": 4.0, "ppo": rlvr_policy.PpoArgs(loss="reinforce")}
-        trained, weights, _ = correct(batch, args_of(correction="bypass", **settings), 5, ALONE)
-        assert trained.logprobs is batch.sampler_logprobs
-        assert weights(batch.logprobs + math.log(2), trained)[0].tolist() == pytest.approx(expected)
+        trained, weights, reweigh, _ = correct(batch, args_of(correction="bypass", **settings), 5, ALONE)
+        assert trained.logprobs is batch.sampler_logprobs and weights is None
+        assert reweigh(batch.logprobs + math.log(2), trained)[0].tolist() == pytest.approx(expected)
     assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE)[1] is not None
 
 
 def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_group():
     kept = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0]]).bool()
-    trained, _, metrics = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
+    trained, _, _, metrics = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
     assert trained.loss_mask.equal(kept) and trained.mask.any(1).tolist() == [True, True, False]
     assert trained.mask[:2].equal(LIVE[:2]) and metrics["async/rejected_share"] == pytest.approx(4 / 8)
     sizes = {"rejection_low": 0.2, "rejection_high": 3.2}
     assert correct(stale_batch(), args_of(rejection="token", **sizes), 5, ALONE)[0].mask.any(1).sum() == 2
     # Geometric means: 0.75 ** (1 / 3) = 0.91, 1 and 4.
-    by_response, _, _ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.9), 5, ALONE)
+    by_response, *_ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.9), 5, ALONE)
     assert by_response.loss_mask.any(1).tolist() == [True, True, False] and by_response.loss_mask[:2].all()
-    by_response, _, _ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.95), 5, ALONE)
+    by_response, *_ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.95), 5, ALONE)
     assert by_response.loss_mask.any(1).tolist() == [False, True, False]
     # The advantages of what is kept are those of all tokens.
     rewards = numbers(2, 3, 3)
     for batch, expected in ((stale_batch(), LIVE), (trained, LIVE & kept.any(1, keepdim=True))):
-        batch = dataclasses.replace(batch, rewards=rewards, groups=torch.zeros(3, dtype=torch.long))
-        advantages, _ = rlvr_policy.compute_advantages(batch, rlvr_policy.PpoArgs(advantage="dr_grpo"), torch.clone)
+        batch = dataclasses.replace(batch, groups=torch.zeros(3, dtype=torch.long))
+        ppo = rlvr_policy.PpoArgs(advantage="dr_grpo")
+        advantages, _ = rlvr_policy.compute_advantages(batch, rewards, ppo, torch.clone)
         totals = rewards.masked_fill(~expected, 0).sum(1)
         mean = totals[expected.any(1)].mean()
         assert_close(advantages, (totals - mean).unsqueeze(1).expand(3, 3).masked_fill(~expected, 0))
@@ -640,7 +648,7 @@ def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_
 def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing(normalised):
     batch = dataclasses.replace(stale_batch(), mask=torch.zeros_like(LIVE), loss_mask=torch.zeros_like(LIVE))
     args = args_of(correction_normalised=normalised, rejection="token")
-    trained, weights, metrics = correct(batch, args, 5, ALONE)
+    trained, weights, _, metrics = correct(batch, args, 5, ALONE)
     assert not trained.loss_mask.any() and not weights.any()
     numbers = {name: value for name, value in metrics.items() if "staleness" not in name}
     assert len(numbers) == 12 and set(numbers.values()) == {0.0}
@@ -649,7 +657,7 @@ def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing(normalised):
 def test_processes_find_the_same_weights_of_the_whole_batch():
     batch, settings = stale_batch(), {"correction_normalised": True, "rejection": "token"}
     batch = dataclasses.replace(batch, **{n: torch.cat([t, t[:1]]) for n, t in batch.tensors().items()})
-    trained, weights, metrics = correct(batch, args_of(**settings), 5, ALONE)
+    trained, weights, _, metrics = correct(batch, args_of(**settings), 5, ALONE)
 
     def on_process(process):
         rows = slice(2 * process.process_index, 2 * process.process_index + 2)
@@ -659,7 +667,7 @@ def test_processes_find_the_same_weights_of_the_whole_batch():
     parts = on_processes(2, on_process)
     assert_close(torch.cat([part[1] for part in parts]), weights)
     assert torch.cat([part[0].loss_mask for part in parts]).equal(trained.loss_mask)
-    assert all(part[2] == pytest.approx(metrics) for part in parts)
+    assert all(part[-1] == pytest.approx(metrics) for part in parts)
     assert metrics["async/rejected_share"] == 6 / 11  # of 11 tokens, in float64
 
 
@@ -702,6 +710,6 @@ def test_presets_are_those_of_the_synchronous_script(capsys):
 
 
 def test_every_metric_of_asynchrony_is_explained(two_updates_late):
-    metrics = correct(stale_batch(), args_of(), 5, ALONE)[2].keys() | {"time/waiting", "time/weight_sync"}
+    metrics = correct(stale_batch(), args_of(), 5, ALONE)[-1].keys() | {"time/waiting", "time/weight_sync"}
     explained = {name for name in explained_metrics(3) if name.startswith(("async/", "time/"))}
     assert metrics == explained

@@ -15,30 +15,31 @@ from test_tldr_math import on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_async
-from ppo_rlhf.rlvr_policy import (
+from ppo_rlhf.rlvr_data import Rollout, make_batch, scores_differ
+from ppo_rlhf.rlvr_math import (
     ESTIMATORS,
     IN_GROUPS,
-    ActorCritic,
-    PpoArgs,
-    RewardsArgs,
-    Rollout,
     aggregate,
-    bounds,
-    compute_advantages,
     compute_rewards,
     importance_weights,
     kl_estimate,
-    kl_in_loss,
     mismatch,
-    punish,
     rejection_mask,
     response_mask,
-    scores_differ,
     token_losses,
-    update,
     value_losses,
     whiten,
-    with_rewards,
+)
+from ppo_rlhf.rlvr_policy import (
+    ActorCritic,
+    PpoArgs,
+    RewardsArgs,
+    bounds,
+    compute_advantages,
+    kl_in_loss,
+    punish,
+    token_rewards,
+    update,
 )
 
 ROWS, LENGTH = 6, 5
@@ -81,17 +82,21 @@ class StandIn(torch.nn.Module):
         super().__init__()
         self.table, self.read = torch.nn.Parameter(parameters.clone()), read
 
-    def forward(self, tokens, mask, pad_id, reference, longest):
+    def forward(self, tokens, responses, mask, pad_id, reference):
         logprobs, exact_kl = (x.masked_fill(~mask, 0) for x in self.read(self.table, tokens, mask))
         return logprobs, torch.zeros_like(logprobs), torch.zeros_like(logprobs), exact_kl
 
 
-def updated_stand_in(network: StandIn, batch: Rollout, args: rlvr_async.Args) -> dict[str, torch.Tensor]:
-    """The steps of an update as rlvr_async.py makes it of a batch of one update before; network.table.grad stays."""
-    trained, weights, _ = rlvr_async.correct(batch, args, 1, ALONE)
+def updated_stand_in(
+    network: StandIn, episodes: Rollout, rewards: torch.Tensor, args: rlvr_async.Args
+) -> dict[str, torch.Tensor]:
+    """The steps of an update as rlvr_async.py makes it of episodes of one update before; network.table.grad stays."""
+    trained, weights, reweigh, _ = rlvr_async.correct(episodes, args, 1, ALONE)
+    advantages, returns = compute_advantages(trained, rewards, args.ppo, torch.clone)
+    batch = make_batch(trained, (rewards, rewards, rewards), advantages, returns, 1, weights)
     optimizers, order = {"policy": torch.optim.SGD(network.parameters(), lr=0.0)}, torch.arange(len(batch.mask))
-    options = {"version": 1, "weights": weights}
-    return update(network, optimizers, None, trained, [order[None]], args, -1, ALONE, **options)[0]
+    options = {"policy_learns": True, "reweigh": reweigh}
+    return update(network, optimizers, None, batch, [order[None]], args, -1, ALONE, **options)
 
 
 # ---- Masks and rewards -----------------------------------------------------------------------------------------
@@ -253,8 +258,8 @@ def test_equal_prompts_are_two_groups_and_their_order_does_not_matter():
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_which_advantages_are_whitened(name, whitened, asked):
     ppo = PpoArgs(advantage=name, whiten_advantages=asked)
-    batch = rollout_of(rewards=numbers(1), values=numbers(2), groups=GROUPS)
-    ((advantages, _),) = on_processes(1, lambda process: compute_advantages(batch, ppo, summed(process)))
+    episodes, rewards = rollout_of(values=numbers(2), groups=GROUPS), numbers(1)
+    ((advantages, _),) = on_processes(1, lambda process: compute_advantages(episodes, rewards, ppo, summed(process)))
     mean, variance = advantages[MASK].mean().item(), advantages[MASK].var(correction=0).item()
     is_white = abs(mean) < 1e-9 and abs(variance - 1) < 1e-6
     assert is_white == (whitened if asked is None else asked)
@@ -320,7 +325,7 @@ def exact_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
     object.__setattr__(network, "lm_backbone", backbone)
     reference = SimpleNamespace(logits=lambda hidden: hidden)
     states = STATES.flatten()
-    return network.read_hidden(reference, logits[states], ref_logits[states], SEQUENCES.flatten())[2].view(9, 2)
+    return network.read_hidden(reference, SEQUENCES.flatten(), logits[states], ref_logits[states])[2].view(9, 2)
 
 
 def gradient_as_loss(name: str, sampler: torch.Tensor) -> tuple[float, torch.Tensor]:
@@ -342,8 +347,8 @@ def gradient_in_reward(name: str, scale: float = 1.0, gamma: float = 1.0) -> tor
     logprobs, ref_logprobs = sequence_logprobs(logits), sequence_logprobs(ref_logits)
     kept = {"logprobs": logprobs.detach(), "ref_logprobs": ref_logprobs}
     batch = rollout_of(EVERYWHERE, exact_kl=exact_kl(logits, ref_logits).detach(), **kept)
-    batch = with_rewards(batch, 1.0, name)
-    advantages, _ = ESTIMATORS["reinforce++"](batch.rewards, EVERYWHERE, torch.arange(9), gamma=gamma)
+    rewards, _, _ = token_rewards(batch, 1.0, name)
+    advantages, _ = ESTIMATORS["reinforce++"](rewards, EVERYWHERE, torch.arange(9), gamma=gamma)
     losses, _, _ = token_losses(logprobs, logprobs.detach(), advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
     return torch.autograd.grad(expectation(losses, logits), logits)[0]
 
@@ -414,7 +419,7 @@ def test_gradient_of_the_kl_in_the_loss_with_a_sampler_that_is_not_the_policy_of
         ppo=PpoArgs(advantage="reinforce++"),
         rewards=RewardsArgs(kl_loss_coef=1.0, kl_loss_estimator=name),
     )
-    updated_stand_in(network, batch, args)
+    updated_stand_in(network, batch, torch.zeros(4, 1, dtype=torch.float64), args)
     assert network.table.grad.numpy() == pytest.approx(expected, abs=1e-12)
 
 

@@ -17,7 +17,7 @@ from runs import explained_metrics, metrics_of, only, samples_of
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from ppo_rlhf import rlvr_policy, sample
+from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, sample
 from ppo_rlhf.lib import cli, lm, models, problems, run
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
@@ -332,14 +332,14 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
 def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_folder, monkeypatch):
     words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:letters --ppo.filter_groups"
     words += " --ppo.prompts_per_round 6"
-    fill_batch, versions = rlvr_policy.fill_batch, []
+    take, versions = rlvr_data.Pool.take, []
 
-    def watched(*given):
-        found = fill_batch(*given)
+    def watched(pool):
+        found = take(pool)
         versions.append(found[0].versions)
         return found
 
-    monkeypatch.setattr(rlvr_policy, "fill_batch", watched)
+    monkeypatch.setattr(rlvr_data.Pool, "take", watched)
     rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
     assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
     ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]
@@ -547,7 +547,7 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize("words", DOUBTFUL)
 def test_what_may_not_be_meant_is_said(words):
-    said = list(rlvr_policy.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
+    said = list(rlvr_checks.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
     assert DOUBTFUL[words] in "\n".join(said) and bool(said) == bool(DOUBTFUL[words])
     assert not any("\n" in line for line in said)
 
@@ -569,7 +569,7 @@ def test_k1_in_the_loss_is_no_choice():
 
 def test_presets_are_named_by_their_key_and_pass_the_checks():
     for name, args in PRESETS.items():
-        assert args.preset == name and not [*rlvr_policy.doubts(args)]
+        assert args.preset == name and not [*rlvr_checks.doubts(args)]
         rlvr_policy.check_arguments(args)
         rlvr_policy.ppo_sizes(args.ppo, 4)
         assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args

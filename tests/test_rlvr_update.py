@@ -11,8 +11,9 @@ from test_rlvr_math import numbers, rollout_of
 from test_tldr_math import on_processes
 from torch.testing import assert_close
 
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy
 from ppo_rlhf.lib import lm, passes, problems
+from ppo_rlhf.rlvr_data import Pool, Rollout
 from ppo_rlhf.rlvr_policy import (
     ESTIMATORS,
     ActorCritic,
@@ -20,10 +21,7 @@ from ppo_rlhf.rlvr_policy import (
     PpoArgs,
     Reference,
     RewardsArgs,
-    Rollout,
-    Setup,
     draw_minibatches,
-    fill_batch,
     ppo_sizes,
     update,
 )
@@ -66,8 +64,9 @@ def test_what_is_read_is_what_the_library_says_of_the_row_alone(
     monkeypatch.setattr(passes, "MOST_LOGITS", tokens_of_a_piece * PAD)
     actor_critic, reference = networks(tiny_models, architecture)
     tokens, mask = tokens_and_mask()
-    found = actor_critic(tokens, mask, PAD, reference, longest=int((tokens != PAD).sum(1).max()))
-    for one, other in zip(found, actor_critic(tokens, mask, PAD, reference), strict=True):  # and without knowing it
+    responses, longest = tokens[:, CONTEXT:], int((tokens != PAD).sum(1).max())
+    found = actor_critic(passes.pack(tokens, PAD, longest), responses, mask, PAD, reference)
+    for one, other in zip(found, actor_critic(tokens, responses, mask, PAD, reference), strict=True):  # not packed
         assert_close(one, other, atol=1e-9, rtol=0)
     assert all((x[~mask] == 0).all() for x in found)
     for row in range(len(tokens)):
@@ -91,7 +90,7 @@ def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
     for tokens_of_a_piece in (4_096, 3):
         monkeypatch.setattr(passes, "MOST_LOGITS", tokens_of_a_piece * PAD)
         actor_critic, reference = networks(tiny_models)
-        logprobs, values, entropies, kl = actor_critic(tokens, mask, PAD, reference)
+        logprobs, values, entropies, kl = actor_critic(tokens, tokens[:, CONTEXT:], mask, PAD, reference)
         (logprobs * numbers(1, *mask.shape) + values + entropies - 2 * kl).sum().backward()
         found.append([p.grad for p in actor_critic.parameters() if p.grad is not None])
     for one, other in zip(*found, strict=True):
@@ -103,35 +102,44 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
     tokens, mask = tokens_and_mask([2, 3, 1])  # prompts of 6, 5 and 4 tokens
     read, shapes = lm.read_tokens, []
     monkeypatch.setattr(lm, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more))
-    actor_critic(tokens, mask, PAD, reference, longest=8)
-    reference.logprobs(PAD, tokens, mask, longest=8)
-    assert shapes == [(3, 8)] * 4
+    settings = {"pad_id": PAD, "reference": reference, "exact": True}
+    rlvr_policy.passes.by_length(
+        *(rlvr_policy.read_responses, actor_critic, tokens, tokens[:, CONTEXT:], mask), rows=3, **settings
+    )
+    assert shapes == [(3, 8)] * 4  # policy, critic, and the reference twice
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------
 
 
-def make_batch(actor_critic: ActorCritic, reference: Reference, seed: int = 1) -> Rollout:
-    """A batch of two groups of four, from another policy than the one that learns, so that ratios are not 1."""
+def make_episodes(actor_critic: ActorCritic, reference: Reference, seed: int = 1) -> tuple[Rollout, torch.Tensor]:
+    """Two groups of four, from another policy than the one that learns, so that ratios are not 1; their rewards."""
     tokens, mask = tokens_and_mask()
     with torch.no_grad():
-        logprobs, values, _, _ = actor_critic(tokens, mask, PAD)
-        ref_logprobs = reference.logprobs(PAD, tokens, mask)
+        logprobs, values, _, _ = actor_critic(tokens, tokens[:, CONTEXT:], mask, PAD)
+        ref_logprobs = reference.logprobs(tokens, tokens[:, CONTEXT:], mask, PAD)
     logprobs = (logprobs + 0.3 * numbers(seed, *mask.shape)).masked_fill(~mask, math.nan)
     values = (values + numbers(seed + 1, *mask.shape)).masked_fill(~mask, math.nan)
-    return rollout_of(
+    episodes = rollout_of(
         mask,
         query_responses=tokens,
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
-        rewards=numbers(seed + 2, *mask.shape).masked_fill(~mask, math.nan),
         groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
         baselines=numbers(seed + 3, len(tokens)),
     )
+    return episodes, numbers(seed + 2, *mask.shape).masked_fill(~mask, math.nan)
 
 
-def updated(tiny_models, processes: int = 1, change=lambda batch: batch, policy_learns: bool = True, **settings):
+def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process, **options) -> rlvr_data.Batch:
+    """Steps 6 and 7 up to the losses, as in `train`."""
+    reduce = partial(process.reduce, reduction="sum")
+    estimate = rlvr_policy.compute_advantages(episodes, rewards, ppo, reduce)
+    return rlvr_data.make_batch(episodes, (rewards, rewards, rewards), *estimate, 0, **options)
+
+
+def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy_learns: bool = True, **settings):
     """Parameters after an update of a batch, and its steps, as each process has them."""
     settings = {"batch_size": 8, "nminibatches": 2, "noptepochs": 2, "lr": 1e-2, "critic_lr": 1e-2} | settings
     shaping = settings.pop("rewards", RewardsArgs())
@@ -142,9 +150,10 @@ def updated(tiny_models, processes: int = 1, change=lambda batch: batch, policy_
 
     def on_process(process):
         actor_critic, reference = copy.deepcopy(made)
-        batch = change(make_batch(actor_critic, reference))
+        episodes, rewards = change(*make_episodes(actor_critic, reference))
         rank = process.process_index
-        batch = batch.rows(slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch))
+        mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
+        batch = batch_of(episodes.rows(mine), rewards[mine], args.ppo, process)
         parameters = dict(actor_critic.named_parameters())
         chosen = {
             "policy": [p for name, p in parameters.items() if name.startswith("lm_backbone")],
@@ -152,10 +161,8 @@ def updated(tiny_models, processes: int = 1, change=lambda batch: batch, policy_
         }
         optimizers = {name: torch.optim.SGD(ps, lr=0.1) for name, ps in chosen.items() if ps}
         orders = [draw_minibatches(1, 0, epoch, sizes, rank) for epoch in range(args.ppo.noptepochs)]
-        steps, _ = update(
-            *(actor_critic, optimizers, reference, batch, orders, args, PAD, process),
-            version=0,
-            policy_learns=policy_learns,
+        steps = update(
+            *(actor_critic, optimizers, reference, batch, orders, args, PAD, process), policy_learns=policy_learns
         )
         return parameters, steps
 
@@ -205,19 +212,17 @@ def test_counts_of_micro_batches_would_be_noticed(tiny_models, monkeypatch):
 
 
 def test_what_is_masked_reaches_no_gradient(tiny_models):
-    def cut(batch: Rollout) -> Rollout:
-        mask = batch.loss_mask.clone()
+    def cut(episodes: Rollout, rewards: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
+        mask = episodes.loss_mask.clone()
         mask[1], mask[4, :3] = False, False
-        return dataclasses.replace(batch, loss_mask=mask)
+        return dataclasses.replace(episodes, loss_mask=mask), rewards
 
-    def spoil(batch: Rollout) -> Rollout:
-        out = {
-            name: getattr(batch, name).masked_fill(~batch.mask, -1e9) for name in ("logprobs", "values", "rewards")
-        }
-        return dataclasses.replace(batch, **out)
+    def spoil(episodes: Rollout, rewards: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
+        out = {name: getattr(episodes, name).masked_fill(~episodes.mask, -1e9) for name in ("logprobs", "values")}
+        return dataclasses.replace(episodes, **out), rewards.masked_fill(~episodes.mask, -1e9)
 
     ((clean, _),) = updated(tiny_models, change=cut)
-    ((spoiled, _),) = updated(tiny_models, change=lambda batch: spoil(cut(batch)))
+    ((spoiled, _),) = updated(tiny_models, change=lambda *given: spoil(*cut(*given)))
     same_parameters(clean, spoiled)
     assert all(p.isfinite().all() for p in clean.values())
 
@@ -232,8 +237,8 @@ def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_
 
     monkeypatch.setattr(rlvr_policy, "token_losses", watched)
     updated(tiny_models, advantage="grpo", nminibatches=4, noptepochs=1)
-    batch = make_batch(*networks(tiny_models))
-    expected, _ = ESTIMATORS["grpo"](batch.rewards, batch.mask, batch.groups)
+    batch, rewards = make_episodes(*networks(tiny_models))
+    expected, _ = ESTIMATORS["grpo"](rewards, batch.mask, batch.groups)
     sizes = ppo_sizes(PpoArgs(batch_size=8, nminibatches=4), 1)
     (order,) = [draw_minibatches(1, 0, 0, sizes, 0)]
     assert len(seen) == 4 and all(len(rows) == 2 for rows in order)
@@ -244,10 +249,10 @@ def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_
 
 def test_a_rejected_token_leaves_the_loss_but_not_the_advantages(tiny_models):
     actor_critic, reference = networks(tiny_models)
-    batch = make_batch(actor_critic, reference)
-    cut = dataclasses.replace(batch, loss_mask=batch.mask & (torch.arange(RESPONSE) < 2))
+    episodes, rewards = make_episodes(actor_critic, reference)
+    cut = dataclasses.replace(episodes, loss_mask=episodes.mask & (torch.arange(RESPONSE) < 2))
     ppo = PpoArgs(advantage="grpo")
-    whole, narrowed = (rlvr_policy.compute_advantages(b, ppo, torch.clone)[0] for b in (batch, cut))
+    whole, narrowed = (rlvr_policy.compute_advantages(e, rewards, ppo, torch.clone)[0] for e in (episodes, cut))
     assert whole.equal(narrowed)
 
 
@@ -262,19 +267,19 @@ def test_the_critic_learns_alone_during_its_warm_up(tiny_models):
 
 def test_weights_of_another_sampler_scale_the_losses(tiny_models):
     actor_critic, reference = networks(tiny_models, critic=False)
-    batch, found = make_batch(actor_critic, reference), []
+    (episodes, rewards), found = make_episodes(actor_critic, reference), []
     args = Args(ppo=PpoArgs(batch_size=8, nminibatches=1, advantage="rloo", samples_per_prompt=4))
-    for weights in (None, torch.full(batch.mask.shape, 2.0).double()):
+    for weights in (None, torch.full(episodes.mask.shape, 2.0).double()):
         network = copy.deepcopy(actor_critic)
         optimizers = {"policy": torch.optim.SGD(network.parameters(), lr=0.0)}
-        steps, _ = on_processes(
+        (steps,) = on_processes(
             1,
             lambda p, network=network, optimizers=optimizers, weights=weights: update(
-                *(network, optimizers, reference, batch, [torch.arange(8).view(1, 8)], args, PAD, p),
-                version=0,
-                weights=weights,
+                *(network, optimizers, reference, batch_of(episodes, rewards, args.ppo, p, weights=weights)),
+                *([torch.arange(8).view(1, 8)], args, PAD, p),
+                policy_learns=True,
             ),
-        )[0]
+        )
         found.append(steps["policy/grad_norm"])
     assert_close(found[1], 2 * found[0])
 
@@ -308,45 +313,66 @@ def rounds_of(scores: list[list[float]], width: int = 3) -> partial:
     return roll_out
 
 
-def setup_of(ppo: PpoArgs, process) -> Setup:
-    sizes, ids = ppo_sizes(ppo, process.num_processes), problems.TaskIds(PAD, (STOP,))
-    return Setup(Args(ppo=ppo), sizes, None, ids, None, {}, process)
+def fill(pool: Pool, roll_out) -> tuple[Rollout, list[Rollout]]:
+    """Steps 1 to 4 as in `train`."""
+    while not pool.is_full():
+        pool.add(roll_out(pool.rounds))
+    return pool.take()
 
 
 def test_surplus_groups_are_the_first_of_the_next_update():
     ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, prompts_per_round=4, nminibatches=1)
     roll_out = rounds_of([[1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 1]])
 
-    def fill(rounds: int, surplus: Rollout | None):
-        return on_processes(1, lambda p: fill_batch(setup_of(ppo, p), roll_out, rounds, surplus))[0]
+    def check(process):
+        pool = Pool(ppo, PAD, process)
+        batch, generated = fill(pool, roll_out)
+        assert batch.groups.tolist() == [1, 1, 3, 3] and pool.rounds == 1 and len(generated) == 1
+        batch, _ = fill(pool, roll_out)
+        assert batch.groups.tolist() == [100, 100, 101, 101] and pool.surplus.groups.tolist() == [102, 102]
+        pool = Pool(ppo, PAD, process, rounds=pool.rounds, surplus=pool.surplus)  # as after an interruption
+        batch, _ = fill(pool, roll_out)
+        assert batch.groups.tolist() == [102, 102, 200, 200]
+        assert pool.surplus.groups.tolist() == [201, 201, 203, 203]
+        assert batch.query_responses.tolist()[0] == [PAD, 1, 1, 1, 1] and pool.rounds == 3
+        batch, generated = fill(pool, roll_out)
+        assert batch.groups.tolist() == [201, 201, 203, 203] and not generated
+        return True
 
-    batch, generated, surplus, rounds = fill(0, None)
-    assert batch.groups.tolist() == [1, 1, 3, 3] and rounds == 1 and len(generated) == 1
-    batch, generated, surplus, rounds = fill(rounds, surplus)
-    assert batch.groups.tolist() == [100, 100, 101, 101] and surplus.groups.tolist() == [102, 102]
-    batch, generated, surplus, rounds = fill(rounds, surplus)
-    assert batch.groups.tolist() == [102, 102, 200, 200] and surplus.groups.tolist() == [201, 201, 203, 203]
-    assert batch.query_responses.tolist()[0] == [PAD, 1, 1, 1, 1] and rounds == 3
-    batch, generated, surplus, rounds = fill(rounds, surplus)
-    assert batch.groups.tolist() == [201, 201, 203, 203] and not generated
+    assert on_processes(1, check) == [True]
+
+
+def test_without_a_filter_a_round_is_a_batch():
+    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, nminibatches=1)
+    roll_out = rounds_of([[1, 1, 0, 1], [0, 0, 0, 0]])
+
+    def check(process):
+        pool = Pool(ppo, PAD, process)
+        for number in range(2):
+            batch, generated = fill(pool, roll_out)
+            assert generated == [batch] and pool.rounds == number + 1 and pool.surplus is None
+            assert batch.groups.tolist() == [100 * number] * 2 + [100 * number + 1] * 2
+        return True
+
+    assert on_processes(1, check) == [True]
 
 
 def test_the_limit_of_rounds_names_the_scores():
     ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, max_generation_rounds=2, nminibatches=1)
     roll_out = rounds_of([[1, 1, 0, 0], [1, 0, 1, 1]])
     with pytest.raises(ValueError, match=r"--ppo.max_generation_rounds 2 .* 2 of 4 episodes .* 0.625"):
-        on_processes(1, lambda p: fill_batch(setup_of(ppo, p), roll_out, 0, None))
+        on_processes(1, lambda process: fill(Pool(ppo, PAD, process), roll_out))
 
 
 def test_two_processes_share_a_filtered_batch():
     ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, prompts_per_round=4, nminibatches=1)
     everything = rounds_of([[1, 1, 0, 1, 0, 0, 1, 0]])
 
-    def fill(process):
+    def fill_mine(process):
         part = slice(4 * process.process_index, 4 * process.process_index + 4)
-        return fill_batch(setup_of(ppo, process), lambda n: everything(n).rows(part), 0, None)
+        return fill(Pool(ppo, PAD, process), lambda n: everything(n).rows(part))
 
-    batches = [batch.groups.tolist() for batch, *_ in on_processes(2, fill)]
+    batches = [batch.groups.tolist() for batch, _ in on_processes(2, fill_mine)]
     assert batches == [[1, 1], [3, 3]]
 
 
@@ -378,4 +404,4 @@ def test_sizes_that_do_not_divide_offer_one_that_does(settings, processes, words
 def test_problems_must_fill_an_update():
     few = problems.Problems([[1]] * 3, [""] * 3, ["1"] * 3, [""] * 3, 0, 0, 0)
     with pytest.raises(ValueError, match="3 problems, fewer than the 4"):
-        rlvr_policy.check_problems(few, ppo_sizes(PpoArgs(batch_size=4), 1))
+        rlvr_checks.check_problems(few, ppo_sizes(PpoArgs(batch_size=4), 1))

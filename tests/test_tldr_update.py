@@ -45,6 +45,7 @@ from ppo_rlhf.lib.models import (
     save_policy_and_critic,
     save_reward_model,
 )
+from ppo_rlhf.lib.networks import load_critic
 from ppo_rlhf.lib.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.tldr_policy import (
     ActorCritic,
@@ -54,7 +55,6 @@ from ppo_rlhf.tldr_policy import (
     RewardsArgs,
     Rollout,
     draw_minibatches,
-    load_critic,
     load_networks,
     ppo_update,
     punish_missing_eos,
@@ -1056,13 +1056,13 @@ def test_the_critic_starts_as_the_reward_model(saved_models: Path, tiny_models, 
     """T32: with its constant; without a reward model, as the base model with a new head."""
     tokens, args = ragged_rows(), arguments(saved_models, LoraArgs())
     lm_backbone = load_pretrained(args.base_model, torch.float64)
-    critic = load_critic(args, tiny_tokenizer)
+    critic = load_critic(args, PAD)
     expected = [slow_scalars(scalar_model(tiny_models("gpt2", seed=1).base_model), row)[-1] for row in tokens]
     assert critic(tokens, PAD).tolist() == pytest.approx(expected, abs=1e-9)
     frozen = {name for name, parameter in critic.named_parameters() if not parameter.requires_grad}
     assert frozen == {"gain", "bias"}
 
-    fresh = load_critic(replace(args, rewards=RewardsArgs()), tiny_tokenizer)
+    fresh = load_critic(replace(args, rewards=RewardsArgs()), PAD)
     embeddings = (model.get_input_embeddings().weight.detach() for model in (fresh.lm_backbone, lm_backbone))
     assert torch.equal(*embeddings)
     assert (fresh.gain.item(), fresh.bias.item(), fresh.reward_head.bias.item()) == (1, 0, 0)

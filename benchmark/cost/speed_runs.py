@@ -160,8 +160,8 @@ def ours(settings: Settings) -> Result:
 def rlvr(settings: Settings) -> Result:
     """ppo_rlhf/rlvr_policy.py as it is, with GRPO, and a stopwatch around the functions that it calls.
 
-    Scoring is what is not sampling in a rollout: the policy reads its responses, and the verifier. Problems come in
-    the order of their file, as in `grpo`.
+    Scoring is everything between sampling and training: the policy reads its responses, and the verifier judges them.
+    Problems come in the order of their file, as in `grpo`.
     """
     from ppo_rlhf import rlvr_policy
     from ppo_rlhf.lib import cli, problems
@@ -179,9 +179,7 @@ def rlvr(settings: Settings) -> Result:
 
     def log(run: Run, step: int, metrics: dict[str, float]) -> None:
         updates.append(time.time())
-        seconds = watch.seconds()
-        all_of_it = seconds.pop("rollout")
-        phases.append(seconds | {"scoring": all_of_it - seconds["generation"]})
+        phases.append(watch.seconds())
         watch.spans.clear()
         log_untimed(run, step, metrics)
 
@@ -189,9 +187,9 @@ def rlvr(settings: Settings) -> Result:
         return torch.arange(number * batch, (number + 1) * batch) % count
 
     problems.problems_of_batch = in_order
-    rollout_timed, rlvr_policy.rollout = watch.around("rollout", rlvr_policy.rollout), rollout
+    rollout_timed, rlvr_policy.rollout = watch.around("scoring", rlvr_policy.rollout), rollout
     log_untimed, Run.log = Run.log, log
-    rlvr_policy.ActorCritic.sample = watch.around("generation", rlvr_policy.ActorCritic.sample)
+    rlvr_policy.generate = watch.around("generation", rlvr_policy.generate)
     rlvr_policy.update = watch.around("training", rlvr_policy.update)
 
     flags = {

@@ -26,7 +26,7 @@ from ppo_rlhf.lib.errors import InputError
 SCRIPTS = {
     "continuations": (train_policy, train_policy, "trace_episodes"),
     "summaries": (tldr_policy, run.Run, "trace_posts"),
-    "rlvr": (rlvr_policy, run.Run, "trace_problems"),
+    "rlvr": (rlvr_policy, rlvr_policy, "trace_episodes"),
 }
 
 

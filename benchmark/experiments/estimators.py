@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import COLORS, markdown, read_numbers
 from benchmark.experiments.ablations import interval
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_data, rlvr_math, rlvr_metrics, rlvr_policy
 from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.errors import InputError, exit_with, run_script
 from ppo_rlhf.lib.run import read_meta
@@ -84,13 +84,13 @@ class Variant:
 
 def advantage(name: str) -> str:
     """The arguments of an estimator."""
-    group = f"--ppo.samples_per_prompt {GROUP} " if name in rlvr_policy.IN_GROUPS else ""
+    group = f"--ppo.samples_per_prompt {GROUP} " if name in rlvr_math.IN_GROUPS else ""
     return f"{group}--ppo.critic_warmup {3 if name == 'gae' else 0} --ppo.advantage {name}"
 
 
 def find_variants() -> list[Variant]:
     """All of them."""
-    found = [Variant("estimators", name, advantage(name)) for name in rlvr_policy.ESTIMATORS]
+    found = [Variant("estimators", name, advantage(name)) for name in rlvr_math.ESTIMATORS]
     for name in ("grpo", "dr_grpo"):
         for length, mode in {"own": "seq-mean-token-mean", "greatest": "seq-mean-token-sum-norm"}.items():
             words = f"{advantage(name)} --ppo.loss_aggregation {mode}"
@@ -116,7 +116,7 @@ def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]
     """
     if penalty not in PENALTIES:
         raise InputError(f"{penalty} is none of the penalties: {', '.join(PENALTIES)}")
-    plain = rlvr_policy.load_networks, rlvr_policy.update_metrics
+    plain = rlvr_policy.load_networks, rlvr_metrics.update_metrics
 
     def load_networks(*given: Any) -> tuple[Any, ...]:
         actor_critic, *others = plain[0](*given)
@@ -124,14 +124,14 @@ def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]
             actor_critic.lm_backbone.load_state_dict(AutoModelForCausalLM.from_pretrained(start).state_dict())
         return actor_critic, *others
 
-    def update_metrics(setup: Any, batch: rlvr_policy.Rollout, *others: Any) -> dict[str, float]:
-        kl = (batch.logprobs - batch.ref_logprobs).masked_fill(~batch.mask, 0).sum(1)
-        return plain[1](setup, batch, *others) | {TRUE_KL: kl.mean().item()}
+    def update_metrics(setup: Any, episodes: rlvr_data.Rollout, *others: Any) -> dict[str, float]:
+        kl = (episodes.logprobs - episodes.ref_logprobs).masked_fill(~episodes.mask, 0).sum(1)
+        return plain[1](setup, episodes, *others) | {TRUE_KL: kl.mean().item()}
 
-    def kl_in_loss(new_logprobs: Any, mb: rlvr_policy.Rollout, *_: Any) -> Any:
-        return rlvr_policy.kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, "k1")
+    def kl_in_loss(new_logprobs: Any, mb: rlvr_data.Batch, *_: Any) -> Any:
+        return rlvr_math.kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, "k1")
 
-    rlvr_policy.load_networks, rlvr_policy.update_metrics = load_networks, update_metrics
+    rlvr_policy.load_networks, rlvr_metrics.update_metrics = load_networks, update_metrics
     if penalty == "k1 in the loss":
         rlvr_policy.kl_in_loss = kl_in_loss
     return lambda: rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv, rlvr_policy.__doc__))
@@ -239,11 +239,11 @@ def exact_course(penalty: str) -> torch.Tensor:
         old, probs = new.detach(), new.detach().sum(1).exp()
         course.append((probs * (old - ref_logprobs).sum(1)).view(STARTS, 9).sum(1))
         if in_reward:
-            rewards, *_ = rlvr_policy.compute_rewards(nothing, old, ref_logprobs, mask, 1.0, form)
-            advantages, _ = rlvr_policy.reinforce_pp(rewards, mask, nothing)
-            losses, *_ = rlvr_policy.token_losses(new, old, advantages, mask, "reinforce", low=0.2, high=0.2)
+            rewards, *_ = rlvr_math.compute_rewards(nothing, old, ref_logprobs, mask, 1.0, form)
+            advantages, _ = rlvr_math.reinforce_pp(rewards, mask, nothing)
+            losses, *_ = rlvr_math.token_losses(new, old, advantages, mask, "reinforce", low=0.2, high=0.2)
         else:
-            losses = rlvr_policy.kl_estimate(new, ref_logprobs, mask, form)
+            losses = rlvr_math.kl_estimate(new, ref_logprobs, mask, form)
         gradients = torch.autograd.grad((probs * losses.sum(1)).sum(), policy)
         policy = [table - RATE * gradient for table, gradient in zip(policy, gradients, strict=True)]
     return torch.stack(course)

@@ -83,6 +83,21 @@ def read_packed(
     return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
 
 
+def read_before_responses(lm_backbone: PreTrainedModel, tokens: Tensor, responses: Tensor, pad_id: int) -> Tensor:
+    """Final hidden states at the position before each token of the responses: (batch, response_length, width).
+
+    tokens: (batch, length), queries and their responses, with padding anywhere. responses: (batch, response_length),
+    the same responses, with padding at their end; what is returned there means nothing.
+    """
+    packed = left_pad(tokens, pad_id)
+    hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)
+    # In a row of `packed`, the response comes last. Its first token has this column, and each next one the next.
+    first = packed.shape[1] - (responses != pad_id).sum(1, keepdim=True)  # (batch, 1)
+    columns = first + torch.arange(responses.shape[1], device=responses.device)  # (batch, response_length)
+    before = (columns - 1).clamp(max=packed.shape[1] - 1).unsqueeze(2)
+    return hidden_states.gather(1, before.expand(-1, -1, hidden_states.shape[2]))
+
+
 def response_statistics(
     lm_backbone: PreTrainedModel,
     query_responses: Tensor,

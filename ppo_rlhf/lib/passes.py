@@ -23,18 +23,19 @@ def by_length(
     *others: Tensor,
     pad_id: int,
     rows: int = 0,
+    most_tokens: int = 0,
     new_tokens: int = 0,
     **settings,
 ) -> Tensor | tuple[Tensor, ...]:
     """Call function(model, tokens, *others, pad_id=..., **settings) on a few rows of similar length at a time.
 
     tokens: (batch, length) token ids with padding anywhere; the function gets them packed, in fewer columns. others:
-    tensors with a row for each row of tokens. rows: most rows of a pass; 0: as many as are fast. new_tokens: how many
-    the function appends to each row, if it generates. Returns what the function returns, a tensor or several, with
-    the rows in the order in which they were given.
+    tensors with a row for each row of tokens. rows, most_tokens: of a pass, at most; 0: as many as are fast.
+    new_tokens: how many the function appends to each row, if it generates. Returns what the function returns, a
+    tensor or several, with the rows in the order in which they were given.
     """
     lengths = count_tokens(tokens, pad_id) + new_tokens  # (batch,)
-    plan = plan_passes(lengths, model, rows, uses=max(1, new_tokens))
+    plan = plan_passes(lengths, model, rows, most_tokens, uses=max(1, new_tokens))
 
     def call(tokens: Tensor, *others_and_longest: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         *others, longest = others_and_longest

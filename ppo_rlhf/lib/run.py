@@ -423,8 +423,8 @@ class Run:
             ids = (tokenizer, pad_id, queries, responses)
             traces.write(self.folder, traces.of_tokens(step, again, *ids, tokens, episodes, texts))
 
-    # What chapters 2 and 3 keep: methods, whose `this_run` is this.
-    trace_posts, trace_problems = traces.of_posts, traces.of_problems
+    # What chapter 2 keeps: a method, whose `this_run` is this.
+    trace_posts = traces.of_posts
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -7,13 +7,11 @@ queries that are the same each time: tensors `tokens.<name>` (episodes, response
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -155,10 +153,10 @@ def of_tokens(
     )
 
 
-# ---- What each chapter keeps -----------------------------------------------------------------------------------
+# ---- What chapter 2 keeps --------------------------------------------------------------------------------------
 #
 # Episodes of the batch of an update, and responses to queries that are the same each time, with the same noise: both
-# with the policy after the update. Every process must call these, as methods of run.Run. Arguments are named as in
+# with the policy after the update. Every process must call this, as a method of run.Run. Arguments are named as in
 # the train() that calls, and `script` is its module: what it computes with is used here.
 
 
@@ -239,60 +237,3 @@ def of_posts(
     for name, function in monitor.items():
         of_episodes[name] = scorer_of_traces(function, shaping.monitor)(queries, responses, references)
     keep(queries, responses, references, of_tokens, of_episodes, again=True)
-
-
-@torch.no_grad()
-def of_problems(
-    this_run: Any,
-    setup: Any,
-    actor_critic: nn.Module,
-    reference: Any,
-    sample: Callable[..., tuple[Tensor, Tensor]],
-    update: int,
-    batch: Any,
-    trained: Any,
-    advantages: Tensor,
-    kl_coef: float,
-) -> None:
-    """Chapter 3: whole groups. Those that are answered again are whitened among themselves.
-
-    trained: the batch as the losses took it. They may count fewer tokens than were scored, and have the sampler's
-    log-probs as the old ones.
-    """
-    script, sizes, ppo = inspect.getmodule(type(setup)), setup.sizes, setup.args.ppo
-    n = ppo.samples_per_prompt
-    prompts = min(math.ceil(TRACED / n), sizes.local_batch // n)
-    everywhere = prompts * setup.accelerator.num_processes
-    few = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
-    # As scorer_of_traces: in place of functions of the user's, one that says 0, as NaN would leave all tokens out.
-    known = scorers.keeps_nothing(setup.args.rewards.verifier, setup.args.rewards.format)
-    silent = (lambda prompts, *_: torch.zeros(len(prompts)).double(), 0.0)
-    sources = setup.sources if known else dict.fromkeys(setup.sources, silent)
-    with actor_critic.sampling():
-        few_setup = dataclasses.replace(setup, sizes=few, sources=sources)
-        again = script.rollout(few_setup, actor_critic, reference, sample, 0, version=update + 1)
-    if not known:
-        nan = {name: torch.full_like(getattr(again, name), math.nan) for name in ("scores", "raw_scores", "parts")}
-        again = dataclasses.replace(again, **nan)
-    again = script.with_rewards(again, kl_coef, setup.args.rewards.kl_estimator)
-    advantages_again, _ = script.compute_advantages(again, ppo, torch.clone)
-    rows = slice(prompts * n)
-    of_batch, of_again = (batch.rows(rows), trained.rows(rows), advantages[rows]), (again, again, advantages_again)
-    for repeated, (one, in_loss, advantages) in ((False, of_batch), (True, of_again)):
-        names = ("logprobs", "sampler_logprobs", "ref_logprobs", "kl", "rewards", "values")
-        of_tokens = {name: getattr(one, name) for name in names if name != "values" or actor_critic.critic}
-        of_tokens |= {"mask": in_loss.loss_mask, "scored": one.mask}
-        of_tokens |= {"advantages": advantages} if known or not repeated else {}
-        if not repeated:
-            new_logprobs, _, entropies, _ = actor_critic(one.query_responses, one.mask, setup.ids.pad)
-            _, clipped, _ = script.token_losses(
-                *(new_logprobs, in_loss.logprobs, advantages, in_loss.loss_mask, ppo.loss), **script.bounds(ppo)
-            )
-            of_tokens |= {"new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
-            of_tokens |= {"ratio": torch.exp(new_logprobs - in_loss.logprobs)}
-        of_episodes = {name: getattr(one, name) for name in ("scores", "raw_scores", "stopped", "groups")}
-        of_episodes |= {name: one.parts[:, i] for i, name in enumerate(setup.sources)}
-        tokens = one.query_responses.tensor_split([-one.mask.shape[1]], dim=1)
-        answers = [setup.problems.answers[i] for i in one.problems.tolist()]
-        told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens, of_episodes)
-        this_run.trace(update, *told, again=repeated, answer=answers)

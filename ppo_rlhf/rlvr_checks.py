@@ -1,0 +1,169 @@
+"""Checks of the arguments of rlvr_policy.py: what is refused, and what is allowed but probably not meant.
+
+Marks like [V56] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
+beside marks are the original's. See docs/details.
+"""
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from ppo_rlhf import rlvr_math
+from ppo_rlhf.lib import cli, problems
+from ppo_rlhf.lib.errors import InputError
+
+
+def check_arguments(args: Any, usual: Any) -> None:
+    """Raise an InputError for arguments that cannot be meant. usual: the defaults of the preset."""
+    ppo, shaping = args.ppo, args.rewards
+    cli.check_values(args)
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    cli.at_least(0, "", args, "eval_interval", "eval_problems", "eval_samples")
+    cli.above_zero("", args, "eval_temperature")
+    cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
+    cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")
+    cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
+    cli.at_least(0, "lora.", args.lora, "rank")
+    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "adam_eps", "max_grad_norm")
+    may_be_none = ("cliprange_low", "dual_clip", "cliprange_value")
+    cli.above_zero("ppo.", ppo, *(name for name in may_be_none if getattr(ppo, name) is not None))
+    cli.above_zero("lora.", args.lora, "alpha")
+    cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
+    for problem in (*impossible(args), *without_effect(args, usual)):
+        raise InputError(problem)
+
+
+def impossible(args: Any) -> Iterator[str]:
+    """Arguments that do not go together."""
+    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
+    of_prompt = flag("ppo.samples_per_prompt")
+    # [V35] verl would train on raw rewards.   core_algos.py#L309-L311
+    if ppo.advantage in rlvr_math.IN_GROUPS and n < 2:
+        yield (
+            f"{flag('ppo.advantage')} {ppo.advantage} compares the responses to a prompt; "
+            f"{of_prompt} {n} must be at least 2"
+        )
+    if ppo.filter_groups and n < 2:
+        yield f"{flag('ppo.filter_groups')} needs {of_prompt} 2 or more"
+    # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
+    #       gradient of the KL of whole responses. In the reward alone, its gradient points away from the reference.
+    unequal = shaping.kl_loss_coef != shaping.kl_coef or shaping.adaptive_kl.target is not None
+    full_in_reward = shaping.kl_coef and shaping.kl_estimator == "full"
+    if full_in_reward and (not full_in_loss or unequal):
+        yield (
+            f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
+            f"{flag('rewards.kl_loss_coef')} that is {flag('rewards.kl_coef')}, and no "
+            f"{flag('rewards.adaptive_kl.target')}: in the reward alone its gradient points away from the reference"
+        )
+    whitened = ppo.advantage in rlvr_math.WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages
+    if full_in_reward and (whitened or ppo.advantage == "grpo"):
+        yield (
+            f"{flag('rewards.kl_estimator')} full needs advantages that nothing rescales, since the loss has the "
+            f"rest of its gradient: {flag('ppo.whiten_advantages')} False, and {flag('ppo.advantage')} rloo, not grpo"
+        )
+    # [V56] A coefficient that cannot have an effect is an error.   verl/utils/config.py#L181
+    if shaping.adaptive_kl.target is not None and not shaping.kl_coef:
+        yield f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so"
+    if shaping.min_response_length and shaping.missing_stop == "none" and not shaping.mask_truncated:
+        yield (
+            f"{flag('rewards.min_response_length')} {shaping.min_response_length} does nothing without "
+            f"{flag('rewards.missing_stop')} or {flag('rewards.mask_truncated')}"
+        )
+    if ppo.critic_warmup and ppo.advantage != "gae":
+        yield (
+            f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
+            f"{ppo.advantage} has none of; 0 switches it off"
+        )
+    if ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high):
+        yield (
+            f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "
+            f"{flag('ppo.cliprange_high')}; None switches it off"
+        )
+    if ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean":
+        yield f"{flag('ppo.loss')} gspo goes with {flag('ppo.loss_aggregation')} seq-mean-token-mean alone"
+    # [V78] Scores that contain a reward model's score are never equal.
+    if ppo.filter_groups and shaping.trained_model:
+        yield (
+            f"{flag('ppo.filter_groups')} leaves out groups whose scores are all equal, which they never are with "
+            f"{flag('rewards.trained_model')}; leave one of the two out"
+        )
+    if shaping.overlong_buffer > args.task.response_length:
+        yield (
+            f"{flag('rewards.overlong_buffer')} {shaping.overlong_buffer} is more than "
+            f"{flag('task.response_length')} {args.task.response_length}"
+        )
+
+
+def without_effect(args: Any, usual: Any) -> Iterator[str]:
+    """Arguments that were given although nothing reads them: their value is not the usual one."""
+    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
+    start = shaping.value_model or shaping.trained_model
+    # [V56] Each row has arguments, whether something reads them, and what would.
+    readers = [
+        (of_critic, ppo.advantage == "gae", f"{flag('ppo.advantage')} gae"),
+        (new_head, ppo.advantage == "gae" and not start, f"a new head of a critic, {flag('ppo.advantage')} gae"),
+        ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
+        ("ppo.cliprange_low ppo.cliprange_high", ppo.loss != "reinforce", f"a {flag('ppo.loss')} that has a ratio"),
+        ("ppo.prompts_per_round ppo.max_generation_rounds", ppo.filter_groups, flag("ppo.filter_groups")),
+        ("rewards.format_weight", shaping.format, flag("rewards.format")),
+        ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
+        ("rewards.overlong_factor", shaping.overlong_buffer, flag("rewards.overlong_buffer")),
+        ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
+        ("rewards.kl_estimator", shaping.kl_coef or shaping.kl_loss_coef, flag("rewards.kl_coef")),
+        ("rewards.kl_loss_estimator", shaping.kl_loss_coef, flag("rewards.kl_loss_coef")),
+        ("rewards.adaptive_kl.horizon", shaping.adaptive_kl.target, flag("rewards.adaptive_kl.target")),
+        ("eval_temperature", args.eval_samples, flag("eval_samples")),
+    ]
+    for names, is_read, reader in readers:
+        for name in names.split():
+            value, default = (attrgetter(name)(one) for one in (args, usual))
+            if not is_read and value != default:
+                yield f"{flag(name)} {value} does nothing without {reader}; leave it at {default!r}"
+
+
+def doubts(args: Any) -> Iterator[str]:
+    """Warnings about what is allowed but may not be meant."""
+    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
+    # [V48] verl and TRL offer these without a warning.   ray_trainer.py#L86-L108
+    if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
+        yield (
+            f"{estimator}: in the reward, its gradient vanishes near the reference and can point away from it "
+            f"further out; that of k1 is the gradient of the KL divergence"
+        )
+    # [V34] In a group whose scores are all equal, only the penalties differ, and they are divided by how much they
+    #       differ. verl does the same.   core_algos.py#L267-L330
+    if shaping.kl_coef and ppo.advantage == "grpo" and not ppo.filter_groups:
+        yield (
+            f"{flag('ppo.advantage')} grpo divides by the group's standard deviation. Where all scores are equal, "
+            f"that of the KL penalty is left, and however small {flag('rewards.kl_coef')} {shaping.kl_coef:g} is, "
+            f"advantages are about 1; {flag('rewards.kl_loss_coef')} or {flag('ppo.advantage')} dr_grpo avoids that"
+        )
+    # [V56] Both penalties at once are allowed, with a warning.   verl/utils/config.py#L181
+    if shaping.kl_coef and shaping.kl_loss_coef and shaping.kl_estimator != "full":
+        yield f"{flag('rewards.kl_coef')} and {flag('rewards.kl_loss_coef')} both penalise the KL"
+    if shaping.adaptive_kl.target is not None and shaping.kl_estimator in ("abs", "k2"):
+        yield f"{flag('rewards.adaptive_kl.target')} is in nats of KL, which {estimator} does not estimate"
+    if ppo.loss == "gspo" and max(rlvr_math.lower_clip_range(ppo.loss, ppo.cliprange_low), ppo.cliprange_high) > 0.01:
+        yield (
+            f"{flag('ppo.loss')} gspo: the ratio of a whole response hardly leaves 1, so a clip range above 0.01 "
+            f"never acts; its authors take {flag('ppo.cliprange_low')} 3e-4 and {flag('ppo.cliprange_high')} 4e-4"
+        )
+    # [V36] Half of Dr. GRPO is in the aggregation of the loss.
+    if ppo.advantage == "dr_grpo" and ppo.loss_aggregation != "seq-mean-token-sum-norm":
+        yield (
+            f"{flag('ppo.advantage')} dr_grpo is Dr. GRPO only with {flag('ppo.loss_aggregation')} "
+            f"seq-mean-token-sum-norm"
+        )
+
+
+def check_problems(source: problems.Problems, sizes: Any) -> None:
+    """Raise an InputError if there are fewer problems than a round of generation draws."""
+    if len(source) < sizes.round_prompts:
+        raise InputError(
+            f"{cli.flag('task.problems')} has {len(source)} problems, fewer than the {sizes.round_prompts} that are "
+            f"drawn at a time ({cli.flag('ppo.batch_size')} / {cli.flag('ppo.samples_per_prompt')}, or "
+            f"{cli.flag('ppo.prompts_per_round')})"
+        )

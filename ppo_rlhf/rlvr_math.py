@@ -1,0 +1,421 @@
+"""The algebra of chapter 3: KL estimates, rewards, advantages, losses, and corrections for another sampler.
+
+These are functions of tensors and numbers; rlvr_policy.py and rlvr_async.py call them. They follow the eight steps of
+an update: masks (2), the KL estimates and rewards (5), the estimators of the advantages (6), the losses (7). The last
+part compares the policy that learns with the one that sampled.
+
+Tensors are (batch, response_length) unless a docstring says otherwise. A mask is True where the policy wrote a token,
+its stop id included. What is elsewhere, even NaN, reaches no result and no gradient; results are 0 there.
+
+Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
+beside marks are the original's. See docs/details.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# ---- Tokens ----------------------------------------------------------------------------------------------------
+
+
+def response_mask(responses: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Which tokens (batch, response_length) belong to a response, its stop id included; which responses (batch,) end.
+
+    With stop ids 8 and 9, [[5, 9, 8, 7]] gives [[1, 1, 0, 0]] and [1].
+    """
+    # [V09] [V10] There may be several stop ids, and one of them may be the model's padding (ours is above all ids).
+    #       So only the position of the first stop id says where a response ends.   torch_functional.py#L342
+    stops = torch.isin(responses, torch.tensor(sorted(stop_ids), dtype=responses.dtype, device=responses.device))
+    return stops.cumsum(1) - stops.long() == 0, stops.any(1)
+
+
+def read_logits(logits: Tensor, tokens: Tensor, *, entropy_learns: bool) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens (...) under logits (..., vocab_size), and exact entropies there, in nats: two of (...).
+
+    entropy_learns: whether the entropies have a gradient.
+    """
+    all_logprobs = F.log_softmax(logits, dim=-1)
+    logprobs = all_logprobs.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1)
+    # [V68] The entropy is a sum over the vocabulary. It needs a gradient only where there is a bonus.
+    #       core_algos.py#L1782
+    with torch.set_grad_enabled(entropy_learns and torch.is_grad_enabled()):
+        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
+
+
+# ---- Step 5: the KL divergence from the reference, and rewards -------------------------------------------------
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str) -> Tensor:
+    """Per-token estimates (batch, response_length) of KL(policy || reference) from sampled tokens, in nats.
+
+    With d = log p(policy) - log p(reference), which is large where the policy likes its token more:
+
+        k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
+
+    The mean of k1 over sampled tokens is the KL; single tokens, and whole batches, may be negative.
+    In the reward, k1 has the gradient of the whole response's KL, because the return of a token includes the KL of
+    all tokens after it. As a loss, an estimate acts only through its slope, and only on the token that it was
+    computed for. The slope of k1 is 1 everywhere. It moves nothing, because the mean of the gradient of log p is 0.
+    The slope of k2 gives the gradient of the reverse KL of the next token, KL(policy || reference), given the text so
+    far; the slope of k3 that of the forward KL, KL(reference || policy). `k1+`, `k2+` and `k3+` have the value of
+    the name and the slope of k2, and are to be multiplied by the detached ratio.
+    """
+    d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
+    forms = {"k1": (d, 1), "abs": (d.abs(), d.sign()), "k2": (d**2 / 2, d)}  # value and slope
+    # `expm1` is exact where d is near 0, where k3 is a difference of two almost equal numbers.
+    inverse_ratio_less_1 = torch.expm1((-d).clamp(max=20))
+    # [V52] Far below the reference, k3 keeps growing and pulls back with a slope of -10. verl clamps its value, which
+    #       leaves it no slope there.   core_algos.py#L1890-L1896
+    forms["k3"] = (inverse_ratio_less_1 + d, (-inverse_ratio_less_1).clamp(min=-10))
+    value, slope = forms[name.removesuffix("+")]
+    # [V50] With a plus, the value is that of the name and the slope is that of k2.   core_algos.py#L1841-L1864
+    slope = torch.as_tensor(d if name.endswith("+") else slope)
+    return value.detach() + slope.detach() * (d - d.detach())  # a number with this value and this slope
+
+
+def compute_rewards(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-token rewards: -kl_coef * kl on every token, and the score on the last.
+
+    scores: (batch,); log-probs and mask: (batch, response_length). Returns rewards, non_score_rewards and kl, of that
+    shape. name: of the KL estimate. A row without a token carries no score.
+    """
+    # [V48] Here the KL is a cost of the token, and the returns of all tokens before it include it.
+    #       ray_trainer.py#L86-L108
+    kl = kl_estimate(logprobs, ref_logprobs, mask, name).detach()
+    non_score_rewards = -kl_coef * kl
+    # [V27] The score counts once, on the last valid token. verl writes the score of an empty response into its
+    #       padding.   reward_manager/naive.py#L100
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # (batch, response_length)
+    rewards = torch.where(last, non_score_rewards + scores.unsqueeze(1).to(kl.dtype), non_score_rewards)
+    return rewards, non_score_rewards, kl
+
+
+# ---- Step 6: advantages ----------------------------------------------------------------------------------------
+
+# An estimator takes rewards, mask and groups, and what it needs of values, baselines, gamma and lam. It returns
+# advantages, which are not yet whitened, and the critic's targets if there is a critic. groups (batch,) are equal for
+# responses to one prompt; baselines (batch,) is a number for each row; everything else is (batch, response_length).
+# A row without a valid token counts nowhere.
+Estimate = tuple[Tensor, Tensor | None]
+
+
+def gae(
+    rewards: Tensor, mask: Tensor, groups: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0, **_
+) -> Estimate:
+    """Generalised advantage estimation over valid tokens; the value after the last of them is 0.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
+    """
+    # [V31] A response that was cut off counts as ended, because its score already judges the cut text.
+    #       core_algos.py#L215
+    advantages = torch.zeros_like(values)
+    next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
+    for t in reversed(range(values.shape[1])):
+        advantage = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * next_advantage
+        # [V29] A hole in the mask is skipped, without a step of gamma.   core_algos.py#L215-L263
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    return advantages.masked_fill(~mask, 0), (advantages + values).masked_fill(~mask, 0)
+
+
+def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
+    """The sum (amax, amin) of x (batch,) over each row's group, at every row: (batch,)."""
+    # [V08] A group has a number. The same prompt twice in a batch makes two groups.   ray_trainer.py#L1375-L1384
+    _, numbers = groups.unique(return_inverse=True)
+    return torch.zeros_like(x).scatter_reduce(0, numbers, x, reduce, include_self=False)[numbers]
+
+
+def centred_scores(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """A response's sum of rewards minus the mean of its group, and the size of the group: two of (batch,).
+
+    Exactly 0 in a group of one, and where all are equal.
+    """
+    # [V32] The sum is over valid tokens. A row without any is left out of its group.   core_algos.py#L304
+    live = mask.any(1)
+    totals = rewards.masked_fill(~mask, 0).sum(1)  # (batch,)
+    size = by_group(live.to(totals.dtype), groups)
+    centred = totals - by_group(totals, groups) / size.clamp(min=1)
+    # [V34] Rewards are all equal if the largest is the smallest. Rounding may make the mean of equal numbers differ
+    #       from them, so their deviations from it would not be exactly 0.
+    largest = by_group(totals.masked_fill(~live, -math.inf), groups, "amax")
+    smallest = by_group(totals.masked_fill(~live, math.inf), groups, "amin")
+    # [V35] A group of one teaches nothing; verl passes its raw reward on.   core_algos.py#L309-L311
+    return centred.masked_fill((largest <= smallest) | ~live, 0), size
+
+
+def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """(R - mean) / (std + 1e-6) in each group, the same for all tokens of a response; std with n - 1."""
+    # [V33] If one of 8 responses is right, it gets +2.47 and each wrong one gets -0.35.   core_algos.py#L267-L330
+    centred, size = centred_scores(rewards, mask, groups)
+    std = (by_group(centred**2, groups) / (size - 1).clamp(min=1)).sqrt()
+    return to_tokens(centred / (std + 1e-6), mask), None
+
+
+def dr_grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R - mean in each group, not divided: prompts that are easy or hard weigh no more than others."""
+    # [V36] [V37] This is the estimator of Dr. GRPO. verl has two implementations, one of which drops an option.
+    #       core_algos.py#L267-L357
+    return to_tokens(centred_scores(rewards, mask, groups)[0], mask), None
+
+
+def rloo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R minus the mean of the others in the group, which is n / (n - 1) * (R - mean)."""
+    # [V38] Leave one out.   core_algos.py#L477-L524
+    centred, size = centred_scores(rewards, mask, groups)
+    return to_tokens(centred * size / (size - 1).clamp(min=1), mask), None
+
+
+def opo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R minus a mean of the group in which each response is weighted by its length."""
+    # [V42] This baseline has the least variance if the gradients of all tokens are equally long.
+    #       core_algos.py#L529-L579
+    centred, _ = centred_scores(rewards, mask, groups)
+    lengths = mask.sum(1).to(centred.dtype)
+    mean = by_group(centred * lengths, groups) / by_group(lengths, groups).clamp(min=1)
+    return to_tokens(centred - mean, mask), None
+
+
+def reinforce_pp(rewards: Tensor, mask: Tensor, groups: Tensor, *, gamma: float = 1.0, **_) -> Estimate:
+    """REINFORCE++: the discounted sum of the rewards from a token on, to be whitened over the batch."""
+    # [V39] This is GAE without values, and so it skips holes too. verl (until 8a1bf6d) forgot the rewards after one.
+    #       core_algos.py#L583-L617
+    return gae(rewards, mask, groups, values=torch.zeros_like(rewards), gamma=gamma, lam=1.0)[0], None
+
+
+def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """R - mean in each group, to be whitened over the tokens of the batch, where long responses weigh more."""
+    # [V40] Score and KL are centred together, as in verl; OpenRLHF (3c3be62) centres the score alone.
+    #       core_algos.py#L425-L473
+    return dr_grpo(rewards, mask, groups)
+
+
+def remax(rewards: Tensor, mask: Tensor, groups: Tensor, *, baselines: Tensor, **_) -> Estimate:
+    """The sum of the rewards from a token on, minus the score of the greedy response to the prompt (baselines)."""
+    # [V41] The baseline holds no KL penalty, but the return does.   core_algos.py#L622-L654
+    returns = gae(rewards, mask, groups, values=torch.zeros_like(rewards))[0]
+    return (returns - baselines.unsqueeze(1)).masked_fill(~mask, 0), None
+
+
+def to_tokens(x: Tensor, mask: Tensor) -> Tensor:
+    """A number for each response (batch,) on each of its tokens (batch, response_length)."""
+    return x.unsqueeze(1).expand(mask.shape).masked_fill(~mask, 0)
+
+
+ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+    "gae": gae,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce++": reinforce_pp,
+    "reinforce++-baseline": reinforce_pp_baseline,
+    "remax": remax,
+}
+IN_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline")
+# [V47] These are whitened by default. After GRPO, subtracting the mean over tokens would give an advantage to groups
+#       without a signal. In reinforce++-baseline it does so, here as in verl and OpenRLHF.
+WHITENED = ("gae", "reinforce++", "reinforce++-baseline")
+
+
+def whiten(
+    values: Tensor, mask: Tensor, *, keep_mean: bool, reduce: Callable[[Tensor], Tensor] = torch.clone
+) -> Tensor:
+    """Shift and scale the valid entries to mean 0 and variance 1; keep_mean adds the mean back. 0 elsewhere.
+
+    values, mask: (batch, response_length). reduce: sums a tensor over all processes; by default there is one.
+    """
+    # [V44] Statistics of the whole batch on all processes, in float64, so that 1 and 8 processes agree.
+    #       core_algos.py#L215-L263
+    count = reduce(mask.sum().double()).clamp(min=1)
+    mean = reduce(values.masked_fill(~mask, 0).double().sum()) / count
+    centred = (values - mean).masked_fill(~mask, 0)
+    # [V45] [V46] Divided by n, so that one token, or none, gives 0.   torch_functional.py#L322
+    variance = reduce((centred.double() ** 2).sum()) / count
+    whitened = centred * torch.rsqrt(variance + 1e-8) + (mean if keep_mean else 0)
+    return whitened.masked_fill(~mask, 0).to(values.dtype)
+
+
+# ---- Step 7: losses --------------------------------------------------------------------------------------------
+
+
+def token_losses(
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    loss: str,
+    *,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The policy's loss per token, which tokens a bound of the clip changed, and which the dual clip changed.
+
+    All tensors are (batch, response_length). With the ratio r = exp(new - old) and its bounds 1 - low and 1 + high:
+
+        ppo         max(-A r, -A clip(r)); with a dual clip c and A < 0, at most -A c
+        gspo        the same with the r of the whole sequence, exp(mean of new - old), which hardly leaves 1: its
+                    bounds are 3e-4 and 4e-4 where those of ppo are 0.2
+        cispo       -clip(r) A log p, with no gradient through the clip: no token ever loses its gradient. With
+                    low = 1 there is only an upper bound, and this is REINFORCE with a truncated importance weight
+        reinforce   -A log p
+    """
+    new_logprobs, logprobs, advantages = (x.masked_fill(~mask, 0) for x in (new_logprobs, logprobs, advantages))
+    log_ratio, nothing = new_logprobs - logprobs, torch.zeros_like(mask)
+    if loss == "reinforce":
+        # [V64] With one step per batch, this has the gradient of ppo.   core_algos.py#L1984-L2060
+        return -advantages * new_logprobs, nothing, nothing
+    if loss == "gspo":
+        # [V65] There is one ratio per sequence; each token has the gradient of its own log-prob.
+        #       core_algos.py#L1254-L1325
+        mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # (batch, 1)
+        log_ratio = (new_logprobs - new_logprobs.detach() + mean.detach()).clamp(max=10)
+    else:
+        log_ratio = log_ratio.clamp(-20, 20)
+    ratio = torch.exp(log_ratio)
+    clipped_ratio = ratio.clamp(1 - low, 1 + high)
+    if loss == "cispo":
+        # [V66] The bounds are distances from 1.   core_algos.py#L1722-L1780
+        return -clipped_ratio.detach() * advantages * new_logprobs, (ratio != clipped_ratio) & mask, nothing
+    # [V58] [V63] The lower bound and the upper may differ, as in DAPO's clip-higher.   core_algos.py#L1160-L1250
+    losses, clipped_losses = -advantages * ratio, -advantages * clipped_ratio
+    clipped = (clipped_losses > losses) & mask
+    losses = torch.maximum(losses, clipped_losses)
+    if dual_clip is None or loss == "gspo":
+        return losses, clipped, nothing
+    # [V59] A token of a wrong answer that became more than c times as likely has a constant loss, and so no gradient.
+    #       core_algos.py#L1160-L1250
+    bound = -advantages * dual_clip
+    clipped_below = (advantages < 0) & (losses > bound) & mask
+    return torch.where(clipped_below, bound, losses), clipped, clipped_below
+
+
+def lower_clip_range(loss: str, cliprange_low: float | None) -> float:
+    """The `low` of token_losses: what was asked for, or the default of the loss if that is None."""
+    # [V66] MiniMax-M1 and ScaleRL bound the ratio of cispo only from above, because a lower bound would raise weights
+    #       that ought to be small. verl has one.   core_algos.py#L1722-L1780
+    if cliprange_low is None:
+        return 1.0 if loss == "cispo" else 0.2
+    return cliprange_low
+
+
+def value_losses(
+    new_values: Tensor, values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the larger of (V - R)^2 and (clip(V, V_old +- range) - R)^2 per token; which ones the clip changed.
+
+    All tensors are (batch, response_length). cliprange_value None: no clip.
+    """
+    # [V69] The critic has its own optimiser, and so its loss needs no coefficient.   core_algos.py#L1799-L1838
+    new_values, values, returns = (x.masked_fill(~mask, 0) for x in (new_values, values, returns))
+    bound = math.inf if cliprange_value is None else cliprange_value
+    clipped_values = torch.clamp(new_values, values - bound, values + bound)
+    losses, clipped_losses = (new_values - returns) ** 2, (clipped_values - returns) ** 2
+    return 0.5 * torch.maximum(losses, clipped_losses), clipped_losses > losses
+
+
+def aggregate(
+    losses: Tensor,
+    mask: Tensor,
+    mode: str,
+    *,
+    tokens: int | None = None,
+    sequences: int | None = None,
+    episodes: int | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """One number from losses (batch, response_length): with s_i the sum over response i of |i| tokens,
+
+        token-mean                sum of s_i / tokens
+        seq-mean-token-sum        sum of s_i / sequences
+        seq-mean-token-mean       sum of s_i / |i| / sequences
+        seq-mean-token-sum-norm   sum of s_i / (episodes * length)
+
+    The counts are those of the whole minibatch on all processes, so that micro-batches and processes add up; None:
+    those of this tensor. sequences: rows that are not empty; episodes: all rows; length: the longest that may be.
+
+    The weight of a token, in a minibatch of a response of 2 tokens and one of 8, with response_length 10:
+
+        token-mean                1/10 and 1/10    longer answers elsewhere in the minibatch make it smaller
+        seq-mean-token-sum        1/2  and 1/2     a response's weight is proportional to its length
+        seq-mean-token-mean       1/4  and 1/16    a short right answer is praised more per token and a long wrong
+                                                   one blamed less, so that wrong answers grow
+        seq-mean-token-sum-norm   1/20 and 1/20    whatever the others' lengths (Dr. GRPO)
+    """
+    # [V60] [V61] [V62] The counts are of the minibatch, not of what a process holds at a time.
+    #       core_algos.py#L1025-L1080
+    lengths, losses = mask.sum(1), losses.masked_fill(~mask, 0)
+    if mode == "token-mean":
+        return losses.sum() / max(lengths.sum() if tokens is None else tokens, 1)
+    if mode == "seq-mean-token-sum-norm":
+        return losses.sum() / max((episodes or len(mask)) * (length or mask.shape[1]), 1)
+    sums = losses.sum(1) / lengths.clamp(min=1) if mode == "seq-mean-token-mean" else losses.sum(1)
+    return sums.sum() / max((lengths > 0).sum() if sequences is None else sequences, 1)
+
+
+# ---- Off-policy: the sampler was another policy, or its arithmetic was different -------------------------------
+
+# logprobs are the learner's; sampler_logprobs are those with which the tokens were drawn. The importance weight of a
+# token is w = exp(logprobs - sampler_logprobs).
+
+
+def log_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """log w (batch, response_length): of each token; of its whole sequence; or the mean over the sequence."""
+    log_w = (logprobs - sampler_logprobs).detach().masked_fill(~mask, 0)
+    if kind == "token":
+        return log_w
+    total = log_w.sum(1, keepdim=True)
+    return (total if kind == "sequence" else total / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(log_w)
+
+
+def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
+    """min(w, cap), detached, of each token or of its whole sequence: (batch, response_length), 0 where masked."""
+    # [V85] Weights of sequences are unbiased except for the cap, and have a high variance. Weights of tokens are
+    #       biased, and have a low one.   rollout_corr_helper.py#L481-L598
+    weights = log_weights(logprobs, sampler_logprobs, mask, kind).clamp(-20, 20).exp()
+    return weights.clamp(max=cap).masked_fill(~mask, 0)
+
+
+def rejection_mask(
+    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str, low: float, high: float
+) -> Tensor:
+    """The tokens with low <= w <= high; by sequence: the tokens of responses whose geometric mean of w is within."""
+    # [V87] The bounds are on w itself. Those that verl calls k1 are on 1 / w.   rollout_corr_helper.py#L156-L372
+    w = log_weights(logprobs, sampler_logprobs, mask, "mean" if kind == "sequence" else kind).exp()
+    return mask & (w >= low) & (w <= high)
+
+
+def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far the learner is from the sampler: 0-d tensors, over valid tokens and rows that are not empty.
+
+    All are 0 where there is no token.
+    """
+    # [V89] [V90] The same policy is some way from itself too, if two engines compute it.
+    #       rollout_corr_helper.py#L834-L940
+    live = mask.any(1)
+    logprobs, sampler_logprobs = (x.detach().masked_fill(~mask, 0)[live] for x in (logprobs, sampler_logprobs))
+    mask = mask[live]
+    log_w, lengths = logprobs - sampler_logprobs, mask.sum(1)
+    weights = log_w.clamp(-20, 20).exp()[mask]  # (tokens,)
+    sequence_weights = log_w.sum(1).clamp(-20, 20).exp()  # (rows,)
+    log_ppl, sampler_log_ppl = (-x.sum(1) / lengths for x in (logprobs, sampler_logprobs))
+    found = {
+        "kl": -log_w[mask].mean(),
+        "k3": (torch.expm1(log_w.clamp(-20, 20)) - log_w)[mask].mean(),
+        "chi2_token": (weights**2).mean() - 1,
+        "chi2_sequence": (sequence_weights**2).mean() - 1,
+        "perplexity": log_ppl.exp().mean(),
+        "sampler_perplexity": sampler_log_ppl.exp().mean(),
+        "log_perplexity_gap": (log_ppl - sampler_log_ppl).mean(),
+        "largest_gap": F.pad(log_w[mask].abs(), (0, 1)).max(),
+        "ess": weights.mean() ** 2 / (weights**2).mean(),
+    }
+    return found if live.any() else {name: torch.zeros_like(number) for name, number in found.items()}
