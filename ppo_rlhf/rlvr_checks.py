@@ -127,7 +127,7 @@ def doubts(args: Any) -> Iterator[str]:
     """Warnings about what is allowed but may not be meant."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
-    # [V48] verl and TRL offer these without a warning.   ray_trainer.py#L86-L108
+    # [V48] verl and TRL 1.16 offer these without a warning.   ray_trainer.py#L86-L108
     if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
         yield (
             f"{estimator}: in the reward, its gradient vanishes near the reference and can point away from it "
