@@ -243,6 +243,7 @@ NUMBERS = {
         "--policy.rewards.adaptive_kl.horizon 1: an update of --policy.ppo.batch_size 16",
         "--policy.rewards.adaptive_kl.horizon 4",
     ),
+    "penalty beyond float32": policy("--task.penalty_reward_value 1e39", "penalty_reward_value is 1e+39", "float32"),
     "penalty nan": policy("--task.penalty_reward_value nan", "--task.penalty_reward_value is nan"),
     "temperature 0": policy("--task.temperature 0", "--task.temperature is 0.0", "above 0"),
     "temperature inf": both("--task.temperature inf", "--task.temperature is inf"),

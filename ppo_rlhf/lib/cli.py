@@ -5,7 +5,6 @@
 
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import shutil
@@ -309,8 +308,8 @@ def check_values(args: Any) -> None:
     """Check what holds for every script's arguments: finite numbers, texts that are Unicode, and the like."""
     values = files.flatten(dataclasses.asdict(args))
     for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{flag(name)} is {value}; it must be a finite number")
+        if isinstance(value, float) and not abs(value) < 3.4e38:  # the end of float32
+            raise InputError(f"{flag(name)} is {value}; it must be finite, in float32 too")
         if isinstance(value, int) and not abs(value) < 2**63:
             number = value if abs(value) < 10**30 else "a number of many digits"
             raise InputError(f"{flag(name)} is {number}; it must be below 2^63")
