@@ -348,7 +348,7 @@ def test_the_piece_of_a_lost_worker_is_sampled_again_by_the_weights_that_it_had(
             time.sleep(1_000) if way == "hangs" else os.kill(os.getpid(), signal.SIGKILL)
         return int(prompts[0]), version, self.loaded
 
-    workers = workers_of(light_engine(OURS, sample=sample), time_out=3.0)
+    workers = workers_of(light_engine(OURS, sample=sample), time_out=10.0)
     pieces = [ask(workers, number, 4, 0.25) for number in range(4)]
     assert [piece.result(60) for piece in pieces] == [(number, 4, [(0.25, 4)]) for number in range(4)]
     assert workers.lost == 1
