@@ -32,7 +32,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, rewards, run, texts
+from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, rewards, run, sources, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 
@@ -328,7 +328,7 @@ class Comparison:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""
         queries = torch.full((len(prompts), self.task.query_length), self.pad_id)
         for row, prompt in zip(queries, prompts, strict=True):
-            texts.check_text(prompt, "--prompt")
+            sources.check_text(prompt, "--prompt")
             tokens = self.texts.query(prompt)
             if not tokens:
                 raise InputError("--prompt: a query needs at least one token")

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 from ppo_rlhf import train_reward
 from ppo_rlhf.lib import models, run
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.texts import LabelKind
+from ppo_rlhf.lib.label_files import LabelKind
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,
@@ -375,7 +375,6 @@ RECORDED = """
 import json, os
 from pathlib import Path
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import cli, errors
 
 seen, right = [], train_reward.reward_update
 

@@ -26,7 +26,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, hub, lm, models, processes, rewards, texts
+from ppo_rlhf.lib import files, hub, lm, models, processes, rewards, sources, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
@@ -247,7 +247,7 @@ def check_row(row: dict[str, Any], keys: tuple[str, ...], what: str) -> None:
     for key in keys:
         if not isinstance(row.get(key), str):
             raise InputError(f"{what} has no text under {key!r}")
-        texts.check_text(row[key], f"{what}, {key!r},")
+        sources.check_text(row[key], f"{what}, {key!r},")
 
 
 def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
