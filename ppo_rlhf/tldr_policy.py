@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, networks, passes, posts, processes, rewards as scorers, run
+from ppo_rlhf.lib import cli, lm, models, networks, passes, posts, processes, run, scorers
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 

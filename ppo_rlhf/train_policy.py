@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, passes, precision, processes, rewards as scorers, run, texts, traces
+from ppo_rlhf.lib import cli, models, passes, precision, processes, run, scorers, texts, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------

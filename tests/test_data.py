@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
-from ppo_rlhf.lib import hub, label_files, models, posts as posts_of_chapter_2, rewards, sources, texts
+from ppo_rlhf.lib import hub, label_files, models, posts as posts_of_chapter_2, scorers, sources, texts
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.texts import QueryStream, TaskArgs
 from ppo_rlhf.sample import Comparison, Continuations
@@ -671,10 +671,10 @@ def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
         "    return [1.0]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    score = rewards.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
     scores = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
     assert scores.tolist() == [4.0, 8.0]
-    message = error_line(rewards.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
+    message = error_line(scorers.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
     assert "--rewards.function two_scores:too_few returned 1 scores for 2" in message
 
 
@@ -730,18 +730,18 @@ class Callables:
     ],
 )
 def test_a_third_parameter_by_position_asks_for_references(function, expected):
-    assert rewards.takes_references(function) is expected
+    assert scorers.takes_references(function) is expected
 
 
 def test_references_are_texts_or_none():
     queries = responses = torch.tensor([[65, PAD], [65, 66]])
     references = torch.tensor([[66, 67], [PAD, PAD]])
     for name in ("three", "three_with_a_default"):
-        score = rewards.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
+        score = scorers.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
         assert score(queries, responses, references).tolist() == [2.0, 0.0]
-    score = rewards.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
     assert score(queries, responses).tolist() == [0.0, 0.0]
-    score = rewards.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
+    score = scorers.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
     assert score(queries, responses, references).tolist() == [2.0, 2.0]
 
 
@@ -754,10 +754,10 @@ def empties(queries, responses, references):
 
 def test_a_function_may_empty_its_lists():
     """They are its own, and how many there were is known."""
-    score = rewards.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
     assert score(torch.full((3, 2), 65), torch.full((3, 2), 66)).tolist() == [1.0, 1.0, 1.0]
     texts = [["q"], ["r"], ["a"]]
-    assert rewards.score_texts(empties, "f", *texts) == ([1.0], "")
+    assert scorers.score_texts(empties, "f", *texts) == ([1.0], "")
     assert texts == [["q"], ["r"], ["a"]]
 
 
@@ -766,7 +766,7 @@ def not_a_number_for_c(queries, responses):
 
 
 def test_a_function_whose_score_is_not_finite_is_named_in_the_middle_of_a_run():
-    score = rewards.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
     assert score(torch.tensor([[65]]), torch.tensor([[66]])).tolist() == [1.0]
     message = error_line(score, torch.tensor([[65]] * 3), torch.tensor([[66], [67], [68]]))
     expected = "--rewards.function test_data:not_a_number_for_c returned nan for text 1 of 3; scores must be finite"
@@ -790,7 +790,7 @@ def test_a_scoring_function_that_fails_is_named_before_training(tmp_path, monkey
     name = f"bad_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def scores(queries, responses):\n    {body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert name in error_line(rewards.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
+    assert name in error_line(scorers.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
 
 
 # ---- Labels ----------------------------------------------------------------------------------------------------

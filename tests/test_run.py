@@ -32,8 +32,8 @@ from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, t
 from ppo_rlhf.lib import errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
-from ppo_rlhf.lib.rewards import import_function
 from ppo_rlhf.lib.run import Run
+from ppo_rlhf.lib.scorers import import_function
 
 SCRIPTS = [train_policy, train_reward]
 

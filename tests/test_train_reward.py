@@ -375,6 +375,7 @@ RECORDED = """
 import json, os
 from pathlib import Path
 from ppo_rlhf import train_reward
+from ppo_rlhf.lib import cli, errors
 
 seen, right = [], train_reward.reward_update
 
