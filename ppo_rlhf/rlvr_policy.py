@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_checks, rlvr_metrics, worlds
-from ppo_rlhf.lib import cli, lm, models, networks, passes, problems, processes, rewards, run, traces
+from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, problems, processes, rewards, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 from ppo_rlhf.rlvr_data import Batch, Draw, Pool, Request, Rollout, Sampled, make_batch
@@ -997,7 +997,7 @@ def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.
     settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}
     rates = {"policy": ppo.lr, "value": ppo.critic_lr}
     return {
-        name: torch.optim.AdamW(list(run.trained_parameters(network).values()), rates[name], **settings)
+        name: torch.optim.AdamW(list(checkpoints.trained_parameters(network).values()), rates[name], **settings)
         for name, network in networks_of(actor_critic).items()
     }
 
@@ -1039,7 +1039,7 @@ def start_run(
             name, key = key.split("/", 1)
             parts.setdefault(name, {})[key] = tensor
         for name, network in networks_of(actor_critic).items():
-            run.restore_training_state(network, optimizers[name], parts.pop(name, {}))
+            checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
     inputs = models.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems")
     this_run = run.Run(setup.given, accelerator, dataclasses.asdict(setup.sizes), joint, inputs)
@@ -1069,7 +1069,7 @@ def training_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a checkpoint keeps: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
     pool, trained = progress.pool, networks_of(actor_critic)
-    parts = {name: run.training_state(network, optimizers[name]) for name, network in trained.items()}
+    parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
     parts |= ({"surplus": pool.surplus.tensors()} if pool.surplus else {}) | others()
     tensors = {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
     return tensors, {"kl_coef": progress.controller.value, "rounds": pool.rounds, "evaluation": progress.evaluation}

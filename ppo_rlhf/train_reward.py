@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, label_files, models, passes, precision, processes, run, texts
+from ppo_rlhf.lib import checkpoints, cli, label_files, models, passes, precision, processes, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if checkpoint := this_run.load_checkpoint():
         tensors, state = checkpoint
         first_step, stream.position = state["step"], state["query_position"]
-        run.restore_training_state(reward_model, optimizer, tensors)
+        checkpoints.restore_training_state(reward_model, optimizer, tensors)
     this_run.start_logging(first_step)
 
     def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
@@ -171,7 +171,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             advance(f"loss {means['train/loss']:.3f}{accuracy}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
                 state = {"query_position": stream.position}
-                this_run.save_checkpoint(step + 1, run.training_state(reward_model, optimizer), state)
+                this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), state)
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.   train_reward.py#L252-L254
