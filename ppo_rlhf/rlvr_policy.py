@@ -45,7 +45,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_checks, rlvr_metrics, worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, problems, processes, rewards, run, traces
+from ppo_rlhf.lib import (
+    checkpoints,
+    cli,
+    lm,
+    models,
+    networks,
+    passes,
+    problems,
+    processes,
+    rewards,
+    run,
+    saving,
+    sharding,
+    traces,
+)
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 from ppo_rlhf.rlvr_data import Batch, Draw, Pool, Request, Rollout, Sampled, make_batch
@@ -742,7 +756,7 @@ def step(
 ) -> dict[str, Tensor]:
     """One step of each network that learns. Returns the gradient norms, from before they are clipped."""
     # [V72] The gradients of critic and policy are each clipped, over the whole minibatch.   dp_critic.py#L134-L151
-    norms = {name: processes.clip_gradients(optimizer, max_grad_norm) for name, optimizer in optimizers.items()}
+    norms = {name: sharding.clip_gradients(optimizer, max_grad_norm) for name, optimizer in optimizers.items()}
     if "value" in optimizers:
         optimizers["value"].step()
     # [V71] In the first critic_warmup updates, the policy does not move at all.   ray_trainer.py#L1604
@@ -754,7 +768,7 @@ def step(
 # ---- Networks --------------------------------------------------------------------------------------------------
 
 
-class ActorCritic(models.MixedPrecision):
+class ActorCritic(networks.MixedPrecision):
     """The policy and, if the estimator has one, the critic; they share nothing."""
 
     entropy_learns = True  # whether the entropy has a gradient
@@ -950,8 +964,8 @@ def load_networks(
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
         models.checkpoint_layers(actor_critic)
-    models.place(actor_critic, accelerator)
-    with processes.gathered(actor_critic):
+    sharding.place(actor_critic, accelerator)
+    with sharding.gathered(actor_critic):
         models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
     adapters, reference = None, None
     if args.lora.rank:
@@ -960,7 +974,7 @@ def load_networks(
         frozen = lm_backbone
         if adapters is None:
             frozen = models.load_base_model(args, frozen=True)
-            models.place(frozen, accelerator)
+            sharding.place(frozen, accelerator)
         reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
     return actor_critic, reference, adapters
 
@@ -1084,7 +1098,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic) -> Path:
     info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
     parts = (actor_critic.lm_backbone, actor_critic.critic, setup.adapters)
     told = (setup.tokenizer, info, args.trust_remote_code)
-    models.save_policy_and_critic(this_run.model_folder, *parts, *told)
+    saving.save_policy_and_critic(this_run.model_folder, *parts, *told)
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl")}
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
     panels = rlvr_metrics.panels(args, [name for name in rows[0] if f"eval/{name}" in evaluation], list(evaluation))

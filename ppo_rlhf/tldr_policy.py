@@ -45,7 +45,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, posts, processes, run, scorers
+from ppo_rlhf.lib import (
+    checkpoints,
+    cli,
+    lm,
+    models,
+    networks,
+    passes,
+    posts,
+    processes,
+    run,
+    saving,
+    scorers,
+    sharding,
+)
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 
@@ -272,7 +285,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 # ---- Networks, evaluation --------------------------------------------------------------------------------------
 
 
-class ActorCritic(models.MixedPrecision):
+class ActorCritic(networks.MixedPrecision):
     """The policy and the critic, two networks that share nothing.
 
     The critic is a reward model that is read before every token of the response, instead of at its end.
@@ -610,7 +623,7 @@ def ppo_update(
                     )
                 )
             processes.average_gradients(actor_critic, accelerator)
-            gradient_norm = processes.full_tensor(processes.gradient_norm(actor_critic))
+            gradient_norm = sharding.full_tensor(processes.gradient_norm(actor_critic))
             optimizer.step()
             steps.append(
                 {name: sum(share[name] for share in shares) for name in shares[0]}
@@ -917,13 +930,13 @@ def load_networks(
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         models.checkpoint_layers(actor_critic)
-    models.place(actor_critic, accelerator)
-    with processes.gathered(actor_critic):
+    sharding.place(actor_critic, accelerator)
+    with sharding.gathered(actor_critic):
         models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
     if args.lora.rank:
         return actor_critic, Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
     frozen = models.load_base_model(args, frozen=True)
-    models.place(frozen, accelerator)
+    sharding.place(frozen, accelerator)
     return actor_critic, Reference(frozen, None)
 
 
@@ -957,7 +970,7 @@ def save_networks(
     info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
     info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
     parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
-    models.save_policy_and_critic(folder, *parts, tokenizer, info, args.trust_remote_code)
+    saving.save_policy_and_critic(folder, *parts, tokenizer, info, args.trust_remote_code)
 
 
 if __name__ == "__main__":

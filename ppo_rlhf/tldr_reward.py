@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, posts, processes, run, saving, sharding
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -155,17 +155,17 @@ def train(args: Args, joint: dict | None = None) -> Path:
         processes.check_finite(normalised, sizes.steps, processes.anew_with_lower("lr"))
         results |= normalised
 
-    folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
+    folder, plain = this_run.model_folder / "reward", saving.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
         info = {"kind": "reward model", "base_model": given.base_model, "vocab_size": ids.vocab_size}
         info |= {"label_dataset": given.task.comparisons, "task": dataclasses.asdict(given.task)}
-        models.save_reward_model(folder, plain, tokenizer, info, args.trust_remote_code)
+        saving.save_reward_model(folder, plain, tokenizer, info, args.trust_remote_code)
     this_run.finish(PANELS, **results)
     this_run.upload("reward")
     return folder
 
 
-class RewardModel(models.MixedPrecision, lm.RewardModel):
+class RewardModel(networks.MixedPrecision, lm.RewardModel):
     """A reward model of which nothing beside the head is new: the gain stays 1, and the bias waits for step 3."""
 
     def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
@@ -210,7 +210,7 @@ def pairs_update(
         rows = torch.stack([losses, prefers_chosen(*scores), *scores]).detach().double()  # (4, micro_batch)
         sums += (rows * weights).sum(1)
     processes.average_gradients(reward_model, accelerator)
-    gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
+    gradient_norm = sharding.full_tensor(processes.gradient_norm(reward_model))
     optimizer.step()
     # [T30] The names are the reproduction's.   reward.py#L420-L503
     names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards")
@@ -376,15 +376,15 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
     reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16").to(backbone.dtype)
     if args.gradient_checkpointing:
         models.checkpoint_layers(reward_model)
-    models.place(reward_model, accelerator)
+    sharding.place(reward_model, accelerator)
     return reward_model
 
 
 def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> None:
     """Refuse a model that reads tokens otherwise than we do, or of whose kind there is no classifier to save."""
     language_model = models.load_base_model(args)
-    models.place(language_model, accelerator)
-    with processes.gathered(language_model):
+    sharding.place(language_model, accelerator)
+    with sharding.gathered(language_model):
         models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
     with models.model_errors(args.base_model), torch.device("meta"):
         AutoModelForSequenceClassification.from_config(

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, posts, processes, run, saving, sharding
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -109,9 +109,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         models.checkpoint_layers(model)
-    models.place(model, accelerator)
+    sharding.place(model, accelerator)
     length = task.query_length + task.response_length
-    with processes.gathered(model):
+    with sharding.gathered(model):
         models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
@@ -160,17 +160,17 @@ def train(args: Args, joint: dict | None = None) -> Path:
             this_run.log_samples(sizes.steps, posts.sample_table(rows[:3]))
 
     folder = this_run.model_folder / "sft"
-    weights = processes.full_state_dict(lm_backbone)
+    weights = sharding.full_state_dict(lm_backbone)
     if accelerator.is_main_process:
         info = {"kind": "sft model", "base_model": given.base_model, "vocab_size": ids.vocab_size}
         info |= {"task": dataclasses.asdict(given.task)}
-        models.save_language_model(folder, lm_backbone, weights, tokenizer, info)
+        saving.save_language_model(folder, lm_backbone, weights, tokenizer, info)
     this_run.finish(PANELS, **results)
     this_run.upload("sft")
     return folder
 
 
-class LanguageModel(models.MixedPrecision):
+class LanguageModel(networks.MixedPrecision):
     """A causal language model that says how likely it finds each token of a text."""
 
     def __init__(self, lm_backbone: PreTrainedModel, vocab_size: int, *, low_precision: bool = False):
@@ -237,7 +237,7 @@ def sft_update(
         (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
         total = total + loss.detach()
     processes.average_gradients(model, accelerator)
-    gradient_norm = processes.full_tensor(processes.gradient_norm(model))
+    gradient_norm = sharding.full_tensor(processes.gradient_norm(model))
     optimizer.step()
     # [T24] The names are the reproduction's.   sft.py#L407-L425
     metrics = processes.sum_over_processes({"train/sft/loss": total}, accelerator)

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, models, passes, precision, processes, run, scorers, texts, traces
+from ppo_rlhf.lib import checkpoints, cli, models, passes, precision, processes, run, saving, scorers, texts, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -1028,7 +1028,7 @@ def finish(
 ) -> Path:
     """Save the policy, record the results and draw the curves. Returns the policy's folder."""
     folder = this_run.model_folder / "policy"
-    models.save_policy(folder, policy, tokenizer, given)
+    saving.save_policy(folder, policy, tokenizer, given)
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
     sizes = this_run.meta["sizes"]
     this_run.finish(PANELS, **last, skipped_queries=stream.position - sizes["updates"] * sizes["batch"])

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, label_files, models, passes, precision, processes, run, texts
+from ppo_rlhf.lib import checkpoints, cli, label_files, models, passes, precision, processes, run, saving, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if accelerator.is_main_process:
         info = {"kind": "reward model", "base_model": given.base_model, "label_dataset": given.label_dataset}
         info |= {"vocab_size": ids.vocab_size, "task": dataclasses.asdict(given.task)}
-        models.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
+        saving.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     known = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1]}
     this_run.finish(PANELS, **known, skipped_queries=stream.position - queries, **measured)

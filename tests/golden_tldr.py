@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import lm, models, networks, passes, plots, posts, processes, run
+from ppo_rlhf.lib import lm, models, networks, passes, plots, posts, processes, run, saving
 from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
@@ -121,7 +121,7 @@ def save_language_model(folder: Path, model: PreTrainedModel) -> None:
 
 def save_scalar_model(folder: Path, model: lm.RewardModel) -> None:
     info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
-    models.save_reward_model(folder, model, golden_tokenizer(), info)
+    saving.save_reward_model(folder, model, golden_tokenizer(), info)
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """python sharded_run.py <script> <arguments>: a script of chapter 2, keeping what sharding makes of its networks.
 
-`sharding/<rank>.json` has a row for each network that was given to `models.place`: how many parts of it FSDP wraps,
+`sharding/<rank>.json` has a row for each network that was given to `sharding.place`: how many parts of it FSDP wraps,
 which share of its numbers this process keeps, and the precisions of its weights. No process may read a whole network.
 With LEAST_WIDTH, networks that are so wide read no padding; `passes-<rank>.json` has how many of their passes
 sampled, trained, and did neither.
@@ -17,9 +17,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.lib import models, packing
+from ppo_rlhf.lib import models, packing, sharding
 
-place = models.place
+place = sharding.place
 seen: list[dict] = []
 
 
@@ -43,7 +43,7 @@ def counted_read(lm_backbone, input_ids, position_ids, mask, cache=None):
 
 packing.LEAST_WIDTH = int(os.environ.get("LEAST_WIDTH", packing.LEAST_WIDTH))
 passes, read, packing.read = Counter(), packing.read, counted_read
-models.place = recorded_place
+sharding.place = recorded_place
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     models.read_whole = refuse
 sys.argv = sys.argv[1:]

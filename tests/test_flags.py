@@ -186,7 +186,7 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
 FOLDER = Path(train_policy.__file__).parent
 IN_STAGES = [
     *(f"lib/{name}" for name in ("cli", "files", "hub", "label_files", "models", "posts", "processes", "rewards")),
-    *(f"lib/{name}" for name in ("checkpoints", "run", "scorers", "sources", "texts")),
+    *(f"lib/{name}" for name in ("checkpoints", "run", "saving", "scorers", "sharding", "sources", "texts")),
     "train_reward",
     "train_policy",
     "tldr_sft",

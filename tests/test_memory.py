@@ -12,7 +12,7 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arg
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_rlhf.lib import lm, models, passes, processes
+from ppo_rlhf.lib import lm, models, passes, processes, saving, sharding
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr_policy import ActorCritic
 
@@ -128,7 +128,7 @@ def saved(request, tiny_models, tiny_tokenizer, tmp_path: Path) -> Path:
     reward_model = lm.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
     with torch.no_grad():
         reward_model.bias.fill_(1.5)
-    models.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})
+    saving.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})
     return tmp_path
 
 
@@ -169,7 +169,7 @@ def alone(monkeypatch, tmp_path: Path):
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: processes.full_tensor(tensor).detach().clone() for name, tensor in tensors}
+    return {name: sharding.full_tensor(tensor).detach().clone() for name, tensor in tensors}
 
 
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModel, None])
@@ -191,7 +191,7 @@ def test_slices_are_those_of_the_whole_model(saved: Path, auto_class, several: b
         whole = load()
     model = load()
     assert all(parameter.is_meta for parameter in getattr(model, "lm_backbone", model).parameters())
-    models.place(model, alone)
+    sharding.place(model, alone)
     expected, actual = weights_of(whole), weights_of(model)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
@@ -199,7 +199,7 @@ def test_slices_are_those_of_the_whole_model(saved: Path, auto_class, several: b
     if auto_class is None:
         assert torch.equal(model(TOKENS, PAD), whole(TOKENS, PAD))
     elif auto_class is AutoModelForCausalLM:
-        copied = models.whole_copy(model, torch.bfloat16)
+        copied = sharding.whole_copy(model, torch.bfloat16)
         assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
         rounded = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
         buffers = dict(copied.named_buffers())
@@ -229,7 +229,7 @@ def test_slices_of_a_damaged_model_are_refused(message, tiny_models, tmp_path: P
     spoil(tmp_path / "model", SPOILT[message])
     model = models.load_pretrained(str(tmp_path / "model"), torch.float32)
     with pytest.raises(InputError, match=message):
-        models.place(model, alone)
+        sharding.place(model, alone)
 
 
 @pytest.mark.parametrize("there", [[], ["pytorch_model.bin"]])
@@ -241,4 +241,4 @@ def test_pickles_are_not_read_for_slices(there, tiny_models, tmp_path: Path, alo
         index = {"weight_map": {"transformer.ln_f.weight": name}}
         (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="safetensors"):
-        models.place(models.load_pretrained(str(tmp_path / "model"), torch.float32), alone)
+        sharding.place(models.load_pretrained(str(tmp_path / "model"), torch.float32), alone)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import cli, lm, models, precision
+from ppo_rlhf.lib import cli, lm, precision, saving
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.models import check_model, load_pretrained, read_info, same_logits
 from ppo_rlhf.lib.texts import TaskArgs, task_ids, trim_query
@@ -551,7 +551,7 @@ def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenize
     loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
     assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
     loaded.save_pretrained(tmp_path / "saved")
-    models.save_reward_model(tmp_path / "reward", lm.RewardModel(loaded.base_model), tiny_tokenizer, {})
+    saving.save_reward_model(tmp_path / "reward", lm.RewardModel(loaded.base_model), tiny_tokenizer, {})
     for kind in ("base", "saved", "reward"):
         config = json.loads((tmp_path / kind / "config.json").read_text())
         settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]
@@ -796,7 +796,7 @@ def test_a_policy_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole,
     policy, _ = train_policy.load_policy_and_reference(args, ids, torch.device("cpu"))
     responses, _, _ = generate(policy.lm_backbone, token_ids(0, 20, 3), uniform(20, 7), 30, policy.vocab_size, 1.0)
     assert responses.eq(29).all()
-    models.save_policy(tmp_path / "policy", policy, tokenizer_with_a_hole, args)
+    saving.save_policy(tmp_path / "policy", policy, tokenizer_with_a_hole, args)
     assert read_info(tmp_path / "policy")["vocab_size"] == 30
 
 

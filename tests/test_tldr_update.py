@@ -37,16 +37,10 @@ from ppo_rlhf import tldr_policy, tldr_reward
 from ppo_rlhf.lib import passes, posts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.lm import RewardModel, has_stop
-from ppo_rlhf.lib.models import (
-    LoraArgs,
-    add_adapters,
-    load_pretrained,
-    load_reward_model,
-    save_policy_and_critic,
-    save_reward_model,
-)
+from ppo_rlhf.lib.models import LoraArgs, add_adapters, load_pretrained, load_reward_model
 from ppo_rlhf.lib.networks import load_critic
 from ppo_rlhf.lib.posts import Comparisons, TaskArgs, TaskIds
+from ppo_rlhf.lib.saving import save_policy_and_critic, save_reward_model
 from ppo_rlhf.tldr_policy import (
     ActorCritic,
     Args,

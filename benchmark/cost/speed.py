@@ -65,8 +65,8 @@ from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.lm import RewardModel
-from ppo_rlhf.lib.models import save_reward_model
 from ppo_rlhf.lib.run import commit, cpu_name
+from ppo_rlhf.lib.saving import save_reward_model
 from ppo_rlhf.worlds import sums
 
 ROOT = Path(__file__).resolve().parents[2]

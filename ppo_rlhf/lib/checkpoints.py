@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ppo_rlhf.lib import files, processes
+from ppo_rlhf.lib import files, sharding
 from ppo_rlhf.lib.errors import InputError
 
 KEEP_CHECKPOINTS = 2
@@ -95,7 +95,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     tensors = {f"model.{name}": parameter for name, parameter in trained_parameters(model).items()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-    return {name: processes.gather_for_saving(tensor) for name, tensor in tensors.items()}
+    return {name: sharding.gather_for_saving(tensor) for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -118,12 +118,12 @@ def restore_training_state(
     if len(steps) > 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
         raise InputError("the checkpoint holds other tensors than the model that its arguments name")
     for name, parameter in trained.items():
-        parameter.copy_(processes.sliced_like(tensors[f"model.{name}"], parameter))
+        parameter.copy_(sharding.sliced_like(tensors[f"model.{name}"], parameter))
     state = optimizer.state_dict()
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, index, moment = name.split(".")
-            slices = tensor if moment == "step" else processes.sliced_like(tensor, parameters[int(index)])
+            slices = tensor if moment == "step" else sharding.sliced_like(tensor, parameters[int(index)])
             state["state"].setdefault(int(index), {})[moment] = slices
     for group in state["param_groups"]:
         if "steps" in group:  # an AdamTensorFlowStyle counts them

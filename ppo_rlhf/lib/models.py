@@ -1,4 +1,4 @@
-"""Pretrained models and our own: load, check, save.
+"""Load pretrained models and our own, check that they fit, and prepare them for training.
 
 Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
@@ -16,16 +16,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from accelerate import Accelerator, init_empty_weights
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import FSDPModule
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -34,7 +32,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ppo_rlhf.lib import errors, files, hub, lm, packing, precision, processes
+from ppo_rlhf.lib import files, hub, lm, packing, precision, processes
 from ppo_rlhf.lib.errors import InputError, flag
 
 
@@ -265,25 +263,7 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
         raise InputError(f"{path} is not a model that can be loaded from safetensors: {reason}") from error
 
 
-# ---- Place: whole, or in slices --------------------------------------------------------------------------------
-
-
-def place(network: nn.Module, accelerator: Accelerator) -> None:
-    """Take a network to this process's device: all of it or, if the launcher asks for that, a slice of each weight.
-
-    No process ever holds the whole of a sharded network: each reads its slices from the files.
-    """
-    if not processes.sharding():
-        network.to(accelerator.device)
-        return
-    backbones = [part for part in network.modules() if isinstance(part, PreTrainedModel) and hasattr(part, "source")]
-    for tensor in (*network.parameters(), *network.buffers()):
-        if not tensor.is_meta:
-            tensor.data = tensor.data.to(accelerator.device)
-    processes.shard(network, layers(network))
-    for backbone in backbones:
-        read_slices(backbone, accelerator.device)
-    processes.make_outermost(network)
+# ---- Load without weights, for sharding ------------------------------------------------------------------------
 
 
 def without_weights(
@@ -299,65 +279,6 @@ def read_generation_config(model: PreTrainedModel, path: str, revision: str | No
     if model.can_generate():
         with contextlib.suppress(OSError):  # without the file they are those of config.json, which the model has
             model.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
-
-
-@torch.no_grad()
-def read_slices(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a sharded model on the meta device this process's slices of its weights, from safetensors."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    model.tie_weights()
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
-    prefix, finite = f"{model.base_model_prefix}.", True
-    with model_errors(model.source) as (path, revision), contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in files_with_weights(path, revision)]
-        found = {key: file for file in opened for key in [*file.keys()]}
-        for name, parameter in model.named_parameters():
-            # What reward_head.safetensors has counts more: see save_reward_model. The other files may be those of a
-            # model with a head or without, and GPT-NeoX's have an older name of the output layer.
-            names = (f"lm_backbone.{name}", name, name.removeprefix(prefix), prefix + name)
-            names += (name.replace("lm_head.", "embed_out."),)
-            key = next((other for other in names if other in found), None)
-            if key is None:
-                raise OSError(f"its weights lack {name}")
-            weight = found[key].get_slice(key)
-            if weight.get_shape() != list(parameter.shape):
-                there, wanted = tuple(weight.get_shape()), tuple(parameter.shape)
-                raise OSError(f"its weights hold {name} of shape {there}, but config.json means {wanted}")
-            processes.copy_slice(weight, parameter)
-            finite = finite and bool(parameter.to_local().isfinite().all())
-    processes.fail_together("" if finite else f"{model.source}: its weights hold numbers that are not finite")
-
-
-def files_with_weights(path: str, revision: str | None) -> list[Path]:
-    """The safetensors of a model in a folder, or on the hub; an OSError if it has none."""
-    from huggingface_hub import snapshot_download
-
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(path, revision=revision, allow_patterns=["model*.safetensors*"]))
-    index = folder / "model.safetensors.index.json"
-    names = set(files.read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    if not all((folder / name).is_file() for name in names):
-        raise OSError("it cannot be loaded with `safetensors`: it has none")
-    return [*(folder / name for name in sorted(names)), *folder.glob("reward_head.safetensors")]
-
-
-@torch.no_grad()
-def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A sharded model in one piece, in this precision, gathered weight by weight. Every process must call this."""
-    with torch.device("meta"):
-        whole = type(model)(model.config)
-    for parameter in whole.parameters():
-        parameter.data = parameter.data.to(dtype)
-    whole.to_empty(device=model.device)
-    whole.tie_weights()
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
-        tensor.copy_(processes.full_tensor(tensors[name]))
-    packing.prepare(whole)
-    return whole.eval()
 
 
 # ---- Check -----------------------------------------------------------------------------------------------------
@@ -509,43 +430,6 @@ def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = 
     return model
 
 
-class MixedPrecision(nn.Module):
-    """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
-
-    low_precision = False
-    copies: list[PreTrainedModel]
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The precision of what is computed within the block."""
-        # It would keep the casts of all layers to the end of the block: as much as the copy in one piece takes.
-        keep_casts = not isinstance(self, FSDPModule)
-        return precision.mixed_precision(
-            next(self.parameters()).device, enabled=self.low_precision, keep_casts=keep_casts
-        )
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """For rollouts and evaluations: the precision of the training, no gradients, a sampler."""
-        with torch.no_grad(), self.autocast():
-            self.copies = []
-            yield
-            self.copies = []
-        processes.reshard(self)
-
-    @property
-    def sampler(self) -> PreTrainedModel:
-        """What generates, within `sampling`: the language model. If it is sharded, a copy of it in one piece.
-
-        The copy is in bfloat16 if matrix products are. Without it, each token would gather all layers.
-        """
-        if not isinstance(self, FSDPModule):
-            return self.lm_backbone
-        if not self.copies:
-            dtype = torch.bfloat16 if self.low_precision else self.lm_backbone.dtype
-            self.copies.append(whole_copy(self.lm_backbone, dtype))
-        return self.copies[0]
-
-
 # ---- Layers ----------------------------------------------------------------------------------------------------
 
 
@@ -639,141 +523,3 @@ def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None
                     f"{what}: {layer} has the same weight as {shared[0]}, so it cannot have an adapter; all-linear "
                     f"stands for every linear layer but the output layer"
                 )
-
-
-# ---- Save ------------------------------------------------------------------------------------------------------
-
-
-FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
-
-
-def unsharded(reward_model: lm.RewardModel, trust_remote_code: bool = False) -> lm.RewardModel:
-    """A reward model with whole weights, on the first process: itself, unless it is sharded. All must call this."""
-    if not any(isinstance(module, FSDPModule) for module in reward_model.modules()):
-        return reward_model
-    weights, config = processes.full_state_dict(reward_model), reward_model.lm_backbone.config
-    if not errors.is_first_process():
-        return reward_model
-    plain = lm.RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
-    plain.to(reward_model.gain.dtype).load_state_dict(weights, strict=False)  # tied weights come once
-    return plain
-
-
-def save_language_model(
-    folder: Path,
-    lm_backbone: PreTrainedModel,
-    weights: dict[str, torch.Tensor] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    info: dict,
-) -> None:
-    """Save as an ordinary causal language model, with its tokenizer and ppo_rlhf.json.
-
-    weights: its whole state where it is sharded; None: as it is.
-    """
-    lm_backbone.save_pretrained(folder, state_dict=weights)
-    files.give_usual_mode(folder)
-    tokenizer.save_pretrained(folder)
-    files.write_json(folder / "ppo_rlhf.json", info)
-
-
-def save_reward_model(
-    folder: Path,
-    reward_model: lm.RewardModel,
-    tokenizer: PreTrainedTokenizerBase,
-    info: dict,
-    trust_remote_code: bool = False,
-) -> None:
-    """Save as an ordinary sequence-classification model that gives the same scores, gain and bias included.
-
-    The score of such a model is linear in the final hidden state and has no constant. So the gain goes into the
-    weight w of the score, and the constant c into the bias of the final layer norm, along w: w (h + c w / |w|^2)
-    = w h + c. Where that norm has no bias, c stands in the configuration as `score_constant` and must be added.
-    `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
-    """
-    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
-    backbone, pad_id = reward_model.lm_backbone.base_model, vocabulary_size(tokenizer)
-    kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
-    weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
-    constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
-    # Some models refuse a padding id beyond their embedding, so it is set once the embedding has a row for it.
-    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"pad_token_id": None})
-    config.num_labels = 1
-    norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
-    config.score_constant = 0.0 if norm_bias else constant
-    classifier = AutoModelForSequenceClassification.from_config(
-        config, dtype=weight.dtype, trust_remote_code=trust_remote_code
-    ).to(weight.device)
-    classifier.base_model.load_state_dict(backbone.state_dict())
-    with torch.no_grad():
-        classifier.score.weight.copy_(weight)
-        if norm_bias:
-            kept[f"lm_backbone.{norm_bias}"] = backbone.state_dict()[norm_bias].clone()
-            classifier.base_model.state_dict()[norm_bias].add_(constant * weight[0] / (weight**2).sum())
-        rows = classifier.get_input_embeddings().num_embeddings
-        if rows <= pad_id:
-            classifier.resize_token_embeddings(pad_id + 1, mean_resizing=False)
-            classifier.get_input_embeddings().weight[rows:] = 0.0
-    classifier.config.pad_token_id = pad_id
-    classifier.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_file(kept, folder / "reward_head.safetensors")
-    files.give_usual_mode(folder)
-    files.write_json(folder / "ppo_rlhf.json", info)
-
-
-def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
-    """Save as an ordinary causal language model, with the value head and ppo_rlhf.json beside the weights.
-
-    policy: a PolicyWithValueHead; args: of its script, as they were given. Only the first process writes.
-    """
-    if not errors.is_first_process():
-        return
-    info = {
-        "kind": "policy",
-        "base_model": args.base_model,
-        "reward_model": args.rewards.trained_model,
-        "function": args.rewards.function,
-        "monitor": args.rewards.monitor,
-        "vocab_size": vocabulary_size(tokenizer),
-        "task": dataclasses.asdict(args.task),
-    }
-    save_language_model(folder, policy.lm_backbone, None, tokenizer, info)
-    save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
-    files.give_usual_mode(folder)
-
-
-def save_policy_and_critic(
-    folder: Path,
-    lm_backbone: PreTrainedModel,
-    critic: lm.RewardModel | None,
-    adapters: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    info: dict[str, Any],
-    trust_remote_code: bool,
-) -> None:
-    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
-
-    adapters: peft's handle, which saves them once more on their own, in policy/adapter. info: for ppo_rlhf.json.
-    Every process must call this.
-    """
-    critic = unsharded(critic, trust_remote_code) if critic else None
-    if adapters is not None and errors.is_first_process():
-        save_adapters(folder / "policy" / "adapter", adapters)
-        lm_backbone = adapters.merge_and_unload()
-    weights = processes.full_state_dict(lm_backbone)
-    if not errors.is_first_process():
-        return
-    info = {"vocab_size": vocabulary_size(tokenizer), **info}
-    save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info | {"kind": "policy"})
-    if critic:
-        kept = {name: info[name] for name in ("base_model", "vocab_size", "task")}
-        save_reward_model(folder / "value", critic, tokenizer, kept | {"kind": "critic"}, trust_remote_code)
-
-
-def save_adapters(folder: Path, adapters: nn.Module) -> None:
-    """Save low-rank adapters as peft does, but without a path of this machine and without its empty model card."""
-    adapters.save_pretrained(folder)
-    (folder / "README.md").unlink()
-    config = files.read_json(folder / "adapter_config.json")
-    if Path(config["base_model_name_or_path"] or "").is_dir():
-        files.write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})

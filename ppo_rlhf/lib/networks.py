@@ -1,4 +1,4 @@
-"""What PPO needs besides the policy in chapters 2 and 3: a critic, a reference, a reward model, a KL controller.
+"""The networks of chapters 2 and 3: their precision, a critic, a reference, a reward model; and the KL controller.
 
 Marks like [D69] name an implementation detail. OAI is openai/lm-human-preferences at commit cbfd210; verl is
 verl-project/verl at commit b178a3c. See docs/details.
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModel, PreTrainedModel
 
-from ppo_rlhf.lib import lm, models, passes, processes
+from ppo_rlhf.lib import lm, models, passes, precision, sharding
 
 
 class AdaptiveKLController:
@@ -37,6 +38,43 @@ class AdaptiveKLController:
         self.value *= 1 + error * episodes / self.horizon
 
 
+class MixedPrecision(nn.Module):
+    """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
+
+    low_precision = False
+    copies: list[PreTrainedModel]
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The precision of what is computed within the block."""
+        # It would keep the casts of all layers to the end of the block: as much as the copy in one piece takes.
+        keep_casts = not isinstance(self, FSDPModule)
+        return precision.mixed_precision(
+            next(self.parameters()).device, enabled=self.low_precision, keep_casts=keep_casts
+        )
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """For rollouts and evaluations: the precision of the training, no gradients, a sampler."""
+        with torch.no_grad(), self.autocast():
+            self.copies = []
+            yield
+            self.copies = []
+        sharding.reshard(self)
+
+    @property
+    def sampler(self) -> PreTrainedModel:
+        """What generates, within `sampling`: the language model. If it is sharded, a copy of it in one piece.
+
+        The copy is in bfloat16 if matrix products are. Without it, each token would gather all layers.
+        """
+        if not isinstance(self, FSDPModule):
+            return self.lm_backbone
+        if not self.copies:
+            dtype = torch.bfloat16 if self.low_precision else self.lm_backbone.dtype
+            self.copies.append(sharding.whole_copy(self.lm_backbone, dtype))
+        return self.copies[0]
+
+
 class Reference:
     """The model that the policy started from. With adapters, it is the policy itself while they are switched off."""
 
@@ -47,7 +85,7 @@ class Reference:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Within the block, the language model is the reference, whole on every process, and has no gradient."""
-        whole = self.adapters.disable_adapter() if self.adapters else processes.gathered(self.lm_backbone)
+        whole = self.adapters.disable_adapter() if self.adapters else sharding.gathered(self.lm_backbone)
         with torch.no_grad(), whole:
             yield
 
@@ -81,7 +119,7 @@ def load_reward_model(
     (batch,). rows: how many it reads at a time, at most; 0: as many as are fast.
     """
     reward_model = models.load_scalar_model(args, "trained_model", vocab_size, frozen=True)
-    models.place(reward_model, accelerator)
+    sharding.place(reward_model, accelerator)
 
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor) -> Tensor:

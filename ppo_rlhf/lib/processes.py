@@ -1,24 +1,21 @@
-"""The processes that train together: their number, their shares, what they add up; sharded weights.
+"""The processes that train together: their number, their shares of the work, and what they add up or average.
 
 Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import contextlib
 import ctypes
 import datetime
 import math
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, reduce
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FSDPModule
 
 from ppo_rlhf.lib import errors
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
@@ -151,100 +148,10 @@ def fail_together(problem: str) -> None:
         raise InputError(problem)
 
 
-# ---- Sharding: a process keeps a slice of every weight, gradient and Adam moment -------------------------------
-
-
 def sharding() -> bool:
     """Whether the launcher asks for networks that are sharded over its processes."""
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     return several and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
-
-
-def shard(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Shard a model over all processes (FSDP2). layers: the parts that are gathered one by one.
-
-    With `fsdp_reshard_after_forward: false` weights that learn stay whole from forward to backward, and only
-    gradients and moments are sliced: ZeRO-2. A parameter that is a single number, such as a gain, stays whole, and
-    must not learn.
-    """
-    if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
-        raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
-    # FSDP2 warns of in-place operations on what a module returns. No network here makes any.
-    warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
-    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
-    for module in [*layers, model]:
-        fully_shard(module, reshard_after_forward=reshards_after_forward(model), ignored_params=scalars)
-
-
-def reshards_after_forward(model: nn.Module) -> bool:
-    """Whether weights are sliced again after a forward pass. Frozen weights are, because no backward pass follows."""
-    learns = any(parameter.requires_grad for parameter in model.parameters())
-    return not learns or os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-
-
-def make_outermost(model: nn.Module) -> None:
-    """Mark this model as the FSDP root. Otherwise whichever submodule runs first becomes the root."""
-    model.begin = lambda: None
-    register_fsdp_forward_method(model, "begin")
-    model.begin()
-    model.reshard()  # otherwise what it has gathered now would stay forever
-
-
-@contextlib.contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Within the block, parts of a sharded model may be called: what lies around its layers is whole.
-
-    Layers are gathered when they are called. At the end, all is sliced again.
-    """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model.set_reshard_after_forward(False, recurse=False)
-    model.unshard()
-    yield
-    model.set_reshard_after_forward(reshards_after_forward(model), recurse=False)
-    reshard(model)
-
-
-def reshard(model: nn.Module) -> None:
-    """Keep only this process's slices of a sharded model."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def copy_slice(whole: Any, parameter: DTensor) -> None:
-    """Copy this process's slice of a tensor into a sharded parameter. whole: can be sliced, as those of safe_open."""
-    local, mesh = parameter.to_local(), parameter.device_mesh
-    first = mesh.get_local_rank() * math.ceil(parameter.shape[0] / mesh.size())
-    if len(local):
-        local.copy_(whole[first : first + len(local)])
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor from the slices of all processes, which must all call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves, tied weights once; if it is sharded, on the first process. All of them must call this."""
-    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-    return {name: gather_for_saving(tensor) for name, tensor in model.state_dict().items() if name in names}
-
-
-def gather_for_saving(tensor: torch.Tensor) -> torch.Tensor:
-    """As full_tensor, but on the CPU of the first process, which saves. The others get the sum: is it finite?"""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    whole = tensor.full_tensor()
-    return (whole if errors.is_first_process() else whole.sum()).cpu()
-
-
-def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The inverse of full_tensor: this process's slice of a tensor, if `other` is one."""
-    if isinstance(other, DTensor):
-        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
-    return tensor
 
 
 # ---- Shares ----------------------------------------------------------------------------------------------------
@@ -327,9 +234,3 @@ def average_gradients(model: nn.Module, accelerator: Accelerator | None = None) 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
     return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> torch.Tensor:
-    """Scale the gradients of its parameters to a norm of at most this; returns the norm before, 0-d."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return full_tensor(nn.utils.clip_grad_norm_(parameters, most))

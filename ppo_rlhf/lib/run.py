@@ -44,7 +44,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import checkpoints, errors, files, plots, processes, traces
+from ppo_rlhf.lib import checkpoints, errors, files, plots, processes, saving, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 
@@ -448,7 +448,8 @@ class Run:
 
         status: for the progress bar. The functions are called only if it is time for them: samples gives rows
         to print, trace keeps a few episodes with all their numbers, checkpoint gives tensors and state. Ends the run
-        by raising Stopped after the checkpoint, if it was told to stop."""
+        by raising Stopped after the checkpoint, if it was told to stop.
+        """
         self.log(update, metrics)
         if self.args.log_interval and update % self.args.log_interval == 0:
             self.log_samples(update, samples())
@@ -526,7 +527,7 @@ class Run:
         if self.args.upload_model and self.is_main:
             for part in parts:
                 name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
-                upload_model(self.model_folder / part, self.args.hf_entity, name)
+                saving.upload_model(self.model_folder / part, self.args.hf_entity, name)
         self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -626,22 +627,6 @@ def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, sho
         cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
         table.add_row(*(Text(errors.visible(cell)) for cell in cells))
     (console or Console()).print(table)
-
-
-def upload_model(folder: Path, entity: str, name: str) -> None:
-    """Push a model's folder to the Hugging Face hub, with a model card."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    repository = f"{entity}/{name}" if entity else name
-    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` beside the weights names base model and task.\n"
-    (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
-    try:
-        api = HfApi()
-        repository = api.create_repo(repository, exist_ok=True).repo_id
-        api.upload_folder(repo_id=repository, folder_path=str(folder))
-    except (OSError, HfHubHTTPError, ValueError) as error:
-        raise InputError(f"{folder} is saved, but could not be pushed to {repository}: {error}") from error
 
 
 def scheduled_lr(lr: float, schedule: str, step: int, steps: int) -> float:
