@@ -44,10 +44,8 @@ PAGES = "docs/details/"
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
 DETAILS += [f"V{number:02d}" for number in range(1, 100)]
-FIELDS = {
-    "detail": ["original", "here", "proven by", "without it"],
-    "deviation": ["original", "why", "here", "proven by"],
-}
+FIELDS = ["why", "without it", "original", "here", "proven by"]
+OPTIONAL = "without it"
 ORIGINALS = {
     "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
     "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
@@ -64,7 +62,8 @@ SHORT_REFERENCE = re.compile(rf"(?:\s\s|\] |^\W*)({SHORT}(?:, {SHORT})*)\W*$")
 BASE = re.compile(
     rf"(?:\b({SHORT_NAME})(?:\s+is|:)\s+)?({'|'.join(ORIGINALS)})\s+(?:at\s+commit\s+|@)([0-9a-f]{{7,40}})\b"
 )
-HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* ')
+HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* (\*\*Essential\*\* )?')
+ESSENTIAL = re.compile(r"^## The ten that decide\n(.*?)^## ", re.MULTILINE | re.DOTALL)
 FIELD = re.compile(r"- \*([\w ]+)\*: (.*)")
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
@@ -86,7 +85,8 @@ class Row:
     line: int  # 0-based; of the claim
     fields: dict[str, str]
     lines: dict[str, int]  # of the fields
-    complete: bool  # whether it has the fields of its kind, in their order
+    complete: bool  # whether it has all fields, in their order
+    essential: bool
 
 
 # ---- The code --------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def rows(files: Files) -> list[Row]:
         lines = files[page].split("\n")
         heads = [number for number, line in enumerate(lines) if HEAD.match(line)]
         for head, end in itertools.pairwise([*heads, len(lines)]):
-            name, shown = HEAD.match(lines[head]).groups()
+            name, shown, essential = HEAD.match(lines[head]).groups()
             fields, places, names = {}, {}, []
             for number in range(head + 1, end):
                 if lines[number].startswith("#"):
@@ -231,8 +231,8 @@ def rows(files: Files) -> list[Row]:
                 if match := FIELD.match(lines[number]):
                     names.append(match[1])
                     fields[match[1]], places[match[1]] = match[2], number
-            kind = "deviation" if name.startswith("X") else "detail"
-            found.append(Row(name, page, head, fields, places, names == FIELDS[kind] and shown == name))
+            complete = names == [field for field in FIELDS if field != OPTIONAL or field in names] and shown == name
+            found.append(Row(name, page, head, fields, places, complete, essential is not None))
     return found
 
 
@@ -282,6 +282,9 @@ def row_problems(row: Row, places: Places, references: set[Reference]) -> Iterat
     if not row.complete:
         yield f"does not have its fields in {row.page}"
         return
+    for name in ("why", OPTIONAL):
+        if not row.fields.get(name, name).strip():
+            yield f"has an empty field: {name}"
     if not places:
         yield "has no mark in ppo_rlhf/**/*.py"
     elif row.fields["here"] != links(places):
@@ -316,6 +319,12 @@ def problems(files: Files) -> list[str]:
     found += [f"{name} is marked at {links(places[name])}, but has no row" for name in places if name not in names]
     found += [f"{name} has no row" for name in DETAILS if name not in [*names, *without_row, *places]]
     found += [f"{name} has two rows" for name in set(names) if [*names, *without_row].count(name) > 1]
+    listed = LINK.findall("".join(ESSENTIAL.findall(files[f"{PAGES}README.md"])))
+    ten = {target.partition("#")[2] for _, target in listed if target.startswith("chapter")}
+    essential = {row.id for row in rows(files) if row.essential}
+    found += [f"{name} is essential on one page only" for name in sorted(ten ^ essential)]
+    if len(essential) != 10:
+        found.append(f"{len(essential)} entries are essential, not ten")
     for name, path, line in TEST_LINK.findall(text):
         if (path, name) not in test_lines:
             found.append(f"{path} has no {name}")
