@@ -148,7 +148,7 @@ def language_model(weights: dict[str, Tensor], heads: int) -> Any:
     (vocab_size, width), positions = weights["wte.weight"].shape, len(weights["wpe.weight"])
     layers = sum(name.endswith("ln_1.weight") for name in weights)
     config = GPT2Config(
-        vocab_size=vocab_size, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads, use_cache=False
+        vocab_size=vocab_size, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads, bos_token_id=None, eos_token_id=None
     )
     model = GPT2LMHeadModel(config).eval()
     missing, unexpected = model.transformer.load_state_dict(weights, strict=False)
