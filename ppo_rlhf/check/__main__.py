@@ -160,7 +160,16 @@ def print_table(reports: list[Report], others: list[str], quiet: bool, *, solve:
         print(f"{row}  {'; '.join(remarks(report))}".rstrip())
         if not report.ok:
             for line in findings(report, solve):
-                print(textwrap.fill(line, 116, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
+                print(
+                    textwrap.fill(
+                        line,
+                        116,
+                        initial_indent="  ",
+                        subsequent_indent="    ",
+                        break_on_hyphens=False,
+                        break_long_words=False,
+                    )
+                )
     if others and not quiet:
         print(f"Not checked, because the names are not known: {', '.join(others)}")
 
@@ -175,11 +184,15 @@ def remarks(report: Report) -> Iterator[str]:
 
 def findings(report: Report, solve: bool) -> Iterator[str]:
     """Lines about a function whose numbers do not match."""
-    for entry in report.failed[:MOST]:
-        kind = "" if entry["source"] in entry["case"] else f" ({entry['source']})"
-        yield f"{entry['case']}{kind}: {entry['wrong']}"
-    if len(report.failed) > MOST:
-        yield f"and {len(report.failed) - MOST} more cases"
+    same: dict[str, list[dict]] = {}  # cases in which the same is wrong
+    for entry in report.failed:
+        same.setdefault(entry["wrong"], []).append(entry)
+    for wrong, entries in list(same.items())[:MOST]:
+        name, kind = entries[0]["case"], entries[0]["source"]
+        what = f"{len(entries)} cases" if len(entries) > 1 else name if kind in name else f"{name} ({kind})"
+        yield f"{what}: {wrong}"
+    if len(same) > MOST:
+        yield f"and {sum(len(entries) for entries in list(same.values())[MOST:])} more cases"
     yield from (hint[0].upper() + hint[1:] + "." for hint in report.hints)
     if not solve:
         return
@@ -190,7 +203,7 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
             yield explained(fault)
     if len(report.diagnoses) > MOST:
         yield f"The same numbers have {len(report.diagnoses) - MOST} more."
-    if not report.diagnoses:
+    if (not report.diagnoses and report.error < math.inf) or report.nearest:
         yield "No known fault has these numbers."
         for fault, count in report.nearest:
             yield f'{count} of the {len(report.failed)} are those of "{fault.name}". {explained(fault)}'

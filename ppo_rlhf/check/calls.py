@@ -118,7 +118,9 @@ def names_of(returned: Any) -> list[str]:
 
 def as_tensor(x: Any) -> Tensor:
     try:
-        return x.detach().cpu().double() if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x, dtype=np.float64))
+        return (
+            x.detach().cpu().double() if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x, dtype=np.float64))
+        )
     except (TypeError, ValueError) as error:
         raise Wrong(f"it returned {type(x).__name__}, which holds no numbers") from error
 
@@ -126,6 +128,7 @@ def as_tensor(x: Any) -> Tensor:
 def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
     """The function, for calls with all arguments of its form: it gets those that it takes."""
     form = inspect.signature(getattr(forms, name)).parameters
+    defaults = {key: p.default for key, p in form.items() if p.default not in (p.empty, None)}
     try:
         takes = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C: all arguments, by position
@@ -142,6 +145,7 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
     positional = {p.name for p in takes if p.kind is p.POSITIONAL_ONLY}
 
     def call(**arguments: Any) -> Any:
+        arguments = defaults | arguments  # the function's own defaults may be others
         if strange:
             raise Wrong(f"it takes {', '.join(strange)}; the arguments of {name} are {', '.join(form)}")
         lacking = [] if everything else [key for key in arguments if key not in names]

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,13 @@ def language_model(weights: dict[str, Tensor], heads: int) -> Any:
     (vocab_size, width), positions = weights["wte.weight"].shape, len(weights["wpe.weight"])
     layers = sum(name.endswith("ln_1.weight") for name in weights)
     config = GPT2Config(
-        vocab_size=vocab_size, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads, bos_token_id=None, eos_token_id=None
+        vocab_size=vocab_size,
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = GPT2LMHeadModel(config).eval()
     missing, unexpected = model.transformer.load_state_dict(weights, strict=False)
@@ -210,7 +216,9 @@ def chapter_1() -> list[Case]:
         mask = full(x["values"])
         expected = {"advantages": x["advantages_raw"], "returns": x["returns"]}
         rewards, gamma, lam = x["rewards_after_whitening"], float(settings["gamma"]), settings["lam"]
-        found.append(golden("gae", name, expected, rewards=rewards, values=x["values"], mask=mask, gamma=gamma, lam=lam))
+        found.append(
+            golden("gae", name, expected, rewards=rewards, values=x["values"], mask=mask, gamma=gamma, lam=lam)
+        )
         clip = settings["cliprange"]
         given = {"logprobs": x["logprobs"], "new_logprobs": x["new_logprobs"], "advantages": x["advantages"]}
         found.append(golden("policy_loss", name, x["stats/loss/policy"], **given, mask=mask, cliprange=clip))
@@ -218,7 +226,9 @@ def chapter_1() -> list[Case]:
         clip = settings["cliprange_value"]
         found.append(golden("value_loss", name, x["stats/loss/value"], **given, mask=mask, cliprange=clip))
     x = arrays("case1b_logits_helpers")
-    found.append(golden("token_logprobs", "temperature 1", x["logprobs"], logits=x["logits"], tokens=x["labels"].long()))
+    found.append(
+        golden("token_logprobs", "temperature 1", x["logprobs"], logits=x["logits"], tokens=x["labels"].long())
+    )
     found.append(golden("entropy", "temperature 1", x["entropies"], logits=x["logits"]))
     for name in ("test_nopad_t07", "test_nopad_t1"):
         x = arrays(f"case3_forward_{name}")
@@ -226,20 +236,32 @@ def chapter_1() -> list[Case]:
         context, temperature = x["queries"].shape[1], round(x["temperature"].item(), 6)
         given = {"tokens": tokens, "attention_mask": full(tokens), "context_length": context}
         given |= {"weights": weights, "heads": table("models")["test"]["hparams"]["n_head"]}
-        found.append(golden("response_logprobs", name, x["logprobs"], read_by_model, **given, temperature=temperature))
+        found.append(
+            golden("response_logprobs", name, x["logprobs"], read_by_model, **given, temperature=temperature)
+        )
         logits, responses = x["full_logits"][:, context - 1 : -1], x["responses"].long()
         given = {"logits": logits, "temperature": temperature}
         found.append(golden("token_logprobs", name, x["logprobs"], **given, tokens=responses))
         found.append(golden("entropy", name, x["entropies"], **given))
     x = arrays("case4_reward_loss_best_of_4_test")
     found.append(
-        golden("best_of_n_loss", "best of 4", x["stats/loss"], scores=x["rewards_per_sample"], best=x["labels/best"].long())
+        golden(
+            "best_of_n_loss",
+            "best of 4",
+            x["stats/loss"],
+            scores=x["rewards_per_sample"],
+            best=x["labels/best"].long(),
+        )
     )
     responses = arrays("case5_postprocess")["responses"].long()
     for name, settings in table("case5_postprocess_meta").items():
         if name != "crafted_rows" and settings["truncate_token"] is not None:
             x = under("case5_postprocess", f"{name}/")
-            given = {"responses": responses, "stop_id": settings["truncate_token"], "after": settings["truncate_after"]}
+            given = {
+                "responses": responses,
+                "stop_id": settings["truncate_token"],
+                "after": settings["truncate_after"],
+            }
             pad_id = settings["padding_token"]
             found.append(golden("truncate", name, x["postprocessed"], **given, pad_id=pad_id))
             found.append(golden("has_stop", name, x["filter_on_raw"], **given))
@@ -247,7 +269,13 @@ def chapter_1() -> list[Case]:
         if x.get("target"):
             kl = torch.tensor(x["kl"], dtype=torch.float64)
             episodes = torch.tensor(x["n_steps"]).expand(len(kl)).clone()
-            given = {"kl_coef": x["init"], "kl": kl, "target": x["target"], "episodes": episodes, "horizon": x["horizon"]}
+            given = {
+                "kl_coef": x["init"],
+                "kl": kl,
+                "target": x["target"],
+                "episodes": episodes,
+                "horizon": x["horizon"],
+            }
             values = torch.tensor(x["values"][1:], dtype=torch.float64)
             found.append(golden("kl_controller", name, values, controlled, **given))
     for name in sorted({key.partition("/")[0] for key in arrays("case7_adam")}):
@@ -259,9 +287,7 @@ def chapter_1() -> list[Case]:
         x = under("case8_compute_rewards", f"{name}/")
         given = {key: x[key] for key in ("scores", "logprobs", "ref_logprobs")}
         coef = round(x["kl_coef"].item(), 6)
-        found.append(
-            golden("token_rewards", name, x["rewards"], **given, mask=full(given["logprobs"]), kl_coef=coef)
-        )
+        found.append(golden("token_rewards", name, x["rewards"], **given, mask=full(given["logprobs"]), kl_coef=coef))
     return found
 
 
@@ -305,7 +331,11 @@ def chapter_2() -> list[Case]:
         x, settings = arrays(f"tldr/losses_{name}"), table("tldr/cases")[f"losses_{name}"]["ppo"]
         context = table("tldr/cases")[f"losses_{name}"]["context"]
         mask, value_mask = ~x["in/padding_mask"], ~x["in/padding_mask_p1"]
-        given = {"logprobs": x["in/logprobs"], "new_logprobs": x["out/new_logprobs"], "advantages": x["in/advantages"]}
+        given = {
+            "logprobs": x["in/logprobs"],
+            "new_logprobs": x["out/new_logprobs"],
+            "advantages": x["in/advantages"],
+        }
         clip = settings["cliprange"]
         found.append(golden("policy_loss", name, x["out/pg_loss_stats"], **given, mask=mask, cliprange=clip))
         new_values = x["in/vpred"][:, context - 1 : -1, 0]
@@ -317,7 +347,9 @@ def chapter_2() -> list[Case]:
     mask = tokens != 40
     given = {"tokens": tokens.masked_fill(~mask, 0), "attention_mask": mask, "temperature": 0.7}
     given |= {"context_length": x["in/queries"].shape[1], "heads": 2}
-    given |= {"weights": {key.removeprefix("policy/transformer."): w for key, w in x.items() if "policy/trans" in key}}
+    given |= {
+        "weights": {key.removeprefix("policy/transformer."): w for key, w in x.items() if "policy/trans" in key}
+    }
     counts = mask[:, given["context_length"] :]
     case = golden("response_logprobs", "padded on the left", x["out/unpadded_logprobs"], read_by_model, **given)
     found.append(replace(case, mask=counts))
@@ -371,7 +403,10 @@ def chapter_3() -> list[Case]:
     x = verl("adaptive_kl")
     given = {"kl_coef": 0.2, "kl": x["kl"].double(), "target": 6.0, "episodes": x["n"], "horizon": 10000}
     found.append(golden("kl_controller", "adaptive_kl", x["out/coef"], controlled, **given))
-    losses = {"policy_vanilla": ("policy_loss", {"dual_clip": 3.0}), "policy_dual_clip": ("policy_loss", {"dual_clip": 1.5})}
+    losses = {
+        "policy_vanilla": ("policy_loss", {"dual_clip": 3.0}),
+        "policy_dual_clip": ("policy_loss", {"dual_clip": 1.5}),
+    }
     losses |= {"policy_gspo": ("gspo_loss", {"cliprange": 0.05, "cliprange_high": 0.08})}
     losses |= {"policy_cispo": ("cispo_loss", {})}
     for name, (function, settings) in losses.items():
@@ -388,7 +423,9 @@ def chapter_3() -> list[Case]:
         x = verl(name)
         for mode in MODES:
             expected = x.get(f"spec/{mode}", x[f"out/{mode}"])
-            found.append(golden("aggregate", f"{name}, {mode}", expected, losses=x["loss_mat"], mask=x["loss_mask"], mode=mode))
+            found.append(
+                golden("aggregate", f"{name}, {mode}", expected, losses=x["loss_mat"], mask=x["loss_mask"], mode=mode)
+            )
     x = verl("agg_micro_batches")
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         counts = {"tokens": int(x["loss_mask"].sum()), "sequences": int(x["loss_mask"].any(1).sum())}
@@ -461,7 +498,9 @@ SHAPES = {
     "one row": (1, 5),
     "one token": (5, 1),
 }
-HOLES = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0]]).bool()
+HOLES = torch.tensor(
+    [[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0]]
+).bool()
 RAGGED = torch.arange(6) < torch.tensor([[6], [2], [4], [1], [6]])
 LOGPROBS = ("logprobs", "ref_logprobs", "new_logprobs", "sampler_logprobs")
 SETTINGS: dict[str, list[Arguments]] = {  # of each function for its properties
@@ -501,12 +540,19 @@ def properties() -> list[Case]:
     for function, settings in SETTINGS.items():
         for shape_name, shape in SHAPES.items():
             x = random_arguments(function, shape, torch.Generator().manual_seed(sum(map(ord, function))))
-            found += [like_the_form(function, shape_name, x | {"mask": full(next(iter(x.values())).new_zeros(shape))} | s) for s in settings]
+            found += [
+                like_the_form(function, shape_name, x | {"mask": full(next(iter(x.values())).new_zeros(shape))} | s)
+                for s in settings
+            ]
         for mask_name, mask in (("padding", RAGGED), ("holes in the mask", HOLES)):
             x = random_arguments(function, mask.shape, torch.Generator().manual_seed(1 + len(function)))
             for s in settings:
                 case = like_the_form(function, mask_name, {**x, "mask": mask, **s})
-                found += [case, with_masked(case, "masked entries don't matter", 1e3), with_masked(case, "NaN in padding", torch.nan)]
+                found += [
+                    case,
+                    with_masked(case, "masked entries don't matter", 1e3),
+                    with_masked(case, "NaN in padding", torch.nan),
+                ]
         if function in PARTS:
             for s in settings:
                 x = random_arguments(function, RAGGED.shape, torch.Generator().manual_seed(2)) | {"mask": RAGGED} | s
@@ -556,7 +602,9 @@ def other_properties() -> list[Case]:
             given = {"scores": x, "groups": groups, "group_size": size, "name": name}
             found.append(like_the_form("group_advantages", what, given))
     # The stop id is also the padding, responses are shorter than the width, and one does not end.
-    responses = torch.tensor([[5, 6, 2, 2, 2, 2], [5, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 5], [2, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 2]])
+    responses = torch.tensor(
+        [[5, 6, 2, 2, 2, 2], [5, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 5], [2, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 2]]
+    )
     inner = torch.tensor([[5, 2, 6, 2, 9, 9], [2, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 5], [5, 5, 5, 5, 5, 2]])
     for name, x in (("the stop id is the padding", responses), ("tokens after the stop id", inner)):
         found.append(like_the_form("response_mask", name, {"responses": x, "stop_id": 2}))
@@ -576,7 +624,10 @@ def other_properties() -> list[Case]:
         found.append(like_the_form("accumulate", name, given, "parts add up"))
         masks = [full(x) for x in given["masks"]]
         found.append(like_the_form("accumulate", f"{name}, all full", given | {"masks": masks}, "parts add up"))
-        returns, values = torch.randn(RAGGED.shape, generator=generator), torch.randn(RAGGED.shape, generator=generator)
+        returns, values = (
+            torch.randn(RAGGED.shape, generator=generator),
+            torch.randn(RAGGED.shape, generator=generator),
+        )
         given = {"values": list((returns + values / 2).split(sizes)), "returns": list(returns.split(sizes))}
         given |= {"masks": list(RAGGED.split(sizes))}
         found.append(like_the_form("explained_variance", name, given, "parts add up"))

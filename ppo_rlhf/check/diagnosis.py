@@ -1,5 +1,6 @@
 """What a function's numbers say: which cases they match and, if not all, which known fault has the same numbers."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -11,6 +12,9 @@ from ppo_rlhf.check import calls, cases, faults
 from ppo_rlhf.check.cases import Case
 
 Answer = dict[str, Tensor] | str
+OPTIONS = {"name", "mode", "kind", "style", "score_at"}  # arguments of which a function may refuse some values
+REFUSALS = ("raises KeyError", "raises ValueError", "raises AssertionError")
+SECONDS = 10.0  # that the search for combined faults may take
 SMALLEST = 0.1  # errors of numbers that are all smaller than this are relative to it
 
 
@@ -72,8 +76,9 @@ def answer_of(function: Callable, case: Case) -> Answer:
 
 def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -> Report:
     """The report of a function. answers: by the index of a case."""
-    report, all_cases = Report(function, left_out=left_out), cases.all_cases()[function]
-    wrong = []
+    all_cases = cases.all_cases()[function]
+    answers, refused = without_refused(all_cases, answers)
+    report, wrong = Report(function, left_out=left_out | refused), []
     for index, answer in answers.items():
         case = all_cases[index]
         report.cases += 1
@@ -97,6 +102,27 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
     return report
 
 
+def without_refused(all_cases: list[Case], answers: dict[int, Answer]) -> tuple[dict[int, Answer], dict[str, int]]:
+    """The answers, without options that the function refuses by name; and those, with the number of cases.
+
+    An option is refused if the function raises an error that names it in each case that has it, as in KeyError: 'k3+'.
+    """
+    refused: dict[str, list[int]] = {}
+    taken = set()
+    for index, answer in answers.items():
+        for key in OPTIONS & all_cases[index].arguments.keys():
+            option = all_cases[index].arguments[key]
+            if isinstance(answer, str) and answer.startswith(REFUSALS) and option in answer:
+                refused.setdefault(f"{key} {option} is refused", []).append(index)
+            else:
+                taken.add(f"{key} {option} is refused")
+    refused = {reason: found for reason, found in refused.items() if reason not in taken}
+    left = {
+        index: answer for index, answer in answers.items() if not any(index in found for found in refused.values())
+    }
+    return left, {reason: len(found) for reason, found in refused.items()}
+
+
 def difference(given: Tensor, expected: Tensor, mask: Tensor | None, most: int = 3) -> str:
     """The first entries that differ: ` [0, 2] is 1.5, not 1.25; ...`."""
     apart = ~torch.isclose(given, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -104,26 +130,35 @@ def difference(given: Tensor, expected: Tensor, mask: Tensor | None, most: int =
         apart &= mask
     if not apart.ndim:
         return f" is {given.item():.6g}, not {expected.item():.6g}"
-    entries = [f"{place} is {given[tuple(place)]:.6g}, not {expected[tuple(place)]:.6g}" for place in apart.nonzero().tolist()]
+    entries = [
+        f"{place} is {given[tuple(place)]:.6g}, not {expected[tuple(place)]:.6g}"
+        for place in apart.nonzero().tolist()
+    ]
     more = f"; {len(entries) - most} more" if len(entries) > most else ""
     return f" {'; '.join(entries[:most])}{more}"
 
 
 def diagnose(report: Report, answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> None:
-    """Look for one fault, then two, that explain every answer; else for faults that explain some."""
+    """Look for one fault, then two, then three that explain every answer; else for faults that explain some."""
+    report.hints = list(hints(answers, wrong))
+    if all(isinstance(answers[index][1], str) for index in answers):
+        return
     known = faults.of(report.function)
     order = [*wrong, *(index for index in answers if index not in wrong)]  # those that exclude most come first
 
     def explains(function: Callable) -> bool:
-        return all(agree(answers[index][1], answer_of(function, answers[index][0]), answers[index][0]) for index in order)
+        return all(agree(answers[i][1], answer_of(function, answers[i][0]), answers[i][0]) for i in order)
 
-    report.diagnoses = [[fault] for fault in known if explains(fault)]
-    if not report.diagnoses:
-        for pair in combinations(known, 2):
-            both = faults.together(*pair)
-            if both is not None and explains(both):
-                report.diagnoses.append(list(pair))
-    report.hints = list(hints(report, answers, wrong))
+    end = time.monotonic() + SECONDS
+    for number in (1, 2, 3):
+        for some in combinations(known, number):
+            function = faults.together(some)
+            if function is not None and explains(function):
+                report.diagnoses.append(list(some))
+            if time.monotonic() > end:
+                break
+        if report.diagnoses:
+            break
     if not report.diagnoses:
         for fault in known:
             count = sum(agrees_where_wrong(fault, *answers[index]) for index in wrong)
@@ -137,7 +172,7 @@ def agrees_where_wrong(fault: faults.Fault, case: Case, answer: Answer) -> bool:
     return not isinstance(found, str) and agree(answer, found, case)
 
 
-def hints(report: Report, answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator[str]:
+def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator[str]:
     """What the failed cases have in common."""
     sources = [answers[index][0].source for index in wrong]
     of_all = [case.source for case, _ in answers.values()]

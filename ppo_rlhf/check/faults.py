@@ -7,8 +7,7 @@ was read. A fault with choice=True is not one: it is a convention that other pro
 """
 
 import inspect
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -61,9 +60,14 @@ def fault(function: str, mark: str, source: str = "", *, choice: bool = False) -
     return add
 
 
+@cache
+def text_of(function: str) -> str:
+    return inspect.getsource(getattr(forms, function))
+
+
 def edited(function: str, edits: Edits) -> str:
     """The text of a form with parts of it replaced, each of which it must have exactly once."""
-    text = inspect.getsource(getattr(forms, function))
+    text = text_of(function)
     for right, wrong in edits:
         if text.count(right) != 1:
             raise ValueError(f"{function} has {text.count(right)} times {right!r}")
@@ -82,17 +86,13 @@ def of(function: str) -> list[Fault]:
     return [fault for fault in FAULTS if fault.function == function]
 
 
-def together(one: Fault, other: Fault) -> Callable | None:
-    """The function with both faults; None if they change the same part of it."""
+def together(some: Iterable[Fault]) -> Callable | None:
+    """The function with several faults; None if they change the same part of it."""
+    some = list(some)
     try:
-        return compiled(one.function, one.edits + other.edits)
+        return compiled(some[0].function, sum((fault.edits for fault in some), ()))
     except (ValueError, SyntaxError):
         return None
-
-
-def without_docstring(text: str) -> str:
-    """The text of a function, for an exercise."""
-    return re.sub(r'\n    """.*?"""', "", text, count=1, flags=re.DOTALL)
 
 
 # ---- Tokens ----------------------------------------------------------------------------------------------------
@@ -140,7 +140,10 @@ def response_mask_by_the_padding_id():
 @fault("response_mask", "V10")
 def response_mask_one_token_too_many():
     """The mask includes the token after the stop id."""
-    return "stops.cumsum(1) - stops.long() == 0", "stops.cumsum(1).roll(1, 1).index_fill(1, torch.tensor([0]), 0) - stops.roll(1, 1).index_fill(1, torch.tensor([0]), 0).long() <= 0"
+    return (
+        "stops.cumsum(1) - stops.long() == 0",
+        "stops.cumsum(1).roll(1, 1).index_fill(1, torch.tensor([0]), 0) - stops.roll(1, 1).index_fill(1, torch.tensor([0]), 0).long() <= 0",
+    )
 
 
 @fault("has_stop", "V10", "TRL 1.16")
@@ -300,7 +303,7 @@ def token_rewards_penalty_is_a_reward():
 @fault("token_rewards", "V27")
 def token_rewards_score_in_the_last_column():
     """The score is in the last column, which is padding unless the response is the longest one."""
-    return 'last = torch.where(mask, columns, -1).amax(1)', "last = torch.full(mask.shape[:1], mask.shape[1] - 1)"
+    return "last = torch.where(mask, columns, -1).amax(1)", "last = torch.full(mask.shape[:1], mask.shape[1] - 1)"
 
 
 @fault("token_rewards", "T43", "chapter 2", choice=True)
@@ -354,7 +357,10 @@ def token_rewards_absolute_penalty():
 @fault("token_rewards", "D52", "TRL 1.16, RLOO; OpenRLHF 0.11", choice=True)
 def token_rewards_penalty_of_the_response_at_its_end():
     """The last token pays for the whole response, as in outcome rewards."""
-    return "return rewards + torch", "rewards = torch.where(is_last, rewards.sum(1, keepdim=True), 0)\n    return rewards + torch"
+    return (
+        "return rewards + torch",
+        "rewards = torch.where(is_last, rewards.sum(1, keepdim=True), 0)\n    return rewards + torch",
+    )
 
 
 @fault("token_rewards", "D52")
@@ -501,7 +507,10 @@ def whiten_over_padding():
 @fault("whiten", "V11")
 def whiten_ignores_the_mask():
     """The statistics are over all entries, with whatever masked ones hold."""
-    return "torch.ones_like(values, dtype=torch.bool) if mask is None else mask", "torch.ones_like(values, dtype=torch.bool)"
+    return (
+        "torch.ones_like(values, dtype=torch.bool) if mask is None else mask",
+        "torch.ones_like(values, dtype=torch.bool)",
+    )
 
 
 @fault("whiten", "D54")
@@ -535,14 +544,20 @@ def whiten_NaN_times_the_mask():
 @fault("gae", "V29", GITHUB + "radixark/miles/pull/1827")
 def gae_steps_over_masked_tokens():
     """Tokens of the environment are steps like any other, with the rewards and values that they happen to have."""
-    return "torch.ones_like(values, dtype=torch.bool) if mask is None else mask\n", "torch.ones_like(values, dtype=torch.bool)\n"
+    return (
+        "torch.ones_like(values, dtype=torch.bool) if mask is None else mask\n",
+        "torch.ones_like(values, dtype=torch.bool)\n",
+    )
 
 
 @fault("gae", "V29")
 def gae_zeros_in_holes():
     """Values and rewards of masked tokens are 0, and gamma and lambda act there. It is correct unless there are holes."""
     return (
-        ("    advantages = torch.zeros_like(values)", "    rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)\n    advantages = torch.zeros_like(values)"),
+        (
+            "    advantages = torch.zeros_like(values)",
+            "    rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)\n    advantages = torch.zeros_like(values)",
+        ),
         ("torch.where(mask[:, t], advantage, next_advantage)", "advantage"),
         ("torch.where(mask[:, t], values[:, t], next_value)", "values[:, t]"),
     )
@@ -569,7 +584,10 @@ def gae_without_values():
 @fault("gae", "V31")
 def gae_bootstraps_from_the_last_value():
     """The value after the last token is that of the last token, not 0."""
-    return "next_advantage = next_value = torch.zeros_like(values[:, 0])", "next_advantage, next_value = torch.zeros_like(values[:, 0]), values[:, -1]"
+    return (
+        "next_advantage = next_value = torch.zeros_like(values[:, 0])",
+        "next_advantage, next_value = torch.zeros_like(values[:, 0]), values[:, -1]",
+    )
 
 
 @fault("gae", "D57", GITHUB + "natolambert/rlhf-book/pull/216")
@@ -645,7 +663,10 @@ def gae_one_step():
 def gae_NaN_times_the_mask():
     """What is masked is multiplied by 0, and NaN times 0 is NaN, which reaches all tokens of the row."""
     return (
-        ("torch.where(mask[:, t], advantage, next_advantage)", "advantage * mask[:, t] + next_advantage * ~mask[:, t]"),
+        (
+            "torch.where(mask[:, t], advantage, next_advantage)",
+            "advantage * mask[:, t] + next_advantage * ~mask[:, t]",
+        ),
         ("torch.where(mask[:, t], values[:, t], next_value)", "values[:, t] * mask[:, t] + next_value * ~mask[:, t]"),
     )
 
@@ -728,7 +749,10 @@ def group_advantages_rloo_with_itself():
 @fault("group_advantages", "V08")
 def group_advantages_by_position():
     """Groups are taken to be consecutive and equally large, whatever `groups` says."""
-    return "if groups is None else groups", "if group_size else torch.arange(len(scores)) // max((groups == groups[0]).sum(), 1)"
+    return (
+        "if groups is None else groups",
+        "if group_size else torch.arange(len(scores)) // max((groups == groups[0]).sum(), 1)",
+    )
 
 
 @fault("group_advantages", "V08")
@@ -793,7 +817,10 @@ def policy_loss_mean_of_row_means():
     """The mean over responses of the mean over their tokens; the token mean is asked for."""
     return (
         ("mask.sum() if tokens is None else tokens", "mask.any(1).sum()"),
-        ("losses.masked_fill(~mask, 0).sum() / count", "(losses.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)).sum() / count"),
+        (
+            "losses.masked_fill(~mask, 0).sum() / count",
+            "(losses.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)).sum() / count",
+        ),
     )
 
 
@@ -818,13 +845,19 @@ def policy_loss_without_a_clip():
 @fault("policy_loss", "D60")
 def policy_loss_only_the_clipped():
     """Only the clipped loss counts: no gradient brings a ratio back that has left the bounds."""
-    return "torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + high))", "-advantages * ratio.clamp(1 - cliprange, 1 + high)"
+    return (
+        "torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + high))",
+        "-advantages * ratio.clamp(1 - cliprange, 1 + high)",
+    )
 
 
 @fault("policy_loss", "D60")
 def policy_loss_of_the_wrong_sign():
     """The sign is missing: the loss raises what has a negative advantage."""
-    return "torch.maximum(-advantages * ratio, -advantages * ratio.clamp", "torch.maximum(advantages * ratio, advantages * ratio.clamp"
+    return (
+        "torch.maximum(-advantages * ratio, -advantages * ratio.clamp",
+        "torch.maximum(advantages * ratio, advantages * ratio.clamp",
+    )
 
 
 @fault("policy_loss", "D60")
@@ -842,7 +875,10 @@ def policy_loss_ratio_without_the_old():
 @fault("policy_loss", "D60")
 def policy_loss_difference_for_ratio():
     """The log ratio is taken for the ratio: the exponential is missing."""
-    return "torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0))", "(new_logprobs - logprobs).masked_fill(~mask, 0)"
+    return (
+        "torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0))",
+        "(new_logprobs - logprobs).masked_fill(~mask, 0)",
+    )
 
 
 @fault("policy_loss", "D60")
@@ -866,7 +902,10 @@ def policy_loss_without_the_dual_clip():
 @fault("policy_loss", "V59")
 def policy_loss_dual_clip_of_good_tokens():
     """The dual clip also acts where the advantage is positive."""
-    return "torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)", "torch.minimum(losses, -advantages * dual_clip)"
+    return (
+        "torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)",
+        "torch.minimum(losses, -advantages * dual_clip)",
+    )
 
 
 @fault("policy_loss", "D58")
@@ -888,7 +927,10 @@ def policy_loss_of_masked_tokens():
 @fault("policy_loss", "V11")
 def policy_loss_ignores_the_mask():
     """All tokens count, padding too."""
-    return "torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask", "torch.ones_like(logprobs, dtype=torch.bool)"
+    return (
+        "torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask",
+        "torch.ones_like(logprobs, dtype=torch.bool)",
+    )
 
 
 @fault("policy_loss", "V11", "verl b178a3c and 1dda039")
@@ -1009,7 +1051,10 @@ def value_loss_the_smaller_error():
 @fault("value_loss", "D59")
 def value_loss_only_the_clipped():
     """Only the clipped error counts."""
-    return "torch.maximum((new_values - returns) ** 2, (clipped_values - returns) ** 2)", "(clipped_values - returns) ** 2"
+    return (
+        "torch.maximum((new_values - returns) ** 2, (clipped_values - returns) ** 2)",
+        "(clipped_values - returns) ** 2",
+    )
 
 
 @fault("value_loss", "D59")
@@ -1033,7 +1078,10 @@ def value_loss_mean_of_each_part():
 @fault("value_loss", "V11")
 def value_loss_ignores_the_mask():
     """All tokens count, padding too."""
-    return "torch.ones_like(values, dtype=torch.bool) if mask is None else mask", "torch.ones_like(values, dtype=torch.bool)"
+    return (
+        "torch.ones_like(values, dtype=torch.bool) if mask is None else mask",
+        "torch.ones_like(values, dtype=torch.bool)",
+    )
 
 
 @fault("value_loss", "V11", "verl b178a3c and 1dda039")
@@ -1066,7 +1114,10 @@ def aggregate_norm_without_the_sequences():
 @fault("aggregate", "V55")
 def aggregate_empty_rows_count():
     """Rows without a token are in the mean over responses."""
-    return "max((lengths > 0).sum(), 1) if sequences is None else sequences", "len(mask) if sequences is None else sequences"
+    return (
+        "max((lengths > 0).sum(), 1) if sequences is None else sequences",
+        "len(mask) if sequences is None else sequences",
+    )
 
 
 @fault("aggregate", "V60")
@@ -1084,7 +1135,10 @@ def aggregate_width_for_lengths():
 @fault("aggregate", "V60", "TRL 1.16 (loss_type grpo)", choice=True)
 def aggregate_token_mean_by_rows():
     """The token mean is the mean over responses of the mean over their tokens."""
-    return 'if mode == "token-mean":\n        return losses.sum() / tokens', 'if mode == "token-mean":\n        return (losses.sum(1) / lengths.clamp(min=1)).sum() / sequences'
+    return (
+        'if mode == "token-mean":\n        return losses.sum() / tokens',
+        'if mode == "token-mean":\n        return (losses.sum(1) / lengths.clamp(min=1)).sum() / sequences',
+    )
 
 
 @fault("aggregate", "V46", "verl b178a3c")
@@ -1099,7 +1153,10 @@ def aggregate_divides_by_no_token():
 @fault("aggregate", "V11")
 def aggregate_ignores_the_mask():
     """All tokens count, padding too."""
-    return "torch.ones_like(losses, dtype=torch.bool) if mask is None else mask", "torch.ones_like(losses, dtype=torch.bool)"
+    return (
+        "torch.ones_like(losses, dtype=torch.bool) if mask is None else mask",
+        "torch.ones_like(losses, dtype=torch.bool)",
+    )
 
 
 @fault("aggregate", "V11", "verl b178a3c and 1dda039")
@@ -1328,9 +1385,18 @@ def adam_step_epsilon_in_the_root():
 def explained_variance_mean_over_parts():
     """The mean of the micro-batches' explained variances, each with a variance of its own."""
     return (
-        ("r = torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])", "r = [x[mask] for x, mask in zip(returns, masks, strict=True)]"),
-        ("error = r - torch.cat([x[mask] for x, mask in zip(values, masks, strict=True)])", "v = [x[mask] for x, mask in zip(values, masks, strict=True)]"),
-        ("return 1 - error.var(correction=0) / r.var(correction=0)", "return sum(1 - (a - b).var(correction=0) / a.var(correction=0) for a, b in zip(r, v, strict=True)) / len(r)"),
+        (
+            "r = torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])",
+            "r = [x[mask] for x, mask in zip(returns, masks, strict=True)]",
+        ),
+        (
+            "error = r - torch.cat([x[mask] for x, mask in zip(values, masks, strict=True)])",
+            "v = [x[mask] for x, mask in zip(values, masks, strict=True)]",
+        ),
+        (
+            "return 1 - error.var(correction=0) / r.var(correction=0)",
+            "return sum(1 - (a - b).var(correction=0) / a.var(correction=0) for a, b in zip(r, v, strict=True)) / len(r)",
+        ),
     )
 
 
@@ -1344,6 +1410,12 @@ def explained_variance_with_the_mean_error():
 def explained_variance_over_padding():
     """Masked entries are in both variances."""
     return (
-        ("torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])", "torch.cat([x.flatten() for x in returns])"),
-        ("torch.cat([x[mask] for x, mask in zip(values, masks, strict=True)])", "torch.cat([x.flatten() for x in values])"),
+        (
+            "torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])",
+            "torch.cat([x.flatten() for x in returns])",
+        ),
+        (
+            "torch.cat([x[mask] for x, mask in zip(values, masks, strict=True)])",
+            "torch.cat([x.flatten() for x in values])",
+        ),
     )
