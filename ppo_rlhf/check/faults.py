@@ -1,8 +1,8 @@
 """Known faults of functions in forms.py: what is wrong, whom it happened to, and the line that makes it.
 
-A fault is a small function. It returns pairs of texts: a part of the correct function, and what the faulty one has in
-its place. So two faults of one function can be combined, and an exercise is the faulty text. The docstring says what is
-wrong. `mark` names the entry of docs/details; `source` is a published report, or the project and release in which it
+A fault is a small function. It returns pairs of texts: a part of the correct function, and what the faulty one has
+in its place. So two faults of one function can be combined, and an exercise is the faulty text. The docstring says
+what is wrong. `mark` names the entry of docs/details; `source` is a published report, or the project and release in which it
 was read. A fault with choice=True is not one: it is a convention that other projects document, with other numbers.
 """
 
@@ -142,13 +142,13 @@ def response_mask_one_token_too_many():
     """The mask includes the token after the stop id."""
     return (
         "stops.cumsum(1) - stops.long() == 0",
-        "stops.cumsum(1).roll(1, 1).index_fill(1, torch.tensor([0]), 0) - stops.roll(1, 1).index_fill(1, torch.tensor([0]), 0).long() <= 0",
+        "torch.nn.functional.pad(stops.cumsum(1) - stops.long(), (1, -1)) == 0",
     )
 
 
 @fault("has_stop", "V10", "TRL 1.16")
 def has_stop_in_the_last_column():
-    """A response counts as ended if its last column is the stop id, so one that is shorter than the batch is cut off."""
+    """A response counts as ended if its last column is the stop id, so a shorter one counts as cut off."""
     return "(responses[:, after:] == stop_id).any(1)", "responses[:, -1] == stop_id"
 
 
@@ -227,7 +227,7 @@ def response_logprobs_not_shifted():
 
 @fault("response_logprobs", "T16")
 def response_logprobs_without_positions():
-    """Positions count padding, which is wrong for models with learned positions if a context is padded on the left."""
+    """Positions count padding, which is wrong for models with learned positions and contexts padded on the left."""
     return "position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)", "position_ids = None"
 
 
@@ -286,12 +286,6 @@ def kl_estimate_k1_is_absolute():
 def kl_estimate_the_plus_does_nothing():
     """k1+ and k3+ have the gradients of k1 and k3, not that of k2."""
     return 'if name.endswith("+"):', "if False:"
-
-
-@fault("kl_estimate", "V11")
-def kl_estimate_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
-    return "d.masked_fill(~mask, 0)", "d * mask"
 
 
 @fault("token_rewards", "D52")
@@ -552,7 +546,7 @@ def gae_steps_over_masked_tokens():
 
 @fault("gae", "V29")
 def gae_zeros_in_holes():
-    """Values and rewards of masked tokens are 0, and gamma and lambda act there. It is correct unless there are holes."""
+    """Values and rewards of masked tokens are 0, and gamma and lambda act there. Without holes, it is correct."""
     return (
         (
             "    advantages = torch.zeros_like(values)",
@@ -720,12 +714,6 @@ def group_advantages_std_with_n():
 def group_advantages_epsilon_1e_4():
     """1e-4 is added to the standard deviation, where verl and this project add 1e-6."""
     return "1e-6", "1e-4"
-
-
-@fault("group_advantages", "V33", "OpenRLHF 0.11", choice=True)
-def group_advantages_epsilon_1e_9():
-    """1e-9 is added to the standard deviation, where verl and this project add 1e-6."""
-    return "1e-6", "1e-9"
 
 
 @fault("group_advantages", "V35", "verl b178a3c and 1dda039")
@@ -1055,12 +1043,6 @@ def value_loss_only_the_clipped():
         "torch.maximum((new_values - returns) ** 2, (clipped_values - returns) ** 2)",
         "(clipped_values - returns) ** 2",
     )
-
-
-@fault("value_loss", "D59")
-def value_loss_clipped_around_the_returns():
-    """Values are clipped to the neighbourhood of the returns, not of the old values."""
-    return "values - cliprange, values + cliprange", "returns - cliprange, returns + cliprange"
 
 
 @fault("value_loss", "T45")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def truncate(responses: Tensor, stop_id: int, pad_id: int, after: int = 0) -> Tensor:
-    """Replace everything after the first stop id by padding. The stop id stays. Those before index `after` don't count."""
+    """Replace what follows the first stop id by padding. The stop id stays. Those before index `after` don't count."""
     stops = (responses == stop_id) & (torch.arange(responses.shape[1]) >= after)
     stops_before = stops.cumsum(1) - stops.long()
     return responses.masked_fill(stops_before > 0, pad_id)
@@ -110,7 +110,7 @@ def kl_controller(kl_coef: float, kl: float, target: float, episodes: int, horiz
 
 
 def best_of_n_loss(scores: Tensor, best: Tensor) -> Tensor:
-    """Loss of a reward model: -log softmax of the score of the best of n responses. scores: (batch, n); best: (batch,)."""
+    """-log softmax of the score of the best of n responses, 0-d. scores: (batch, n); best: (batch,)."""
     chosen = torch.log_softmax(scores, dim=1).gather(1, best.long().unsqueeze(1))
     return -chosen.mean()
 
@@ -196,7 +196,7 @@ def policy_loss(
 ) -> Tensor:
     """PPO's clipped loss, 0-d: the sum over the tokens that count, divided by their number.
 
-    cliprange_high: the upper bound's, if it differs. dual_clip: the loss of a token with A < 0 is at most -A dual_clip.
+    cliprange_high: the upper bound's, if it differs. dual_clip: where A < 0, a token's loss is at most -A dual_clip.
     tokens: the tokens of the whole minibatch, if this is only a part of it; the losses of the parts then add up.
     """
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
@@ -218,7 +218,7 @@ def gspo_loss(
     cliprange: float = 0.2,
     cliprange_high: float | None = None,
 ) -> Tensor:
-    """GSPO's loss, 0-d: PPO's clip with one ratio per response; the mean over responses of the mean over their tokens.
+    """GSPO's loss, 0-d: PPO's clip with one ratio per response; mean over responses of the mean over their tokens.
 
     The ratio is exp(mean of new - old). advantages: (batch, response_length), equal within a response.
     """
