@@ -72,7 +72,9 @@ def group_advantages(scores, groups, name):
     return rlvr_math.ESTIMATORS[name](scores.unsqueeze(1), mask, groups)[0].squeeze(1)
 
 
-def token_loss(name, mode, new_logprobs, logprobs, advantages, mask, low, high, dual_clip=None, tokens=None) -> Tensor:
+def token_loss(
+    name, mode, new_logprobs, logprobs, advantages, mask, low, high, dual_clip=None, tokens=None
+) -> Tensor:
     bounds = {"low": low, "high": low if high is None else high, "dual_clip": dual_clip}
     losses = rlvr_math.token_losses(new_logprobs, logprobs, advantages, mask, name, **bounds)[0]
     return rlvr_math.aggregate(losses, mask, mode, tokens=tokens)

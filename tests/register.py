@@ -332,7 +332,9 @@ def problems(files: Files) -> list[str]:
     patterns = {pattern.strip("`") for cell in GOLDEN_ROW.findall(text) for pattern in cell.split(", ")}
     found += [f"{path} has no row" for path in golden if not any(fnmatch(golden[path], p) for p in patterns)]
     present = golden.values()
-    found += [f"no golden file is called {p}" for p in sorted(patterns) if not any(fnmatch(name, p) for name in present)]
+    found += [
+        f"no golden file is called {p}" for p in sorted(patterns) if not any(fnmatch(name, p) for name in present)
+    ]
     return found
 
 

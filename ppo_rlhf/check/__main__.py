@@ -87,11 +87,7 @@ def ask(adapter: Path, timeout: float, only: list[str] | None = None) -> tuple[l
                 answers.setdefault(at[0], {})
                 left_out.setdefault(at[0], {})
             elif "outputs" in message:
-                outputs = {
-                    name: torch.tensor(x, dtype=torch.float64).reshape(shape)
-                    for name, (shape, x) in message["outputs"].items()
-                }
-                answers[at[0]][at[1]] = outputs
+                answers[at[0]][at[1]] = numbers(message["outputs"])
             elif "left_out" in message:
                 left_out[at[0]][message["left_out"]] = left_out[at[0]].get(message["left_out"], 0) + 1
             elif "wrong" in message:
@@ -104,6 +100,11 @@ def ask(adapter: Path, timeout: float, only: list[str] | None = None) -> tuple[l
             elif "done" in message:
                 todo = []
     return [diagnosis.judge(name, found, left_out[name]) for name, found in answers.items()], others
+
+
+def numbers(outputs: dict[str, list]) -> dict[str, torch.Tensor]:
+    """The tensors of a message."""
+    return {name: torch.tensor(x, dtype=torch.float64).reshape(shape) for name, (shape, x) in outputs.items()}
 
 
 def nothing_to_check(adapter: Path, only: list[str] | None, others: list[str]) -> str:

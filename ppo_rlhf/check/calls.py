@@ -128,7 +128,7 @@ def as_tensor(x: Any) -> Tensor:
 def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
     """The function, for calls with all arguments of its form: it gets those that it takes."""
     form = inspect.signature(getattr(forms, name)).parameters
-    defaults = {key: p.default for key, p in form.items() if p.default not in (p.empty, None)}
+    defaults = {key: p.default for key, p in form.items() if p.default is not p.empty}
     try:
         takes = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C: all arguments, by position

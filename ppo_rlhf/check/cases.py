@@ -87,8 +87,8 @@ def descended(function: Callable, arguments: Arguments) -> list[Tensor]:
     m, v, found = x * 0, x * 0, []
     for step, lr in enumerate(arguments["lr"].tolist(), start=1):
         gradient = curvature * (x - target)
-        x, m, v = function(
-            parameter=x, gradient=gradient, m=m, v=v, step=step, lr=lr, eps=1e-5, style=arguments["style"]
+        x, m, v = function(  # which may write into what it is given
+            parameter=x.clone(), gradient=gradient, m=m, v=v, step=step, lr=lr, eps=1e-5, style=arguments["style"]
         )
         x, m, v = (torch.as_tensor(each) for each in (x, m, v))
         found.append(x)
