@@ -1,4 +1,4 @@
-"""Our own functions under the names and signatures that `python -m ppo_rlhf.check` asks for: chapter 3's, or else others'."""
+"""Our own functions under the names and signatures that `python -m ppo_rlhf.check` asks for."""
 
 import torch
 from torch import Tensor

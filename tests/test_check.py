@@ -1,4 +1,4 @@
-"""`python -m ppo_rlhf.check`: our functions match, every known fault is rejected and named, and nothing crashes it."""
+"""`python -m ppo_rlhf.check`: ours matches, each known fault is rejected and named, and nothing crashes it."""
 
 import inspect
 import json
@@ -81,7 +81,7 @@ PAIRS = [
     ("gae", "next value 0", "returns without values"),
     ("whiten", "with n minus 1", "over padding"),
     ("value_loss", "without its half", "mean of each part"),
-    ("kl_estimate", "k3 upside down", "k1 of the wrong sign"),
+    ("kl_estimate", "k3 upside down", "k2 without its half"),
     ("group_advantages", "std with n", "raw score of a group of one"),
     ("token_rewards", "penalty is a reward", "score in the last column"),
     ("adam_step", "without bias correction", "epsilon 1e 8"),
@@ -189,7 +189,7 @@ UNUSUAL = {
     gae_transposed: set(),
     gae_without_a_mask: {"no mask"},
     policy_loss_in_float64: set(),
-    policy_loss_of_one_bound: {"no mask", "no cliprange_high", "no dual_clip"},
+    policy_loss_of_one_bound: {"no mask", "no cliprange_high", "no dual_clip", "no tokens"},
     kl_estimate_of_two: {"no mask", *(f"name {name} is refused" for name in ("abs", "k3", "k1+", "k2+", "k3+"))},
     group_advantages_of_equal_sizes: {"no groups", "no name"},
     kl_controller_in_numpy: set(),
@@ -232,14 +232,14 @@ def helper(): pass
 
 def test_what_raises_hangs_or_ends_is_a_row(tmp_path):
     (tmp_path / "adapter.py").write_text(CRASHES)
-    done = run("adapter.py", "--json", "--timeout", "2", folder=tmp_path)
+    done = run("adapter.py", "--json", "--timeout", "1", folder=tmp_path)
     found = json.loads(done.stdout)
     said = {row["function"]: row["failed"][0]["wrong"] if row["failed"] else "" for row in found["functions"]}
     assert done.returncode == 1 and not found["ok"] and found["not_checked"] == ["helper"]
     assert said == {
         "whiten": "raises RuntimeError: no (line 5)",
         "gae": "shape (16, 1) where (16, 4) is expected",
-        "reward_to_go": "took longer than 2 seconds",
+        "reward_to_go": "took longer than 1 seconds",
         "truncate": "it changed its argument responses",
         "response_mask": "raises SystemExit: 0 (line 9)",
         "has_stop": "ended its process with status 5",
@@ -267,7 +267,6 @@ def test_the_tutorial_prints_what_the_page_shows(tmp_path):
     ("text", "message"),
     [
         (None, "adapter.py is no file"),
-        ("def f(:", "adapter.py cannot be imported: SyntaxError"),
         ("import nothing_of_this_name", "adapter.py cannot be imported: ModuleNotFoundError"),
         ("def gea(): pass", "adapter.py has none of the functions that can be checked, only gea"),
         ("def whiten(values):\n    raise NotImplementedError", "nothing could be compared"),

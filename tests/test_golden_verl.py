@@ -1,4 +1,4 @@
-"""Chapter 3 against numbers that verl computed (ppo_rlhf/check/golden/verl): those to match, and those that differ on purpose.
+"""Chapter 3 against numbers that verl computed (check/golden/verl): those to match, and those that differ on purpose.
 
 As in test_golden.py each check is a plain function that reads ours from its module when it runs: a negative control
 puts a wrong one there.

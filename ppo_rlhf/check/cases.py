@@ -1,8 +1,8 @@
 """What an adapter's functions are held against: golden numbers, exact enumeration, and properties.
 
-The golden numbers were computed by openai/lm-human-preferences at cbfd210, vwxyzjn/summarize_from_feedback_details at
-ee77a9a and verl at b178a3c. A property repeats a case in another way that must not change its result, or compares with
-forms.py, which the tests hold against the golden numbers.
+The golden numbers were computed by openai/lm-human-preferences at cbfd210, vwxyzjn/summarize_from_feedback_details
+at ee77a9a and verl at b178a3c. A property repeats a case in another way that must not change its result, or compares
+with forms.py, which the tests hold against the golden numbers.
 
 Inputs are float32, as in most code. So numbers agree if they differ by less than 1e-5 of the largest expected one.
 """

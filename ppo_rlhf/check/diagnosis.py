@@ -106,7 +106,7 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
 def without_refused(all_cases: list[Case], answers: dict[int, Answer]) -> tuple[dict[int, Answer], dict[str, int]]:
     """The answers, without options that the function refuses by name; and those, with the number of cases.
 
-    An option is refused if the function raises an error that names it wherever it is asked for, as in KeyError: 'k3+'.
+    An option is refused if the function raises an error that names it wherever it is asked for: KeyError: 'k3+'.
     """
     refused: dict[str, list[int]] = {}
     taken = set()
@@ -187,7 +187,7 @@ def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator
             return
         for name, x in answer.items():
             expected = case.expected[name].double()
-            kept = expected.abs() > 1e-4
+            kept = expected.abs() > 0.1 * expected.abs().max()  # where rounding is small
             if not kept.any():
                 continue
             ratio = (x[kept] / expected[kept]).nan_to_num(torch.inf)

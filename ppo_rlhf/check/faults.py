@@ -2,8 +2,8 @@
 
 A fault is a small function. It returns pairs of texts: a part of the correct function, and what the faulty one has
 in its place. So two faults of one function can be combined, and an exercise is the faulty text. The docstring says
-what is wrong. `mark` names the entry of docs/details; `source` is a published report, or the project and release in which it
-was read. A fault with choice=True is not one: it is a convention that other projects document, with other numbers.
+what is wrong. `mark` names the entry of docs/details; `source` is a published report, or the project and release in
+which it was read. A fault with choice=True is not one: it is a convention that other projects document, with other numbers.
 """
 
 import inspect
@@ -32,7 +32,8 @@ class Fault:
     @cached_property
     def page(self) -> str:
         """Where the register explains the mark."""
-        return f"docs/details/chapter{'DTV'.index(self.mark[0]) + 1}.md#{self.mark}"
+        letter = {"X": "T"}.get(self.mark[0], self.mark[0])  # X20 and later are chapter 2's
+        return f"docs/details/chapter{'DTV'.index(letter) + 1}.md#{self.mark}"
 
     @cached_property
     def text(self) -> str:
@@ -324,7 +325,7 @@ def token_rewards_score_broadcast_along_the_tokens():
     return "torch.where(is_last, scores.unsqueeze(1), 0)", "scores * mask"
 
 
-@fault("token_rewards", "X24", GITHUB + "THUDM/slime/pull/1372")
+@fault("token_rewards", "T42", GITHUB + "THUDM/slime/pull/1372")
 def token_rewards_penalty_of_masked_tokens():
     """Masked tokens pay the KL penalty, which leaks into the returns of those before them."""
     return "(logprobs - ref_logprobs).masked_fill(~mask, 0)", "logprobs - ref_logprobs"
@@ -550,7 +551,8 @@ def gae_zeros_in_holes():
     return (
         (
             "    advantages = torch.zeros_like(values)",
-            "    rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)\n    advantages = torch.zeros_like(values)",
+            "    rewards, values = (x.masked_fill(~mask, 0) for x in (rewards, values))\n"
+            "    advantages = torch.zeros_like(values)",
         ),
         ("torch.where(mask[:, t], advantage, next_advantage)", "advantage"),
         ("torch.where(mask[:, t], values[:, t], next_value)", "values[:, t]"),
@@ -1363,34 +1365,29 @@ def adam_step_epsilon_in_the_root():
     return "(v.sqrt() + eps)", "(v + eps).sqrt()"
 
 
-@fault("explained_variance", "V89", GITHUB + "RLinf/RLinf/pull/1297")
+@fault("explained_variance", "X34", GITHUB + "RLinf/RLinf/pull/1297")
 def explained_variance_mean_over_parts():
     """The mean of the micro-batches' explained variances, each with a variance of its own."""
     return (
-        (
-            "r = torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])",
-            "r = [x[mask] for x, mask in zip(returns, masks, strict=True)]",
-        ),
+        ("r = torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])", "parts = []"),
         (
             "error = r - torch.cat([x[mask] for x, mask in zip(values, masks, strict=True)])",
-            "v = [x[mask] for x, mask in zip(values, masks, strict=True)]",
+            "for v, r, mask in zip(values, returns, masks, strict=True):\n"
+            "        parts.append(1 - ((r - v)[mask] ** 2).mean() / r[mask].var(correction=0))",
         ),
-        (
-            "return 1 - error.var(correction=0) / r.var(correction=0)",
-            "return sum(1 - (a - b).var(correction=0) / a.var(correction=0) for a, b in zip(r, v, strict=True)) / len(r)",
-        ),
+        ("return 1 - error.square().mean() / r.var(correction=0)", "return sum(parts) / len(parts)"),
     )
 
 
-@fault("explained_variance", "V89")
-def explained_variance_with_the_mean_error():
-    """The mean squared error is taken for the variance, so a constant offset counts as unexplained."""
-    return "error.var(correction=0)", "error.square().mean()"
+@fault("explained_variance", "X34", "Stable Baselines 3", choice=True)
+def explained_variance_without_the_mean_error():
+    """The variance of the error is taken, so a constant offset of the critic counts for nothing."""
+    return "error.square().mean()", "error.var(correction=0)"
 
 
 @fault("explained_variance", "V11")
 def explained_variance_over_padding():
-    """Masked entries are in both variances."""
+    """Masked entries are in both means."""
     return (
         (
             "torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])",

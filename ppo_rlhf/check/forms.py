@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def truncate(responses: Tensor, stop_id: int, pad_id: int, after: int = 0) -> Tensor:
-    """Replace what follows the first stop id by padding. The stop id stays. Those before index `after` don't count."""
+    """Replace what follows the first stop id by padding. The stop id stays. Not before index `after`."""
     stops = (responses == stop_id) & (torch.arange(responses.shape[1]) >= after)
     stops_before = stops.cumsum(1) - stops.long()
     return responses.masked_fill(stops_before > 0, pad_id)
@@ -378,7 +378,7 @@ def adam_step(
 
 
 def explained_variance(values: list[Tensor], returns: list[Tensor], masks: list[Tensor]) -> Tensor:
-    """1 - variance of (returns - values) / variance of returns, over all micro-batches together: 0-d."""
+    """1 - mean of (returns - values)^2 / variance of returns, over all micro-batches together: 0-d."""
     r = torch.cat([x[mask] for x, mask in zip(returns, masks, strict=True)])
     error = r - torch.cat([x[mask] for x, mask in zip(values, masks, strict=True)])
-    return 1 - error.var(correction=0) / r.var(correction=0)
+    return 1 - error.square().mean() / r.var(correction=0)
