@@ -250,17 +250,22 @@ def test_what_raises_hangs_or_ends_is_a_row(tmp_path):
     }
 
 
-def test_the_tutorial_prints_what_the_page_shows(tmp_path):
-    (broken, corrected), (printed, then) = (
-        re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "text")
-    )
-    (tmp_path / "adapter.py").write_text(broken)
-    done = run("adapter.py", folder=tmp_path)
-    assert done.returncode == 1 and done.stdout == printed, done.stdout
-    (tmp_path / "adapter.py").write_text(corrected)
-    done = run("adapter.py", folder=tmp_path)
-    assert done.returncode == 0 and done.stdout == then, done.stdout
-    assert run("adapter.py", "--quiet", folder=tmp_path).stdout == ""
+def test_the_tutorial_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
+    blocks = [re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "text")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
+    for adapter, printed, status in zip(*blocks, (1, 0), strict=True):
+        Path("adapter.py").write_text(adapter)
+        assert command.main() == status
+        assert capsys.readouterr().out == printed
+
+
+def test_quiet_prints_only_what_does_not_match(capsys):
+    right, wrong = report_of("entropy", forms.entropy), report_of("entropy", faults.of("entropy")[0])
+    command.print_table([right], ["helper"], True)
+    assert capsys.readouterr().out == ""
+    command.print_table([right, wrong], ["helper"], True)
+    assert capsys.readouterr().out.count("\nentropy") == 1
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,8 @@ def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator
             if not kept.any():
                 continue
             ratio = (x[kept] / expected[kept]).nan_to_num(torch.inf)
-            if ratio.isinf().any() or (ratio - ratio.flatten()[0]).abs().max() > 1e-4 * ratio.abs().max():
+            if ratio.isinf().any() or (ratio - ratio.flatten()[0]).abs().max() > 5e-3 * ratio.abs().max():
                 return
-            factors.add(round(ratio.flatten()[0].item(), 3))
-    if len(factors) == 1:
+            factors.add(round(ratio.median().item(), 2))
+    if len(factors) == 1 and len(wrong) > 1:
         yield f"where it fails, every number is {factors.pop():g} times the expected one"

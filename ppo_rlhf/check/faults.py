@@ -3,7 +3,7 @@
 A fault is a small function. It returns pairs of texts: a part of the correct function, and what the faulty one has
 in its place. So two faults of one function can be combined, and an exercise is the faulty text. The docstring says
 what is wrong. `mark` names the entry of docs/details; `source` is a published report, or the project and release in
-which it was read. A fault with choice=True is not one: it is a convention that other projects document, with other numbers.
+which it was read. A fault with choice=True is not one: it is another project's convention, with other numbers.
 """
 
 import inspect
