@@ -13,6 +13,7 @@ import argparse
 import inspect
 import json
 import math
+import os
 import queue
 import subprocess
 import sys
@@ -24,10 +25,12 @@ from typing import Any
 
 import torch
 
+import ppo_rlhf
 from ppo_rlhf.check import cases, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
 from ppo_rlhf.lib.errors import InputError
 
+PACKAGE = Path(ppo_rlhf.__file__).parent
 IMPORT_SECONDS = 300  # some libraries take long
 MOST = 3  # diagnoses, failed cases, and so on that are printed of one function
 EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
@@ -36,10 +39,11 @@ EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
 # ---- Asking the child ------------------------------------------------------------------------------------------
 
 
-def messages(adapter: Path, names: list[str], timeout: float) -> Iterator[dict[str, Any]]:
+def messages(adapter: Path, names: list[str], timeout: float, python: str) -> Iterator[dict[str, Any]]:
     """What the child says. The last message is `done`, `failed`, or `stopped` with a reason."""
-    command = [sys.executable, "-m", "ppo_rlhf.check.child", str(adapter), *names]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [python, "-m", "ppo_rlhf.check.child", str(adapter), *names]
+    found = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": found})
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -67,14 +71,16 @@ def messages(adapter: Path, names: list[str], timeout: float) -> Iterator[dict[s
         child.wait()
 
 
-def ask(adapter: Path, timeout: float, only: list[str] | None = None) -> tuple[list[Report], list[str]]:
+def ask(
+    adapter: Path, timeout: float, only: list[str] | None = None, python: str = sys.executable
+) -> tuple[list[Report], list[str]]:
     """A report of each function of the adapter, and the names of those that mean nothing here."""
     answers: dict[str, dict[int, diagnosis.Answer]] = {}
     left_out: dict[str, dict[str, int]] = {}
     todo, others = only, []
     while todo is None or todo:
         at = None
-        for message in messages(adapter, todo or [], timeout):
+        for message in messages(adapter, todo or [], timeout, python):
             if "failed" in message:
                 raise InputError(f"{adapter} {message['failed']}")
             if "provided" in message:
@@ -267,6 +273,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="print only what does not match")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds that a call may take; default: 10")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that runs the adapter; it needs torch")
     parser.add_argument("--list", action="store_true", help="print the functions and the known faults")
     parser.add_argument("--exercise", type=int, metavar="N", help="write broken function N, or check your correction")
     args = parser.parse_args()
@@ -280,7 +287,7 @@ def main() -> int:
             parser.error("name an adapter, or --list or --exercise N")
         if not args.adapter.is_file():
             raise InputError(f"{args.adapter} is no file")
-        reports, others = ask(args.adapter, args.timeout)
+        reports, others = ask(args.adapter, args.timeout, python=args.python)
         if not any(report.cases for report in reports):
             raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")
     except InputError as error:

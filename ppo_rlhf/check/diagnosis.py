@@ -187,6 +187,10 @@ def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator
             return
         for name, x in answer.items():
             expected = case.expected[name].double()
+            if case.mask is not None and case.mask.shape == expected.shape:
+                x, expected = x[case.mask], expected[case.mask]
+            if not expected.numel():
+                continue
             kept = expected.abs() > 0.1 * expected.abs().max()  # where rounding is small
             if not kept.any():
                 continue
