@@ -63,8 +63,11 @@ def agree(answer: Answer, other: Answer, case: Case) -> bool:
     """Whether two functions gave the same numbers, as far as both gave some. Both may have failed."""
     if isinstance(answer, str) or isinstance(other, str):
         return isinstance(answer, str) and isinstance(other, str)
+    names = [name for name in answer if name in other]
+    if any(answer[name].isnan().any() and other[name].isnan().any() for name in names):
+        return True  # how far NaN spreads depends on the order of operations
     enough = 5 * case.tolerance  # float32 in one of them, float64 in the other
-    return all(distance(x, other[name], case.mask) <= enough for name, x in answer.items() if name in other)
+    return all(distance(answer[name], other[name], case.mask) <= enough for name in names)
 
 
 def answer_of(function: Callable, case: Case) -> Answer:
@@ -198,5 +201,5 @@ def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator
             if ratio.isinf().any() or (ratio - ratio.flatten()[0]).abs().max() > 5e-3 * ratio.abs().max():
                 return
             factors.add(round(ratio.median().item(), 2))
-    if len(factors) == 1 and len(wrong) > 1:
+    if len(factors) == 1 and factors != {1.0} and len(wrong) > 1:
         yield f"where it fails, every number is {factors.pop():g} times the expected one"

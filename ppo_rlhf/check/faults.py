@@ -289,6 +289,18 @@ def kl_estimate_the_plus_does_nothing():
     return 'if name.endswith("+"):', "if False:"
 
 
+@fault("kl_estimate", "V52", "OpenRLHF 0.11.2; verl 0.9.1 (k3)")
+def kl_estimate_clamped():
+    """Estimates are clamped to 10, beyond which they have no gradient: what is far away is not pulled back."""
+    return "    return value", "    return value.clamp(-10, 10)"
+
+
+@fault("kl_estimate", "V52", "verl 0.9.1")
+def kl_estimate_k3_clamped():
+    """k3 is clamped to 10, beyond which it has no gradient: what is far away is not pulled back."""
+    return "torch.exp(-d) - 1 + d", "(torch.exp(-d) - 1 + d).clamp(-10, 10)"
+
+
 @fault("token_rewards", "D52")
 def token_rewards_penalty_is_a_reward():
     """The sign of the KL penalty is missing."""
@@ -559,6 +571,19 @@ def gae_zeros_in_holes():
     )
 
 
+@fault("gae", "V29", "OpenRLHF 0.11.2")
+def gae_multiplied_by_the_mask():
+    """Values and rewards are multiplied by the mask: gamma and lambda act in holes, and NaN times 0 is NaN."""
+    return (
+        (
+            "    advantages = torch.zeros_like(values)",
+            "    rewards, values = rewards * mask, values * mask\n    advantages = torch.zeros_like(values)",
+        ),
+        ("torch.where(mask[:, t], advantage, next_advantage)", "advantage"),
+        ("torch.where(mask[:, t], values[:, t], next_value)", "values[:, t]"),
+    )
+
+
 @fault("gae", "V39", "verl b178a3c (REINFORCE++); until 8a1bf6d")
 def gae_erased_by_a_hole():
     """What is carried back is multiplied by the mask, so rewards after a hole don't reach the tokens before it."""
@@ -683,6 +708,12 @@ def reward_to_go_steps_over_masked_tokens():
 def reward_to_go_discounts_in_holes():
     """A masked token costs a step of gamma."""
     return "gamma * later, later)", "gamma * later, gamma * later)"
+
+
+@fault("reward_to_go", "V29", "OpenRLHF 0.11.2")
+def reward_to_go_multiplied_by_the_mask():
+    """Rewards are multiplied by the mask: gamma acts in holes, and NaN times 0 is NaN."""
+    return "torch.where(mask[:, t], rewards[:, t] + gamma * later, later)", "rewards[:, t] * mask[:, t] + gamma * later"
 
 
 @fault("reward_to_go", "V39")
@@ -1018,6 +1049,18 @@ def cispo_loss_without_weights():
 def cispo_loss_mean_over_padding():
     """The sum is divided by batch x width."""
     return "/ mask.sum()", "/ mask.numel()"
+
+
+@fault("cispo_loss", "V11")
+def cispo_loss_NaN_times_the_mask():
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    return (
+        (
+            "new_logprobs, advantages = new_logprobs.masked_fill(~mask, 0), advantages.masked_fill(~mask, 0)",
+            "advantages = advantages * mask",
+        ),
+        ("logprobs.masked_fill(~mask, 0))", "logprobs)"),
+    )
 
 
 @fault("value_loss", "D59")

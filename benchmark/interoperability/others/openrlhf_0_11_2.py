@@ -16,7 +16,7 @@ class Finder:
     """Stands in for packages that are missing."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("deepspeed", "vllm", "ring_flash_attn", "flash_attn"):
+        if name.partition(".")[0] in ("deepspeed", "vllm", "ring_flash_attn"):
             return importlib.util.spec_from_loader(name, self, is_package=True)
         return None
 
