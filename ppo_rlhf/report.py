@@ -11,16 +11,19 @@ Needs plotly: pip install -e '.[report]'.
 """
 
 import csv
+import functools
 import itertools
 import json
 import math
+import re
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from ppo_rlhf.lib import cli, errors, files, run, traces
+from ppo_rlhf.lib import cli, derivation, errors, files, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -61,13 +64,16 @@ def report(args: Args) -> Path:
         thinned=any(len(one_run.steps) > MOST_POINTS for one_run in runs),
         data={
             "figures": [figure for _, figure in panels],
-            "runs": [{"name": r.name, "traces": t, "scales": scales(t)} for r, t in zip(runs, traced, strict=True)],
+            "runs": [one_run.data(of_run) for one_run, of_run in zip(runs, traced, strict=True)],
             "quantities": QUANTITIES,
             "numbers": NUMBERS,
         },
         every=[one_run.every(one_trace) for one_run, one_trace in zip(runs, traced, strict=True)],
         held_out=held_out_texts(runs),
         plotly=plotly.offline.get_plotlyjs(),
+        script="".join(
+            (Path(__file__).parent / name).read_text("utf-8") for name in ("lib/derivation.js", "report.js")
+        ),
     )
     files.replace_file(path, text.encode(errors="replace").decode())  # half a character has no place in a file
     print(f"report  {run.shown(path.absolute())}")
@@ -142,10 +148,35 @@ class OneRun:
 
     def traced(self, most_bytes: int) -> list[dict[str, Any]]:
         """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
-        found = [traced_update(self.folder, kept) for kept in self.kept()]
+        found = [self.traced_update(kept) for kept in self.kept()]
         while len(found) > 2 and len(json.dumps(found)) > most_bytes:
             found = found[:-1:2] + found[-1:]
         return found
+
+    def data(self, traced: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the page's script needs of the run."""
+        found = {"name": self.name, "traces": traced, "scales": scales(traced)}
+        if not traced:
+            return found
+        settings = derivation.settings_of(self.meta["args"])
+        steps = [
+            vars(step) | place_of(step.where[min(settings["chapter"], len(step.where)) - 1], self.meta.get("commit"))
+            for step in derivation.steps(settings)
+        ]
+        settings = {name: rounded(value) if is_number(value) else value for name, value in settings.items()}
+        return found | {"settings": settings, "steps": steps}
+
+    def traced_update(self, kept: list[tuple[int, bool]]) -> dict[str, Any]:
+        """An update of the token view, from its traces: names that `traces.kept` gives."""
+        episodes, coefficients = [], dict(zip(self.steps, self.metrics.get("objective/kl_coef", []), strict=False))
+        for update, again in kept:
+            trace = traces.read(self.folder, update, again)
+            try:
+                episodes += traced_episodes(trace, None if again else coefficients.get(update))
+            except (LookupError, TypeError, AttributeError) as error:
+                path = traces.path_of(self.folder, update, again)
+                raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
+        return {"update": kept[0][0], "episodes": episodes}
 
     def every(self, shown: list[dict[str, Any]]) -> str:
         """What the token view holds, as a sentence."""
@@ -230,23 +261,10 @@ NUMBERS = {  # of an episode: title
 MARKS = ("mask", "value_mask", "scored")
 
 
-def traced_update(folder: Path, kept: list[tuple[int, bool]]) -> dict[str, Any]:
-    """An update of the token view, from its traces: names that `traces.kept` gives."""
-    episodes = []
-    for update, again in kept:
-        trace = traces.read(folder, update, again)
-        try:
-            episodes += traced_episodes(trace)
-        except (LookupError, TypeError, AttributeError) as error:
-            path = traces.path_of(folder, update, again)
-            raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
-    return {"update": kept[0][0], "episodes": episodes}
-
-
-def traced_episodes(trace: traces.Trace) -> list[dict[str, Any]]:
+def traced_episodes(trace: traces.Trace, kl_coef: float | None) -> list[dict[str, Any]]:
     """Episodes with their texts, their numbers, and the text and numbers of each token that is shown.
 
-    Numbers are rounded to six digits.
+    kl_coef: of the update. Numbers are rounded to eight digits.
     """
     rows = {name: tensor.tolist() for name, tensor in trace.tokens.items()}
     numbers = {name: tensor.tolist() for name, tensor in trace.episodes.items()}
@@ -262,17 +280,58 @@ def traced_episodes(trace: traces.Trace) -> list[dict[str, Any]]:
         episode["tokens"] = {
             name: [rounded(values[i][k]) for k in places]
             for name, values in rows.items()
-            if name in QUANTITIES or name in MARKS or name == "ids"
+            if name in QUANTITIES or name in MARKS or name in ("ids", "exact_kl", "weights")
+        }
+        if trace.epochs:
+            episode["epochs"] = {
+                name: [[rounded(epoch[k]) for k in places] for epoch in tensor[i].tolist()]
+                for name, tensor in trace.epochs.items()
+            }
+        episode["statistics"] = {"kl_coef": kl_coef} | {
+            name: rounded(x) if is_number(x := tensor[i].tolist()) else [rounded(one) for one in x]
+            for name, tensor in trace.statistics.items()
         }
         episodes.append(episode)
     return episodes
 
 
 def rounded(value: float) -> float | int | None:
-    """To six digits; None for what JSON cannot say."""
+    """To eight digits; None for what JSON cannot say."""
     if isinstance(value, bool | int):
         return int(value)
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def place_of(where: str, commit: str | None) -> dict[str, str]:
+    """Where a step is computed, as text and, if the checkout knows its home on the web, as a link.
+
+    where: file, function and mark. commit: of the run; the lines are those of that commit.
+    """
+    file, function, mark = where.split()
+    path, commit = f"ppo_rlhf/{file}", (commit or "").removesuffix("-dirty")
+    source = git("show", f"{commit}:{path}") if commit else ""
+    source = source or (Path(__file__).parent / file).read_text("utf-8")
+    line = next((n for n, text in enumerate(source.split("\n"), 1) if f"def {function}(" in text), 1)
+    text, home = f"{path}#L{line} {function} [{mark}]", git("config", "--get", "remote.origin.url")
+    found = re.fullmatch(r"(?:https://|git@)([\w.-]+)[:/](.+?)(?:\.git)?", home)
+    if not found or not commit:
+        return {"place": text, "href": ""}
+    return {"place": text, "href": f"https://{found[1]}/{found[2]}/blob/{commit}/{path}#L{line}"}
+
+
+@functools.cache
+def git(*words: str) -> str:
+    """What git says in the checkout; nothing outside of one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent.parent), *words]
+        result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    except OSError:  # no git
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def scales(traced: list[dict[str, Any]]) -> dict[str, float]:

@@ -175,9 +175,8 @@ const ROUNDING = 2e-5;  // of the largest number in a line
 function written(value) {  // four digits, in brackets if negative
   if (Array.isArray(value)) return value.map(written).join(" + ");
   const size = Math.abs(value);
-  const text = (size && (size < 1e-4 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(4))))
-    .replaceAll("-", "−");
-  return text.startsWith("−") ? `(${text})` : text;
+  const text = size && (size < 1e-4 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+  return text.startsWith("-") ? `(${text})` : text;
 }
 
 function numbersOf(found, s, t) {

@@ -627,15 +627,11 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
             *("rewards", "reward", "r_t = −β · KL_t + s", "−{kl_coef} · {kl} + {score}"),
             "The score s judges the whole response, so it is added once, at the end."
             if chapter != 2
-            else "The score s judges the whole response. It belongs to the step after the last token, where there is one.",
+            else "The score s judges the whole response. It is on the step after the last token, if there is one.",
             *(rewards, "rewards", "is_last"),
         ),
     ]
-    reward, whitening = (
-        "{rewards}",
-        ("train_policy.py whiten D54", "tldr_policy.py whiten T44", "rlvr_math.py whiten V44"),
-    )
-    symbol = "r_t"
+    reward, symbol = "{rewards}", "r_t"
     if s["whiten_rewards"]:
         reward, symbol = "{whitened_rewards}", "r'_t"
         found.append(
@@ -938,5 +934,5 @@ def written(value: float | list[float]) -> str:
     """Four digits, in brackets if negative."""
     if isinstance(value, list):
         return " + ".join(map(written, value))
-    text = f"{value:.4g}".replace("-", "−")
-    return f"({text})" if text.startswith("−") else text
+    text = f"{value:.4g}"
+    return f"({text})" if text.startswith("-") else text
