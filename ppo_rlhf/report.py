@@ -163,7 +163,7 @@ class OneRun:
             vars(step) | place_of(step.where[min(settings["chapter"], len(step.where)) - 1], self.meta.get("commit"))
             for step in derivation.steps(settings)
         ]
-        settings = {name: rounded(value) if is_number(value) else value for name, value in settings.items()}
+        settings = {name: rounded(x) if isinstance(x, float) else x for name, x in settings.items()}
         return found | {"settings": settings, "steps": steps}
 
     def traced_update(self, kept: list[tuple[int, bool]]) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def traced_episodes(trace: traces.Trace, kl_coef: float | None) -> list[dict[str
                 for name, tensor in trace.epochs.items()
             }
         episode["statistics"] = {"kl_coef": kl_coef} | {
-            name: rounded(x) if is_number(x := tensor[i].tolist()) else [rounded(one) for one in x]
+            name: [rounded(one) for one in x] if isinstance(x := tensor[i].tolist(), list) else rounded(x)
             for name, tensor in trace.statistics.items()
         }
         episodes.append(episode)
@@ -300,10 +300,6 @@ def rounded(value: float) -> float | int | None:
     if isinstance(value, bool | int):
         return int(value)
     return float(f"{value:.8g}") if math.isfinite(value) else None
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def place_of(where: str, commit: str | None) -> dict[str, str]:

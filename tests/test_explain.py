@@ -21,7 +21,7 @@ RUNS = {
     "2 k3": "--ppo.lr 0.01 --ppo.nminibatches 2 --ppo.whiten_rewards --ppo.gamma 0.9 --rewards.kl_estimator k3 "
     "--rewards.missing_eos subtract",
     "gae": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.cliprange_value 0.01 --rewards.kl_coef 0.1",
-    "grpo": "--ppo.advantage grpo --rewards.kl_coef 0.1 --rewards.kl_estimator k3 --ppo.dual_clip 1.1 "
+    "grpo": "--ppo.advantage grpo --rewards.kl_coef 0.1 --rewards.kl_estimator k3 --ppo.dual_clip 1.25 "
     "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k3 --ppo.loss_aggregation seq-mean-token-mean",
     "dr_grpo": "--ppo.advantage dr_grpo --ppo.loss cispo --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k2 "
     "--ppo.loss_aggregation seq-mean-token-sum-norm",
@@ -33,9 +33,9 @@ RUNS = {
     "reinforce++": "--ppo.advantage reinforce++ --ppo.gamma 0.9 --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
     "--rewards.kl_loss_estimator k3+ --rewards.mask_truncated",
     "reinforce++-baseline": "--ppo.advantage reinforce++-baseline --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
-    "--rewards.kl_loss_estimator full",
-    "remax": "--ppo.advantage remax --rewards.kl_coef 0.1 --rewards.kl_estimator full --rewards.kl_loss_coef 0.1 "
     "--rewards.kl_loss_estimator k1+",
+    "remax": "--ppo.advantage remax --rewards.kl_coef 0.1 --rewards.kl_estimator full --rewards.kl_loss_coef 0.1 "
+    "--rewards.kl_loss_estimator full",
 }
 GROUPS = (
     "--preset sums-grpo --rewards.verifier test_explain:odd --ppo.lr 0.01 --ppo.batch_size 16 --ppo.noptepochs 2 "

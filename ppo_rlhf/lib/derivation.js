@@ -170,7 +170,7 @@ function lossesOf(found, said, tokens, shared, s) {
 
 // ---- The lines of one token ----
 
-const ROUNDING = 2e-5;  // of the largest number in a line
+const ROUNDING = 2e-5;  // of the largest number in a line, and of 0.1 at least
 
 function written(value) {  // four digits, in brackets if negative
   if (Array.isArray(value)) return value.map(written).join(" + ");
@@ -197,7 +197,7 @@ function explainToken(steps, episode, s, epoch, t, group, found = derive(episode
     if ([...used, value].some(x => x === null || x === undefined || Number.isNaN(x))) { missing.add(step.title); continue; }
     const row = (episode.epochs && episode.epochs[step.recorded] || [])[epoch] || episode.tokens[step.recorded];
     const told = row ? row[t] : null;
-    const size = Math.max(...used.map(Math.abs), Math.abs(value), 1e-3) / Math.min(numbers[step.divisor] ?? 1, 1);
+    const size = Math.max(...used.map(Math.abs), Math.abs(value), 0.1) / Math.min(numbers[step.divisor] ?? 1, 1);
     const difference = told === null || told === undefined ? null : value - told;
     lines.push({step, value, difference, told, wrong: difference !== null && !(Math.abs(difference) <= ROUNDING * size),
       numbers: step.numbers.replace(/{(\w+)}/g, (_, name) => written(numbers[name]))});

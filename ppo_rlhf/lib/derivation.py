@@ -882,7 +882,7 @@ class Line:
     wrong: bool  # whether the difference is larger than rounding
 
 
-ROUNDING = 2e-5  # of the largest number in a line
+ROUNDING = 2e-5  # of the largest number in a line, and of 0.1 at least
 
 
 def explain(
@@ -910,7 +910,7 @@ def explain(
             missing.append(step.title)
             continue
         told = recorded.get(step.recorded, NAN)
-        size = max(map(abs, [*used, value, 1e-3])) / min(numbers.get(step.divisor, 1), 1)
+        size = max(map(abs, [*used, value, 0.1])) / min(numbers.get(step.divisor, 1), 1)
         difference = 0.0 if told != told else value - told
         filled = re.sub(r"{(\w+)}", lambda match: written(numbers[match[1]]), step.numbers)
         lines.append(Line(step, filled, value, difference, abs(difference) > ROUNDING * size))
