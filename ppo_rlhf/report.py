@@ -1,11 +1,13 @@
 """Look inside a run: writes report.html, one file that any browser opens, without a network.
 
 It shows what was run; the learning curves, and how to read each; and, if the run was started with --trace_interval, a
-few episodes of its updates token by token: log-probs, KL penalty, reward, value, advantage, ratio.
+few episodes of its updates token by token: log-probs, KL penalty, reward, value, advantage, ratio. A click on a token
+shows where each of these numbers comes from.
 
     python ppo_rlhf/report.py                                     # the newest run below runs/
     python ppo_rlhf/report.py --run runs/<run>                    # of any script and chapter, finished or not
     python ppo_rlhf/report.py --run runs/<run> --with runs/<run>  # two runs: curves and episodes side by side
+    python ppo_rlhf/report.py --explain 20 1 5                    # where the numbers of one token come from, as text
 
 Needs plotly: pip install -e '.[report]'.
 """
@@ -35,17 +37,24 @@ class Args:
     """folder of another run, to compare it with; empty: none"""
     out: str = ""
     """file to write; empty: report.html in the run's folder"""
+    explain: tuple[int, ...] = ()
+    """<update> <episode> <token>: print where the numbers of that token come from, and write no page. The update is one
+    of those that were traced; episodes and tokens are counted from 1, as on the page"""
 
 
 def report(args: Args) -> Path:
     """Write the page and return its path. An InputError if a folder is not that of a run."""
+    folder = Path(args.run) if args.run else newest_run(Path("runs"))
+    if args.explain:
+        print(explained(read_run(folder), args.explain))
+        return folder
     try:
         import plotly.offline
     except ImportError as error:
         raise InputError("plotly is not installed: pip install -e '.[report]'") from error
     from jinja2 import Environment, FileSystemLoader
 
-    folders = [Path(args.run) if args.run else newest_run(Path("runs")), *([Path(args.other)] if args.other else [])]
+    folders = [folder, *([Path(args.other)] if args.other else [])]
     path = Path(args.out) if args.out else folders[0] / "report.html"
     if path.is_dir():
         raise InputError(f"--out {path} is a folder; name a file in it, such as {path / 'report.html'}")
@@ -300,6 +309,43 @@ def rounded(value: float) -> float | int | None:
     if isinstance(value, bool | int):
         return int(value)
     return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
+    """The derivation of a token's numbers as text, for the last epoch. place: update, episode, token."""
+    if len(place) != 3:
+        raise InputError("--explain takes three numbers, such as --explain 0 1 5: update, episode and token")
+    updates = {names[0][0]: names for names in one_run.kept()}
+    if place[0] not in updates:
+        known = ", ".join(map(str, updates)) or "none: it was started without --trace_interval"
+        raise InputError(f"--explain: there is no trace of update {place[0]}; the run left those of {known}")
+    episodes = one_run.traced_update(updates[place[0]])["episodes"]
+    if not 1 <= place[1] <= len(episodes):
+        raise InputError(f"--explain: episode {place[1]} is not one of 1 to {len(episodes)}")
+    episode = episodes[place[1] - 1]
+    numbers = [where + 1 for where in episode["places"]]
+    if place[2] not in numbers:
+        raise InputError(f"--explain: token {place[2]} is not one of {numbers[0]} to {numbers[-1]}")
+    t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"])
+    epochs = max(1, len(episode.get("epochs", {}).get("new_logprobs", [])))
+    lines, missing = derivation.explain(episode, settings, epochs - 1, t, group_of(episode, episodes))
+    heads = f"update {place[0]}, episode {place[1]}, token {place[2]}: {json.dumps(episode['pieces'][t])}"
+    told = [f"{heads}, epoch {epochs} of {epochs}"]
+    for line in lines:
+        where = line.step.where[min(settings["chapter"], len(line.step.where)) - 1]
+        result = derivation.written(line.value)
+        filled = line.numbers if line.numbers == result else f"{line.numbers} = {result.strip('()')}"
+        verdict = f"   WRONG by {line.difference:.3g}" if line.wrong else ""
+        told.append(f"\n{line.step.title}: {line.step.formula}\n    {filled}{verdict}\n    {line.step.sentence}")
+        told.append(f"    {place_of(where, one_run.meta.get('commit'))['place']}")
+    return "\n".join([*told, *([f"\nnot known: {', '.join(missing)}"] if missing else [])])
+
+
+def group_of(episode: dict[str, Any], episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The episodes of the same group, this one too."""
+    told = [(other["again"], other["numbers"].get("groups")) for other in episodes]
+    mine = episode["again"], episode["numbers"].get("groups")
+    return [other for other, key in zip(episodes, told, strict=True) if key == mine]
 
 
 def place_of(where: str, commit: str | None) -> dict[str, str]:
