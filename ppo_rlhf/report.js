@@ -241,6 +241,75 @@ function branches(episode, settings, epochs, t, group) {
   return make("div", {className: "scroll"}, make("table", {}, cells("th", ["epoch", "ratio", "branch", "gradient"]), ...rows.map(row => cells("td", row))));
 }
 
+// ---- Token view: what if? ----
+
+const whatIfSettings = {run: null, changes: {}};
+const FORMS = {estimator: ["gae", "grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"],
+  loss: ["ppo", "gspo", "cispo", "reinforce"], kl_estimator: ["k1", "abs", "k2", "k3"]};
+const WHITENED = ["gae", "reinforce++", "reinforce++-baseline"];
+
+function makeWhatIf(pane, settings, coefficient) {
+  const {changes} = whatIfSettings, box = find("settings");
+  const control = (name, title, input, show = () => "") => {
+    const output = make("output", {textContent: show()});
+    input.id = `what-${name}`;
+    input.oninput = () => {
+      const value = input.type === "checkbox" ? input.checked : input.type === "range" ? Number(input.value) : input.value;
+      if (name === "cliprange") changes.low = changes.high = value; else changes[name] = value;
+      if (name === "estimator") changes.whiten_advantages = find("what-whiten_advantages").checked = WHITENED.includes(value);
+      output.textContent = input.type === "range" ? shown(value) : "";
+      drawWhatIf();
+    };
+    box.append(make("label", {}, `${title} `, input, " ", output));
+  };
+  const slider = (name, title, value, max) => control(name, title,
+    Object.assign(make("input", {type: "range", min: 0, max, step: "any"}), {value}), () => shown(value));
+  box.replaceChildren();
+  slider("kl_coef", "β", coefficient, Math.max(1, 2 * coefficient));
+  slider("gamma", "γ", settings.gamma, 1);
+  slider("lam", "λ", settings.lam, 1);
+  slider("cliprange", "ε", settings.high, Math.max(1, 2 * settings.high));
+  control("whiten_advantages", "whiten advantages", make("input", {type: "checkbox", checked: settings.whiten_advantages}));
+  if (settings.chapter < 3) control("whiten_rewards", "whiten rewards", make("input", {type: "checkbox", checked: settings.whiten_rewards}));
+  else for (const [name, title] of [["estimator", "estimator"], ["loss", "loss"], ["kl_estimator", "KL in the reward"]])
+    control(name, title, make("select", {}, ...FORMS[name].map(value => make("option", {value, textContent: value, selected: value === settings[name]}))));
+  const reset = make("button", {textContent: "as in the run"});
+  reset.onclick = () => { whatIfSettings.run = null; drawWhatIf(); };
+  box.append(reset);
+}
+
+function drawWhatIf() {
+  const pane = panes[0], update = updateOf(pane), episode = episodeOf(pane), settings = settingsOf(pane);
+  if (!find("what-if").open) return;
+  const coefficient = statisticsOf(episode, 0).kl_coef;
+  if (whatIfSettings.run !== pane.run) {
+    Object.assign(whatIfSettings, {run: pane.run, changes: {}});
+    makeWhatIf(pane, settings, Number.isNaN(coefficient) ? 0 : coefficient);
+  }
+  const episodes = update.episodes.filter(other => other.again === episode.again), {changes} = whatIfSettings;
+  const epoch = Math.max(0, (episode.epochs && episode.epochs.new_logprobs || []).length - 1);
+  const i = episodes.indexOf(episode), before = whatIf(episodes, settings, {}, epoch), after = whatIf(episodes, settings, changes, epoch);
+  const both = [before, after], old = before[i], fresh = after[i];
+  const columns = [["reward", "rewards"], ["advantage", "advantages"], ["return", "returns"], ["gradient", "gradient"]]
+    .filter(([, name]) => old[name] || fresh[name]);
+  const branch = (found, t) => found.is_clipped[t] || found.is_dual[t] ? "clipped" : found.is_free[t] && !Number.isNaN(found.ratio[t]) ? "free" : "–";
+  const cell = (told, other) => make("td", {className: `number${told === other ? "" : " changed"}`, textContent: other});
+  const rows = episode.places.map((place, t) => {
+    const pairs = [...columns.map(([, name]) => [old, fresh].map(found => found[name] && !Number.isNaN(found[name][t]) ? shown(found[name][t]) : "–")),
+      [old, fresh].map(found => branch(found, t))];
+    return make("tr", {}, make("td", {textContent: JSON.stringify(episode.pieces[t])}), ...pairs.flatMap(([told, other]) => [cell(told, told), cell(told, other)]));
+  });
+  find("compared").replaceChildren(
+    make("tr", {}, make("th", {textContent: "token"}), ...[...columns.map(([title]) => title), "loss"].flatMap(title => [
+      make("th", {textContent: title}), make("th", {textContent: "what if"})])), ...rows);
+  const spread = found => { const x = found.flatMap(one => one.advantages.filter((_, t) => one.learns[t])); return momentsOf([x], [x.map(() => true)])[1]; };
+  const held = found => sum(found.map(one => one.is_clipped.filter(Boolean).length));
+  const [a, b] = both.map(spread), [c, d] = both.map(held), counted = sum(before.map(one => one.learns.filter(Boolean).length));
+  find("summary").textContent = Number.isNaN(b) ? "The advantages cannot be computed: the run lacks what this estimator needs, such as a critic or greedy responses."
+    : `All ${episodes.length} episodes: the advantages have a deviation of ${shown(a)} in the run and of ${shown(b)} with these settings; of ${counted} tokens, ${c} were clipped in the last epoch, and ${d} would be.`
+      + (b < 1e-3 ? " With equal scores, or nearly so, these episodes teach nothing." : "");
+}
+
 // Every number of every token that differs from the recorded one. The tests call this.
 function differences() {
   const found = {lines: 0, checked: 0, wrong: []};
@@ -306,6 +375,7 @@ function draw() {
   find("high").textContent = shown(middle + scale);
   find("meaning").textContent = `${title}. ${meaning}`;
   drawDerivation();
+  drawWhatIf();
   drawOthers();
   drawAlong();
 }
@@ -321,6 +391,7 @@ if (traced.length) {
   find("beside").checked = traced.length > 1 || innerWidth > 900;
   const telling = [...find("quantity").options].find(option => traced.some(i => data.runs[i].scales[option.value] > 0));
   if (telling) find("quantity").value = telling.value;  // the first that is not 0 everywhere
+  find("what-if").ontoggle = drawWhatIf;
   find("quantity").onchange = find("beside").onchange = () => draw();
   panes.forEach(makePane);
   draw();

@@ -38,8 +38,8 @@ class Args:
     out: str = ""
     """file to write; empty: report.html in the run's folder"""
     explain: tuple[int, ...] = ()
-    """<update> <episode> <token>: print where the numbers of that token come from, and write no page. The update is one
-    of those that were traced; episodes and tokens are counted from 1, as on the page"""
+    """<update> <episode> <token>: print where the numbers of that token come from, and write no page. The update must
+    be one that was traced; episodes and tokens are counted from 1, as on the page"""
 
 
 def report(args: Args) -> Path:

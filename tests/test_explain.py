@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from runs import only, policy_arguments, posts_arguments, world_arguments
 from test_report import browser, data_of, opened  # noqa: F401, they are fixtures
 
-from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf import report, rlvr_math, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib import cli, derivation
 
 RUNS = {
@@ -139,7 +140,7 @@ MISTAKES = {  # in the text of derivation.js
     ),
     "a biased deviation": ("grpo", "Math.max(totals.length - 1, 1)", "totals.length"),
     "without leaving one out": ("rloo", "n / (n - 1) * ", ""),
-    "lengths forgotten": ("opo", "x * lengths[i]", "x * lengths[0]"),
+    "lengths forgotten": ("opo", "x * lengths[i]", "x"),
     "another estimate": ("grpo", "Math.expm1(Math.min(-d, 20)) + d", "Math.expm1(Math.min(d, 20)) - d"),
     "a baseline that is forgotten": ("remax", "x - less", "x"),
 }
@@ -189,3 +190,135 @@ def test_a_click_shows_where_a_number_comes_from(trained, opened):  # noqa: F811
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     page.select_option("#left-episode", "8")  # answered again
     assert "not trained on" in box.locator(".missing").inner_text()
+
+
+# ---- What if? --------------------------------------------------------------------------------------------------
+
+CHANGES = [
+    {"estimator": name, "whiten_advantages": name in rlvr_math.WHITENED, "gamma": 0.9, "lam": 0.7}
+    for name in rlvr_math.ESTIMATORS
+]
+CHANGES += [
+    {"loss": loss, "low": 0.1, "high": 0.3, "dual_clip": 1.4} for loss in ("ppo", "gspo", "cispo", "reinforce")
+]
+CHANGES += [{"kl_estimator": name, "kl_coef": 0.4} for name in ("k1", "abs", "k2", "k3")]
+CHANGES += [{"whiten_advantages": False}, {"whiten_advantages": True, "estimator": "rloo"}]
+
+
+def invented(seed: int) -> dict[str, torch.Tensor]:
+    """A batch of chapter 3 in float64: eight responses of at most nine tokens, in two groups."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(8, 9, generator=generator).double() for name in ("logprobs", "values", "new_values")}
+    near = {
+        name: drawn["logprobs"] + 0.4 * torch.randn(8, 9, generator=generator).double() for name in ("ref", "new")
+    }
+    lengths = torch.randint(1, 10, (8, 1), generator=generator)
+    drawn |= {"ref_logprobs": near["ref"], "new_logprobs": near["new"], "scored": torch.arange(9) < lengths}
+    drawn |= {"scores": torch.randint(0, 3, (8,), generator=generator).double(), "groups": torch.arange(8) // 4}
+    return drawn | {"baselines": torch.rand(8, generator=generator).double()}
+
+
+def episodes_of(x: dict[str, torch.Tensor]) -> list[dict]:
+    """The batch as the page has it."""
+    found = []
+    for i in range(8):
+        places = list(range(int(x["scored"][i].sum())))
+        told = {name: x[name][i, : len(places)].tolist() for name in x if x[name].dim() == 2}
+        tokens = {name: told[name] for name in ("logprobs", "ref_logprobs", "values")}
+        marks = {"scored": [1] * len(places), "mask": [1] * len(places)}
+        epochs = {name: [told[name]] for name in ("new_logprobs", "new_values")}
+        shared = {"kl_coef": 0.2, "baselines": x["baselines"][i].item(), "tokens": int(x["scored"].sum())}
+        numbers = {"scores": x["scores"][i].item(), "groups": int(x["groups"][i])}
+        found.append({"places": places, "tokens": tokens | marks, "epochs": epochs, "statistics": shared})
+        found[-1] |= {"numbers": numbers, "again": False}
+    return found
+
+
+def with_tensors(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]:
+    """What rlvr_math.py makes of the batch."""
+    mask = x["scored"]
+    told = (x["scores"], x["logprobs"], x["ref_logprobs"], mask, s["kl_coef"], s["kl_estimator"])
+    rewards, _, kl = rlvr_math.compute_rewards(*told)
+    estimate = rlvr_math.ESTIMATORS[s["estimator"]]
+    more = {"values": x["values"], "baselines": x["baselines"], "gamma": s["gamma"], "lam": s["lam"]}
+    advantages, returns = estimate(rewards, mask, x["groups"], **more)
+    if s["whiten_advantages"]:
+        advantages = rlvr_math.whiten(advantages, mask, keep_mean=False)
+    told = (x["new_logprobs"], x["logprobs"], advantages, mask, s["loss"])
+    loss, clipped, dual = rlvr_math.token_losses(*told, low=s["low"], high=s["high"], dual_clip=s["dual_clip"])
+    found = {"rewards": rewards, "kl": kl, "advantages": advantages, "loss": loss, "is_dual": dual.double()}
+    found["share"] = loss / mask.sum()
+    if s["loss"] in ("ppo", "gspo"):
+        found["is_clipped"] = (clipped & ~dual).double()
+    if returns is not None:
+        told = (x["new_values"], x["values"], returns, mask, s["cliprange_value"])
+        found |= {"returns": returns, "value_loss": rlvr_math.value_losses(*told)[0]}
+    return found
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(map(str, changes.values())))
+def test_what_if_computes_what_the_scripts_compute(changes, trained, opened):  # noqa: F811
+    folder = trained("gae")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    settings = derivation.settings_of(
+        {"ppo": {"samples_per_prompt": 4, "cliprange_value": 0.2, "cliprange_low": None}}
+    )
+    settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None}
+    for seed in range(4):
+        x = invented(seed)
+        theirs = page.evaluate("([...told]) => whatIf(...told)", [episodes_of(x), settings, changes, 0])
+        for name, expected in with_tensors(x, settings | changes).items():
+            for i, row in enumerate(theirs):
+                wanted = expected[i, : len(row[name])].tolist()
+                assert list(map(float, row[name])) == pytest.approx(wanted, rel=1e-6, abs=1e-6), (seed, name, i)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rewards_too", [True, False])
+def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa: F811
+    folder = trained("gae")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    x, changes = invented(seed), {"gamma": 0.8, "lam": 0.6, "kl_coef": 0.5, "whiten_rewards": rewards_too}
+    x["scored"] = torch.ones_like(x["scored"])
+    settings = derivation.settings_of({"ppo": {"cliprange": 0.2, "cliprange_value": 0.2}}) | {
+        "gamma": 1.0,
+        "lam": 1.0,
+    }
+    theirs = page.evaluate("([...told]) => whatIf(...told)", [episodes_of(x), settings, changes, 0])
+    rewards, _, _ = train_policy.compute_rewards(x["scores"], x["logprobs"], x["ref_logprobs"], 0.5)
+    ppo = train_policy.PpoArgs(gamma=0.8, lam=0.6, whiten_rewards=rewards_too)
+    [advantages], [returns] = train_policy.group_advantages(rewards[None], x["values"][None], ppo)
+    for name, expected in {"advantages": advantages, "returns": returns, "rewards": rewards}.items():
+        for i, row in enumerate(theirs):
+            assert row[name] == pytest.approx(expected[i].tolist(), rel=1e-6, abs=1e-6)
+
+
+def test_without_changes_what_if_shows_the_recorded_numbers(trained, opened):  # noqa: F811
+    for name in ("1", "2", "gae", "grpo"):
+        folder = trained(name)
+        report.report(report.Args(str(folder)))
+        page = opened(folder / "report.html")
+        recorded = page.evaluate(RECORDED)
+        assert recorded and max(abs(one - other) for one, other in recorded) < 1e-4
+
+
+RECORDED = """() => { const run = data.runs[0], episodes = run.traces[0].episodes.filter(episode => !episode.again);
+  return whatIf(episodes, run.settings, {}, 0).flatMap((found, i) => found.advantages.map((x, t) =>
+    [x, (episodes[i].epochs.advantages || [episodes[i].tokens.advantages])[0][t]]).filter((_, t) => found.learns[t])); }"""
+
+
+def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):  # noqa: F811
+    folder = trained("1")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    page.select_option("#left-episode", "0")
+    page.locator("#what-if > summary").click()
+    page.locator("#compared tr").nth(1).wait_for()
+    assert page.locator("#compared .changed").count() == 0
+    page.locator("#what-lam").press("Home")  # to 0
+    assert page.locator("#compared .changed").count() > 10
+    assert "would be" in page.locator("#summary").inner_text()
+    page.get_by_role("button", name="as in the run").click()
+    assert page.locator("#compared .changed").count() == 0

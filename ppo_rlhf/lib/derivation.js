@@ -51,9 +51,9 @@ function tokenLoss(newLogprob, ratio, advantage, s) {
 }
 
 function divisorOf(aggregation, length, counts) {
-  return {"token-mean": counts.tokens, "seq-mean-token-sum": counts.sequences,
+  return Math.max(1, {"token-mean": counts.tokens, "seq-mean-token-sum": counts.sequences,
     "seq-mean-token-mean": counts.sequences * length,
-    "seq-mean-token-sum-norm": counts.episodes * counts.length}[aggregation];
+    "seq-mean-token-sum-norm": counts.episodes * counts.length}[aggregation]);
 }
 
 // ---- One episode ----
@@ -166,6 +166,47 @@ function lossesOf(found, said, tokens, shared, s) {
     value_is_free: all.map(t => found.value_learns[t] && !(valueClipped[t] > valueFree[t])),
     value_is_clipped: all.map(t => found.value_learns[t] && valueClipped[t] > valueFree[t]),
     value_divisor: valueDivisor, value_share: valueLoss.map(x => x / valueDivisor)};
+}
+
+// ---- The same episodes with other settings ----
+
+function momentsOf(rows, marks) {  // as `whiten` of the scripts has them
+  const numbers = rows.flatMap((row, i) => row.filter((_, t) => marks[i][t])), mean = sum(numbers) / numbers.length;
+  return [mean, Math.sqrt(sum(numbers.map(x => (x - mean) ** 2)) / numbers.length + 1e-8)];
+}
+
+function deriveAll(episodes, s, epoch, means = {}) {
+  // Everything whitened over these episodes alone. means: where the statistics that were used are kept.
+  let copies = episodes.map(episode => ({...episode, statistics: {...episode.statistics,
+    kl_coef: s.kl_coef ?? (episode.statistics || {}).kl_coef}}));
+  const all = settings => copies.map(episode => derive(episode, settings, epoch,
+    copies.filter(other => other.numbers.groups === episode.numbers.groups)));
+  const told = statistics => { copies = copies.map(episode => ({...episode, statistics: {...episode.statistics, ...statistics}})); };
+  const whiten = (name, found, rows, marks) => {
+    const [mean, deviation] = momentsOf(found.map(x => x[rows]), found.map(x => x[marks]));
+    const {[`${name}_mean`]: shift = 0, [`${name}_deviation`]: scale = 1} = means;
+    Object.assign(means, {[`${name}_own`]: [mean, deviation]});
+    told({[`${name}_mean`]: mean + shift, [`${name}_deviation`]: deviation * scale});
+  };
+  const first = all(s);
+  copies = copies.map((episode, i) => ({...episode, tokens: {...episode.tokens, rewards: first[i].rewards}}));
+  if (s.whiten_rewards) whiten("reward", first, "rewards", "valued");
+  if (s.whiten_advantages) whiten("advantage", all(s), "raw_advantages", s.chapter === 2 ? "learns" : "valued");
+  return all(s);
+}
+
+function whatIf(episodes, s, changes, epoch) {
+  // What the same episodes would have taught. They are a part of the batch, so their mean and deviation only say how
+  // those of the batch would change: without changes, these are the recorded ones.
+  const own = {}, means = {}, shared = statisticsOf(episodes[0], epoch);
+  deriveAll(episodes, s, epoch, own);
+  for (const name of ["reward", "advantage"]) {
+    const told = [shared[`${name}_mean`], shared[`${name}_deviation`]];
+    if (!own[`${name}_own`] || told.some(Number.isNaN)) continue;
+    means[`${name}_mean`] = told[0] - own[`${name}_own`][0];
+    means[`${name}_deviation`] = told[1] / own[`${name}_own`][1];
+  }
+  return deriveAll(episodes, {...s, ...changes}, epoch, means);
 }
 
 // ---- The lines of one token ----

@@ -286,12 +286,13 @@ def token_loss(
 
 def divisor(aggregation: str, length: int, counts: Mapping[str, float]) -> float:
     """What a token's loss is divided by. length: of its response; counts: of the whole minibatch."""
-    return {
+    found = {
         "token-mean": counts["tokens"],
         "seq-mean-token-sum": counts["sequences"],
         "seq-mean-token-mean": counts["sequences"] * length,
         "seq-mean-token-sum-norm": counts["episodes"] * counts["length"],
-    }[aggregation]
+    }
+    return max(found[aggregation], 1)
 
 
 # ---- One episode of a trace ------------------------------------------------------------------------------------
