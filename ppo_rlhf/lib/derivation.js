@@ -198,13 +198,13 @@ function deriveAll(episodes, s, epoch, means = {}) {
 function whatIf(episodes, s, changes, epoch) {
   // What the same episodes would have taught. They are a part of the batch, so their mean and deviation only say how
   // those of the batch would change: without changes, these are the recorded ones.
-  const own = {}, means = {}, shared = statisticsOf(episodes[0], epoch);
-  deriveAll(episodes, s, epoch, own);
+  const means = {}, shared = statisticsOf(episodes[0], epoch);
   for (const name of ["reward", "advantage"]) {
-    const told = [shared[`${name}_mean`], shared[`${name}_deviation`]];
-    if (!own[`${name}_own`] || told.some(Number.isNaN)) continue;
-    means[`${name}_mean`] = told[0] - own[`${name}_own`][0];
-    means[`${name}_deviation`] = told[1] / own[`${name}_own`][1];
+    deriveAll(episodes, s, epoch, means);
+    const told = [shared[`${name}_mean`], shared[`${name}_deviation`]], own = means[`${name}_own`];
+    if (!own || told.some(Number.isNaN)) continue;
+    means[`${name}_mean`] = told[0] - own[0];
+    means[`${name}_deviation`] = told[1] / own[1];
   }
   return deriveAll(episodes, {...s, ...changes}, epoch, means);
 }
