@@ -98,8 +98,6 @@ class Functions(TorchFunctionMode):
                 return torch.tensor(*args[1:], **kwargs | {"device": "cpu"}).to(kwargs.get("device", args[0].device))
             if function is Tensor.tolist:
                 return args[0].cpu().tolist()
-            if function is torch.nn.functional.scaled_dot_product_attention:
-                return attention(function, *args, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -111,8 +109,13 @@ def on_device(numbers: Any) -> bool:
     return isinstance(numbers, StandInTensor)
 
 
-def attention(function: Callable, query: Tensor, key: Tensor, value: Tensor, attn_mask=None, *args, **kwargs):
-    """Attention in one kernel where the CPU has one kernel for it. The library would take it apart for this device."""
+library_attention = torch.nn.functional.scaled_dot_product_attention
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args, **kwargs) -> Tensor:
+    """Attention in one kernel where the CPU has one for it. PyTorch would take it apart on a device it doesn't know."""
+    if not on_device(query):
+        return library_attention(query, key, value, attn_mask, *args, **kwargs)
     if torch.is_autocast_enabled(NAME):
         dtype = torch.get_autocast_dtype(NAME)
         query, key, value = (cast(states, dtype) for states in (query, key, value))
@@ -120,7 +123,7 @@ def attention(function: Callable, query: Tensor, key: Tensor, value: Tensor, att
     given = [x.numbers if on_device(x) else x for x in (query, key, value, attn_mask)]
     if torch._fused_sdp_choice(*given, *args, **kwargs) != torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         with torch.autocast(NAME, enabled=False):
-            return function(query, key, value, attn_mask, *args, **kwargs)
+            return library_attention(query, key, value, attn_mask, *args, **kwargs)
     names = dict(zip(("dropout_p", "is_causal"), args, strict=False)) | kwargs
     own = {name: names[name] for name in ("dropout_p", "is_causal", "scale") if name in names}
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -213,8 +216,25 @@ def our_lines() -> Place:
     return tuple(reversed(lines))
 
 
+def count_updates() -> list[Counter[tuple[Kind, Place]]]:
+    """A list that gets the counts of each update when its metrics are logged, those of the log included."""
+    from ppo_rlhf.lib import run
+
+    found, before = [], Counter()
+    log = run.Run.log
+
+    def log_and_count(this_run: run.Run, step: int, metrics: dict[str, float]) -> None:
+        nonlocal before
+        log(this_run, step, metrics)
+        found.append(counts - before)
+        before = counts.copy()
+
+    run.Run.log = log_and_count
+    return found
+
+
 def save(file: Path, updates: list[Counter]) -> None:
-    """Write what `counted_updates` found: for each update, rows of kind, place and number."""
+    """Write what `count_updates` found: for each update, rows of kind, place and number."""
     file.write_text(json.dumps([[[kind, place, n] for (kind, place), n in one.items()] for one in updates]))
 
 
@@ -268,14 +288,15 @@ def cast_then_call(function: torch._ops.OpOverload, how: str, *args, **kwargs) -
         return function(*args, **kwargs)
 
 
-def register_autocast(rules: Literal["cpu", "cuda"]) -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+def register_autocast(rules: Literal["cpu", "cuda"]) -> list[torch.library.Library]:
+    others, library = (torch.library.Library(name, "IMPL", "AutocastPrivateUse1") for name in ("_", "aten"))
+    others.fallback(torch.library.fallthrough_kernel)
     for how, names in (("low", LOW), ("full", FULL[rules]), ("widest", WIDEST[rules])):
         for name in names:
             packet, _, overload = name.partition(".")
             function = getattr(getattr(aten, packet), overload or "default")
             library.impl(name, partial(cast_then_call, function, how))
-    return library
+    return [others, library]
 
 
 # ---- Install ---------------------------------------------------------------------------------------------------
@@ -308,6 +329,7 @@ def install(*, autocast: Literal["cpu", "cuda"] = "cuda") -> torch.device:
         accelerator.state.device = DEVICE
         return accelerator
 
+    torch.nn.functional.scaled_dot_product_attention = attention
     torch.clear_autocast_cache = clear_autocast_cache
     processes.make_accelerator = make_accelerator_of_device
     _foreach_utils._foreach_supported_types.append(StandInTensor)
