@@ -98,6 +98,8 @@ class Functions(TorchFunctionMode):
                 return torch.tensor(*args[1:], **kwargs | {"device": "cpu"}).to(kwargs.get("device", args[0].device))
             if function is Tensor.tolist:
                 return args[0].cpu().tolist()
+            if function == Tensor.data.__set__ and on_device(args[1]):
+                args[0].numbers = args[1].numbers
         return function(*args, **kwargs)
 
 
