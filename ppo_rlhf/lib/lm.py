@@ -293,7 +293,9 @@ def read_contexts(
     mask, length = contexts != pad_id, contexts.shape[1]  # (batch, context_length)
     position_ids, tokens = mask.cumsum(1) - mask.long(), contexts.masked_fill(~mask, 0)
     cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
+    # Rows of a pass keep their order: their place changes how sums are rounded, and small/grpo.py does not sort them.
     plan = passes.plan_passes(mask.sum(1).cpu(), lm_backbone)
+    plan = [passes.Pass(one.rows.sort().values, one.longest) for one in plan]
 
     def read(rows: Tensor, tokens: Tensor, mask: Tensor, position_ids: Tensor, longest: int) -> Tensor:
         real = slice(length - longest, length)
