@@ -547,9 +547,7 @@ def read_responses(
     tokens, responses, mask: as in ActorCritic.forward. recorded: whether the log-probs are the sampler's.
     """
     known = sampler_logprobs if recorded else None
-    logprobs, values, _, exact_kl = actor_critic(
-        tokens, responses, mask, pad_id, reference if exact else None, known
-    )
+    logprobs, values, _, exact_kl = actor_critic(tokens, responses, mask, pad_id, reference if exact else None, known)
     ref_logprobs = reference.logprobs(tokens, responses, mask, pad_id) if reference else logprobs
     return logprobs, values, ref_logprobs, exact_kl
 
