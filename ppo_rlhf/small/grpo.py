@@ -86,8 +86,9 @@ def generate(policy: PreTrainedModel, prompts: list, n: int, temperature: float,
             rows, tokens, mask, positions = rows[going], tokens[going], mask[going], positions[going]
             for layer in cache.layers:
                 layer.keys, layer.values = layer.keys[going], layer.values[going]
-        if len(rows) and column + 1 < RESPONSE_LENGTH:
-            states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (rows, width)
+        if not len(rows):
+            break
+        states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (rows, width)
     return [row[: row.index(end) + 1] if end in row else row for row in responses.tolist()], logprobs
 
 
