@@ -359,8 +359,8 @@ def train(
     """Train a policy, and a critic if the estimator has one; return the folder models/<run>/policy, on every process.
 
     joint: of a script that runs this as one of several stages. generator: gives what samples in place of
-    lm.generate_until, with the same arguments; a log-prob of NaN marks a token that the policy has not written. Raises InputError, a ValueError: on bad arguments
-    before anything is written; later if a disk or a verifier fails.
+    lm.generate_until, with the same arguments; a log-prob of NaN marks a token that the policy did not write. Raises
+    InputError, a ValueError: on bad arguments before anything is written; later if a disk or a verifier fails.
     """
     setup, actor_critic, reference = load(args, joint)
     if generator:

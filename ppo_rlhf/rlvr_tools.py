@@ -204,7 +204,7 @@ def conversation(setup: rlvr_policy.Setup) -> Conversation:
 
     def answer(written: list[int]) -> list[int]:
         text = tokenizer.decode(written)
-        before, start, call = text.removesuffix(args.call_end).rpartition(args.call_start)
+        _, start, call = text.removesuffix(args.call_end).rpartition(args.call_start)
         said = tool(call) if start else tools.SYNTAX
         tokens = encode(said.encode(errors="replace").decode())
         return tokens if len(tokens) <= args.max_answer else encode(tools.TOO_LONG)

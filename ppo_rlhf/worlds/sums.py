@@ -209,7 +209,7 @@ def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float,
 
 
 def solve_with_calculator(rng: random.Random, problem: Problem, args: ToolsArgs) -> str:
-    """The solution of a pupil who may call the calculator; its answers stand between the end of a call and a line's."""
+    """The solution of a pupil who may call the calculator; an answer goes from the end of a call to that of a line."""
     speaks, number, lines = rng.random() < args.wordy, problem.first, []
     most = HURRIED if rng.random() < args.hasty else len(problem.steps)
     for step, sentence in zip(problem.steps[:most], problem.sentences[1 : most + 1], strict=True):
@@ -268,8 +268,8 @@ def train_language_model(
 ) -> tuple[LlamaForCausalLM, float]:
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
-    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. What a calculator says is
-    read, but not learned; and its tokens are those that rlvr_tools.py inserts.
+    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. What a calculator says
+    is read, but not learned; its tokens are those that rlvr_tools.py inserts.
 
     To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
     initial weights. So it begins with the shortest fifth of the pairs.
