@@ -59,26 +59,39 @@ def left_pad(rows: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def generate(policy: PreTrainedModel, prompts: list, temperature: float, *key: int | str) -> list[list[int]]:
-    """Sample a response to each prompt. It ends with the end-of-text token, or is cut off at RESPONSE_LENGTH."""
-    noise = torch.rand(len(prompts), RESPONSE_LENGTH, generator=keyed_generator(*key), dtype=torch.float64)
-    tokens, end = left_pad(prompts), policy.config.eos_token_id  # (rows, longest)
-    mask = tokens != PAD  # (rows, longest)
-    tokens, positions = tokens.masked_fill(~mask, 0), mask.cumsum(1) - mask.long()  # (rows, longest) each
+def generate(policy: PreTrainedModel, prompts: list, n: int, temperature: float, *key: int | str) -> tuple:
+    """Sample n responses to each prompt, up to the end-of-text token or RESPONSE_LENGTH; lists, and log-probs."""
+    noise = torch.rand(len(prompts) * n, RESPONSE_LENGTH, generator=keyed_generator(*key), dtype=torch.float64)
+    tokens, end = left_pad(prompts), policy.config.eos_token_id  # (prompts, longest)
+    mask = tokens != PAD  # (prompts, longest)
+    tokens, positions = tokens.masked_fill(~mask, 0), mask.cumsum(1) - mask.long()  # (prompts, longest) each
     # The cache keeps the keys and values of earlier tokens, so that each step only has to read the newest token.
-    cache = StaticCache(policy.config, max_cache_len=tokens.shape[1] + RESPONSE_LENGTH)
-    columns = []
-    for uniform in noise.split(1, dim=1):  # (rows, 1), in [0, 1)
-        state = policy.model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        ).last_hidden_state[:, -1]  # (rows, width)
+    cache = StaticCache(policy.config, max_cache_len=tokens.shape[1])
+    states = policy.model(tokens, mask, positions, cache, use_cache=True).last_hidden_state[:, -1]  # (prompts, width)
+    for layer in cache.layers:  # read once, a prompt serves n responses, each of which gets room for its tokens
+        copies = (x.repeat_interleave(n, 0) for x in (layer.keys, layer.values))
+        layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, RESPONSE_LENGTH)) for x in copies)
+        layer.max_cache_len += RESPONSE_LENGTH
+    states, mask, positions = (x.repeat_interleave(n, 0) for x in (states, mask, positions[:, -1:]))
+    responses, logprobs = torch.full(noise.shape, PAD), torch.zeros(noise.shape)  # (rows, RESPONSE_LENGTH) each
+    rows = torch.arange(len(noise))  # those that are still sampled
+    for column in range(RESPONSE_LENGTH):
         # Sample by inverse CDF: take the first token whose cumulative probability exceeds the random number.
-        cdf = (policy.lm_head(state) / temperature).log_softmax(1).double().exp().cumsum(1)  # (rows, vocabulary)
-        tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # (rows, 1)
-        columns.append(tokens)
-        mask, positions = nn.functional.pad(mask, (0, 1), value=True), positions[:, -1:] + 1
-    rows = torch.cat(columns, 1).tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]  # without what follows the end
+        all_logprobs = (policy.lm_head(states) / temperature).log_softmax(1)  # (rows, vocabulary)
+        cdf = all_logprobs.double().exp().cumsum(1)  # (rows, vocabulary)
+        tokens = torch.searchsorted(cdf, noise[rows, column, None] * cdf[:, -1:], right=True)  # (rows, 1)
+        responses[rows, column], logprobs[rows, column] = tokens[:, 0], all_logprobs.gather(1, tokens)[:, 0]
+        mask, positions = nn.functional.pad(mask, (0, 1), value=True), positions + 1
+        going = (responses[rows] != end).all(1)  # (rows,)
+        if column % 4 == 3 and 2 * going.sum() <= len(rows):  # responses that have ended leave when they are half
+            rows, tokens, mask, positions = rows[going], tokens[going], mask[going], positions[going]
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[going], layer.values[going]
+        if not len(rows) or column + 1 == RESPONSE_LENGTH:
+            break
+        states = policy.model(tokens, mask, positions, cache, use_cache=True).last_hidden_state[:, -1]  # (rows, width)
+    # Nothing after the end belongs to a response.
+    return [row[: row.index(end) + 1] if end in row else row for row in responses.tolist()], logprobs
 
 
 def read_logprobs(policy: PreTrainedModel, tokens: Tensor, in_response: Tensor) -> Tensor:
@@ -100,15 +113,15 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
     for update in range(UPDATES):
         # 1. Draw problems. All updates together need fewer than there are, so each is new to the policy.
         drawn = [problems[i] for i in problem_order[update * PROMPTS :][:PROMPTS] for _ in range(GROUP)]
-        prompts = [tokenizer.encode(question) for question, _ in drawn]  # GROUP times the same, then the next
+        prompts = [tokenizer.encode(question) for question, _ in drawn[::GROUP]]
 
         # 2. Generate responses, and record their log-probs: step 7 measures how far the policy has moved since.
-        responses = generate(policy, prompts, 1.0, seed, "policy", update)
-        tokens = left_pad([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
-        sizes = torch.tensor([len(response) for response in responses])  # (batch,)
-        in_response = torch.arange(tokens.shape[1], 0, -1) <= sizes.unsqueeze(1)  # (batch, length); the last columns
-        with torch.no_grad():
-            logprobs = read_logprobs(policy, tokens, in_response)  # (batch, length)
+        responses, recorded = generate(policy, prompts, GROUP, 1.0, seed, "policy", update)
+        tokens = left_pad([prompts[i // GROUP] + response for i, response in enumerate(responses)])  # (batch, length)
+        sizes = torch.tensor([len(response) for response in responses]).unsqueeze(1)  # (batch, 1)
+        in_response = torch.arange(tokens.shape[1], 0, -1) <= sizes  # (batch, length); the last columns
+        recorded = recorded[torch.arange(RESPONSE_LENGTH) < sizes]  # (response tokens,)
+        logprobs = torch.zeros(tokens.shape).masked_scatter(in_response, recorded)  # (batch, length)
 
         # 3. There is no reference: the verifier cannot be fooled, so the policy may move as far as it likes.
 
@@ -153,7 +166,7 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
 def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:
     """Print how many problems the policy solves with its most likely responses, and its response to the longest."""
     prompts = [tokenizer.encode(question) for question, _ in problems]
-    responses = generate(policy, prompts, 1e-6, "greedy")  # at this temperature, the most likely token always wins
+    responses, _ = generate(policy, prompts, 1, 1e-6, "greedy")  # so cold that the most likely token always wins
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = [is_right(text, answer) for text, (_, answer) in zip(texts, problems, strict=True)]
     (question, _), text = max(zip(problems, texts, strict=True), key=lambda pair: len(pair[0][0]))
