@@ -7,18 +7,19 @@ counts nowhere; a summary without one is punished (the end-of-text trick); the c
 starts as a copy of the reward model. Each update does eight things, and `train()` below reads so:
 
     1. sample posts
-    2. generate summaries, cut after the end-of-text token; their log-probs and values
-    3. log-probs of the reference
+    2. generate summaries, cut after the end-of-text token; record their log-probs and values
+    3. compute the log-probs of the reference
     4. score; punish summaries that do not end
-    5. per-token rewards: KL penalty on every token, score after the last
-    6. advantages and returns (GAE)
-    7. PPO epochs over minibatches
-    8. log, and adapt the KL coefficient
+    5. compute per-token rewards: KL penalty on every token, score after the last
+    6. compute advantages and returns (GAE)
+    7. optimise: PPO epochs over minibatches
+    8. adapt the KL coefficient and log
 
-Steps 6 and 7 stand in `ppo_update`. Before every `eval_interval`-th update, held-out posts are summarised.
+Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own advantages. Before every
+`eval_interval`-th update, held-out posts are summarised.
 
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
-ee77a9a, which reproduced OpenAI's; its file and line stand beside the mark. Marks like [D54] are details of chapter 1
+ee77a9a, which reproduced OpenAI's; its file and line are next to the mark. Marks like [D54] are details of chapter 1
 too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577. Places where
 we differ on purpose have marks like [X20]; see docs/details.
 
@@ -32,7 +33,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,6 +163,49 @@ PRESETS = {
 }
 
 
+# ---- Sizes -----------------------------------------------------------------------------------------------------
+#
+# How a batch is divided, with the numbers of the default, tldr, on one process:
+#
+#     batch         512 episodes, one update; every process has an equal part, its local batch
+#     minibatch     512: 1 / nminibatches of the batch, one optimiser step; 4 epochs make 4 steps
+#     pass          a part of the minibatch, or micro-batch, that is read at a time; changes memory, not numbers
+#
+# Chapter 1 also has groups, which are whitened separately. Here a whole minibatch is whitened together.
+
+
+@dataclass(frozen=True)
+class PpoSizes:
+    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
+    local_rollout_batch: int
+    local_minibatch: int
+    local_micro_batch: int
+
+
+def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
+    slices = num_processes * ppo.nminibatches
+    local_minibatch = processes.split_evenly(
+        "ppo.batch_size", ppo.batch_size, slices, f"processes x {cli.typed('ppo.nminibatches')}"
+    )
+    local_batch = ppo.batch_size // num_processes
+    return PpoSizes(
+        updates=ppo.total_episodes // ppo.batch_size,
+        batch=ppo.batch_size,
+        local_batch=local_batch,
+        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
+        local_minibatch=local_minibatch,
+        local_micro_batch=processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch),
+    )
+
+
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
@@ -196,70 +239,64 @@ def train(args: Args, joint: dict | None = None) -> Path:
     judged_by = {"scores": score} | monitor
     evaluate = partial(evaluate_policy, this_run, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
     prompts, reference_scores = held_out["validation"].first(args.eval_prompts), {}
-    trace = partial(this_run.trace_posts, args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
+    networks_and_scorers = (held_out, actor_critic, reference, score, monitor)
+    trace = partial(trace_episodes, this_run, args, tokenizer, ids, *networks_and_scorers)
 
-    with this_run.progress("PPO", sizes.updates, first_update) as advance:
-        for update in range(first_update, sizes.updates):
-            started = time.monotonic()
-            optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
-            if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
-                evaluation, _ = evaluate(prompts, reference_scores, update)
-            with actor_critic.sampling():
-                # 1. Sample posts. Every process draws the whole batch and takes its rows.
-                inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
-                queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
-                lengths, uses = (queries != ids.pad).sum(1), task.response_length
-                query_passes = passes.plan_passes(lengths, actor_critic, at_once, uses=uses)
-                queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
-                uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+    for update in this_run.updates("PPO", first_update, sizes.updates):
+        optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
+        if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
+            evaluation, _ = evaluate(prompts, reference_scores, update)
+        with actor_critic.sampling():
+            # 1. Sample posts. Every process draws the whole batch and takes its rows.
+            inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
+            queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
+            lengths, uses = (queries != ids.pad).sum(1), task.response_length
+            query_passes = passes.plan_passes(lengths, actor_critic, at_once, uses=uses)
+            queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
+            uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
-                # 2. Generate summaries, cut after the end-of-text token; their log-probs and values.
-                act = partial(respond, actor_critic, ids, task.temperature)  # gives 4 (local_batch, response_length)
-                responses, logprobs, values, sampler_gap = passes.in_passes(act, query_passes, queries, uniforms)
+            # 2. Generate summaries, cut after the end-of-text token; record their log-probs and values.
+            act = partial(respond, actor_critic, ids, task.temperature)  # gives 4 (local_batch, response_length)
+            responses, logprobs, values, sampler_gap = passes.in_passes(act, query_passes, queries, uniforms)
 
-                # 3. Log-probs of the reference.
-                query_responses = torch.cat([queries, responses], dim=1)
-                plan = passes_over(query_responses, ids.pad, actor_critic, at_once)
-                read = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
-                ref_logprobs = passes.in_passes(read, plan, query_responses)  # (local_batch, response_length)
+            # 3. Compute the reference's log-probs: (local_batch, response_length).
+            query_responses = torch.cat([queries, responses], dim=1)
+            plan = passes_over(query_responses, ids.pad, actor_critic, at_once)
+            read = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
+            ref_logprobs = passes.in_passes(read, plan, query_responses)
 
-                # 4. Score; punish summaries that do not end.
-                raw_scores = passes.few_rows_at_a_time(score, chunk, queries, responses, references)  # (local_batch,)
-                finished = lm.has_stop(responses, ids.stop, 0)  # (local_batch,)
-                scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
+            # 4. Score; punish summaries that do not end.
+            raw_scores = passes.few_rows_at_a_time(score, chunk, queries, responses, references)  # (local_batch,)
+            finished = lm.has_stop(responses, ids.stop, 0)  # (local_batch,)
+            scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
 
-                # 5. Per-token rewards.
-                mask, value_mask = response_masks(responses, ids.pad)
-                rewards, non_score_rewards, kl = compute_rewards(
-                    scores, logprobs, ref_logprobs, mask, controller.value, shaping.kl_estimator
-                )
-
-            # 6. Advantages and returns, and 7. PPO epochs.
-            rollout = Rollout(
-                *(query_responses, logprobs, values, rewards, mask, value_mask),
-                *(kl, non_score_rewards, raw_scores, scores, finished, sampler_gap),
-            )
-            minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
-            steps = ppo_update(
-                actor_critic, optimizer, rollout, minibatches, ppo, ids.pad, task.temperature, accelerator
+            # 5. Compute per-token rewards. The score judges the whole summary, so it comes after the last token. The
+            #    KL divergence is a sum over tokens, so each token pays for its own part.
+            mask, value_mask = response_masks(responses, ids.pad)
+            rewards, non_score_rewards, kl = compute_rewards(
+                scores, logprobs, ref_logprobs, mask, controller.value, shaping.kl_estimator
             )
 
-            # 8. Log, and adapt the KL coefficient.
-            monitored = {name: function(queries, responses, references) for name, function in monitor.items()}
-            metrics = update_metrics(rollout, steps, monitored, this_run, update, controller.value, lr)
-            controller.update(metrics["objective/kl"], sizes.batch)
-            this_run.log(update, metrics | evaluation)
-            if args.log_interval and update % args.log_interval == 0:
-                tokens = (queries[:3], responses[:3], references[:3])
-                samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
-                this_run.log_samples(update, posts.sample_table(samples))
-            if this_run.is_time_to_trace(update):  # a few episodes with all their numbers, for report.py
-                trace(update, rollout, ref_logprobs, references, monitored, controller.value)
-            speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
-            advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
-            if this_run.is_time_to_save(update + 1, sizes.updates):
-                state = {"kl_coef": controller.value, "evaluation": evaluation}
-                this_run.save_checkpoint(update + 1, checkpoints.training_state(actor_critic, optimizer), state)
+        # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
+        rollout = Rollout(
+            *(query_responses, logprobs, values, rewards, mask, value_mask),
+            *(kl, non_score_rewards, raw_scores, scores, finished, sampler_gap),
+        )
+        minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
+        steps = ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, ids.pad, task.temperature, accelerator)
+
+        # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
+        monitored = {name: function(queries, responses, references) for name, function in monitor.items()}
+        kl_coef, tokens = controller.value, (queries, responses, references)
+        metrics = update_metrics(rollout, steps, monitored, this_run, update, kl_coef, lr)
+        controller.update(metrics["objective/kl"], sizes.batch)
+        this_run.end_of_update(
+            *(update, metrics | evaluation),
+            f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}",
+            samples=partial(sample_rows, tokenizer, ids, *tokens, scores, kl),
+            trace=partial(trace, update, rollout, ref_logprobs, references, monitored, kl_coef),
+            checkpoint=partial(training_state, actor_critic, optimizer, controller, evaluation),
+        )
 
     results = evaluate_splits(evaluate, held_out, sizes.updates, this_run)
     save_networks(this_run.model_folder, actor_critic, reference, tokenizer, given)
@@ -874,42 +911,6 @@ def check_arguments(args: Args) -> None:
         )
 
 
-@dataclass(frozen=True)
-class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise.
-
-    A batch is shared among processes: the local batch. A minibatch, one optimiser step, is 1 / nminibatches of the
-    batch, and the local minibatch one process's part of it. A micro-batch is one forward pass, at most.
-    """
-
-    updates: int
-    batch: int
-    local_batch: int
-    local_rollout_batch: int
-    local_minibatch: int
-    local_micro_batch: int
-
-
-def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
-    slices = num_processes * ppo.nminibatches
-    local_minibatch = processes.split_evenly(
-        "ppo.batch_size", ppo.batch_size, slices, f"processes x {cli.typed('ppo.nminibatches')}"
-    )
-    local_batch = ppo.batch_size // num_processes
-    return PpoSizes(
-        updates=ppo.total_episodes // ppo.batch_size,
-        batch=ppo.batch_size,
-        local_batch=local_batch,
-        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
-        local_minibatch=local_minibatch,
-        local_micro_batch=processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch),
-    )
-
-
 def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, Reference]:
@@ -962,6 +963,101 @@ def save_networks(
     info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
     parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
     models.save_policy_and_critic(folder, *parts, tokenizer, info, args.trust_remote_code)
+
+
+def training_state(
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    controller: AdaptiveKLController,
+    evaluation: dict[str, float],
+) -> tuple[dict[str, Tensor], dict]:
+    """What a checkpoint keeps: tensors, and the rest. Every process must call this."""
+    state = {"kl_coef": controller.value, "evaluation": evaluation}
+    return checkpoints.training_state(actor_critic, optimizer), state
+
+
+def sample_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: posts.TaskIds,
+    queries: Tensor,
+    responses: Tensor,
+    references: Tensor,
+    scores: Tensor,
+    kl: Tensor,
+) -> list[dict]:
+    """Three episodes to print. All but the first two arguments have a row for each episode of the local batch."""
+    tokens = (queries[:3], responses[:3], references[:3])
+    rows = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
+    return posts.sample_table(rows)
+
+
+@torch.no_grad()
+def trace_episodes(
+    this_run: run.Run,
+    args: Args,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: posts.TaskIds,
+    held_out: dict[str, posts.Posts],
+    actor_critic: ActorCritic,
+    reference: Reference,
+    score: scorers.Scorer,
+    monitor: dict[str, scorers.Scorer],
+    update: int,
+    rollout: Rollout,
+    ref_logprobs: Tensor,
+    references: Tensor,
+    monitored: dict[str, Tensor],
+    kl_coef: float,
+) -> None:
+    """Keep a few episodes with all their numbers, which report.py shows: some of the batch, and summaries of the
+    same posts each time, with the same noise. Both are read with the policy after the update. Every process must call
+    this. Advantages are whitened over the whole batch, not over one minibatch.
+    """
+    task, ppo, shaping = args.task, args.ppo, args.rewards
+    reduce = partial(this_run.accelerator.reduce, reduction="sum")
+    few = slice(traces.TRACED)
+
+    def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool = False) -> None:
+        rows = posts.evaluation_rows(tokenizer, ids.pad, queries[few], responses[few], references[few])
+        summaries = [row["reference"] for row in rows]
+        this_run.trace(update, tokenizer, ids.pad, queries, responses, *numbers, again=again, reference=summaries)
+
+    query_responses, logprobs = rollout.query_responses[few], rollout.logprobs[few]
+    length = query_responses.shape[1] - task.response_length
+    new_logprobs, entropies, new_values = actor_critic(query_responses, ids.pad, length, task.temperature)
+    advantages, returns = compute_advantages(
+        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo), reduce=reduce
+    )
+    names = ("mask", "value_mask", "logprobs", "kl", "rewards", "values")
+    of_tokens = {name: getattr(rollout, name)[few] for name in names} | {"ref_logprobs": ref_logprobs[few]}
+    of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
+    of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
+    of_episodes = {"scores": rollout.scores, "raw_scores": rollout.raw_scores, "stopped": rollout.finished}
+    counted = (rollout.rewards, rollout.values, rollout.mask, rollout.value_mask)
+    shared, kept = traces.statistics_of_minibatches(rollout.seen, *counted, reduce), len(logprobs)
+    computed = traces.of_epochs(rollout.seen, kept), traces.of_epochs(shared, kept)
+    queries, responses = rollout.query_responses.tensor_split([length], dim=1)
+    keep(queries, responses, references, of_tokens, of_episodes | monitored, *computed)
+
+    watched, device = held_out["validation"].first(traces.TRACED), logprobs.device
+    queries, references = watched.queries.to(device), watched.references.to(device)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
+    with actor_critic.sampling():
+        responses, logprobs, values, _ = respond(actor_critic, ids, task.temperature, queries, uniforms)
+        query_responses = torch.cat([queries, responses], dim=1)
+        ref_logprobs = reference.logprobs(ids, queries.shape[1], task.temperature, query_responses)
+        raw_scores = traces.scorer_of_traces(score, shaping.function)(queries, responses, references).to(device)
+        stopped = lm.has_stop(responses, ids.stop, 0)
+        scores = punish_missing_eos(raw_scores, stopped, shaping.missing_eos, shaping.missing_eos_penalty)
+        mask, value_mask = response_masks(responses, ids.pad)
+        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"mask": mask, "value_mask": value_mask}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
+    for name, function in monitor.items():
+        of_episodes[name] = traces.scorer_of_traces(function, shaping.monitor)(queries, responses, references)
+    statistics = {"kl_coef": torch.full((len(queries),), kl_coef, dtype=torch.float64)}
+    keep(queries, responses, references, of_tokens, of_episodes, {}, statistics, again=True)
 
 
 if __name__ == "__main__":

@@ -424,9 +424,6 @@ class Run:
                 traces.of_tokens(step, again, *ids, tokens, episodes, texts, epochs or {}, statistics or {}),
             )
 
-    # What chapter 2 keeps: a method, whose `this_run` is this.
-    trace_posts = traces.of_posts
-
     # ------------------------------------------------------------------------------------------------------------
 
     def updates(self, title: str, first: int, total: int) -> Iterator[int]:
