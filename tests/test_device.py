@@ -6,7 +6,6 @@ in float64.
 """
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,7 +66,7 @@ def assert_same_numbers(here: Path, there: Path, exact: bool = True) -> None:
 @pytest.fixture(scope="module")
 def chapter_1(tiny_world, tmp_path_factory) -> tuple[Path, Path]:
     """The folders of train_reward.py on the CPU and on the device."""
-    sizes = "--num_train 16 --save_interval 1".split()
+    sizes = ["--num_train", "16", "--save_interval", "1"]
     arguments = [*world_arguments(tiny_world), *reward_arguments(tiny_world), *sizes]
     return run_both(tmp_path_factory.mktemp("reward"), "train_reward.py", arguments)
 
@@ -126,7 +125,10 @@ def test_the_first_stages_of_chapter_2(chapter_2, stage):
 
 @pytest.mark.parametrize(
     "more",
-    ["", "--lora.rank 2 --lora.target_modules all-linear --gradient_checkpointing --dtype bfloat16 --frozen_bfloat16"],
+    [
+        "",
+        "--lora.rank 2 --lora.target_modules all-linear --gradient_checkpointing --dtype bfloat16 --frozen_bfloat16",
+    ],
     ids=["whole", "adapters"],
 )
 def test_the_policy_of_chapter_2(chapter_2, tiny_posts, tmp_path, more):
@@ -138,8 +140,9 @@ def test_the_policy_of_chapter_2(chapter_2, tiny_posts, tmp_path, more):
 
 CRITIC = "--rewards.kl_coef 0.1 --ppo.critic_warmup 1 --rewards.adaptive_kl.target 1"
 GROUPS = (
-    "--ppo.samples_per_prompt 4 --ppo.advantage remax --ppo.critic_warmup 0 --ppo.filter_groups --ppo.entropy_coef 0.01 "
-    "--rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full --rewards.overlong_buffer 4 --lora.rank 2 "
+    "--ppo.samples_per_prompt 4 --ppo.advantage remax --ppo.critic_warmup 0 --ppo.filter_groups "
+    "--ppo.entropy_coef 0.01 --rewards.kl_loss_coef 0.01 "
+    "--rewards.kl_loss_estimator full --rewards.overlong_buffer 4 --lora.rank 2 "
     "--gradient_checkpointing"
 )
 GRPO = "--ppo.samples_per_prompt 4 --ppo.advantage grpo --ppo.critic_warmup 0 --rewards.kl_loss_coef 0.01"

@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: a device whose tensors stay in the CPU's memory, with the rules of CUDA and a count of its work.
+"""A stand-in for a GPU: its tensors stay in the CPU's memory, the rules are those of CUDA, and its work is counted.
 
 `install()` registers the device under PyTorch's spare device type. Every operation on its tensors is computed by the
 CPU, so the numbers are the CPU's. On the way, each operation is checked and counted:
@@ -8,8 +8,8 @@ CPU, so the numbers are the CPU's. On the way, each operation is checked and cou
     launches   operations that compute; views and new uninitialised memory are free. Some operations are several
                kernels on a GPU, but here each counts as one; optimisers and norms count once for 36 tensors
     copies     of tensors from the CPU to the device, and back
-    waits      where the host can't go on before the device is done: it reads numbers (item, tolist, cpu) or sizes that
-               depend on numbers (nonzero, unique, masks as indices)
+    waits      where the host can't go on before the device is done: it reads numbers (item, tolist, cpu), or sizes
+               that depend on numbers (nonzero, unique, masks as indices)
 
 What only hardware shows isn't shown here: speed, memory, how a kernel rounds, kernels that don't exist for a dtype,
 and several streams. PyTorch calls the registration experimental, so a later version may change it.
@@ -19,7 +19,6 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +41,8 @@ WAITS |= {"unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 COPYING = {"copy_", "_to_copy", "copy", "_copy_from"}
 TAKES_A_NUMBER = {"fill_", "masked_fill", "masked_fill_", "where"}  # besides elementwise operations
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "lift_fresh"}
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"}
+FREE.add("lift_fresh")
 
 
 # ---- Tensors ---------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ library_attention = torch.nn.functional.scaled_dot_product_attention
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args, **kwargs) -> Tensor:
-    """Attention in one kernel where the CPU has one for it. PyTorch would take it apart on a device it doesn't know."""
+    """Attention in one kernel where the CPU has one. PyTorch would take it apart on a device it doesn't know."""
     if not on_device(query):
         return library_attention(query, key, value, attn_mask, *args, **kwargs)
     if torch.is_autocast_enabled(NAME):
@@ -240,9 +240,7 @@ def save(file: Path, updates: list[Counter]) -> None:
 
 def load(file: Path) -> list[Counter[tuple[Kind, Place]]]:
     """The inverse of `save`."""
-    return [
-        Counter({(kind, tuple(place)): n for kind, place, n in one}) for one in json.loads(file.read_text())
-    ]
+    return [Counter({(kind, tuple(place)): n for kind, place, n in one}) for one in json.loads(file.read_text())]
 
 
 # ---- Autocast --------------------------------------------------------------------------------------------------
@@ -251,10 +249,12 @@ def load(file: Path) -> list[Counter[tuple[Kind, Place]]]:
 # autocast_mode.h. In low precision; in float32; all arguments in the widest dtype that one of them has.
 LOW = ("addmm", "addmv", "matmul", "mm", "mv", "linear", "baddbmm", "bmm", "addbmm")
 FULL = {
-    "cuda": ("exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "softplus", "layer_norm", "native_layer_norm")
-    + ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "rms_norm", "logsumexp", "nll_loss", "mse_loss")
-    + ("softmax.int", "log_softmax.int", "cumsum", "sum", "sum.dim_IntList", "prod", "prod.dim_int")
-    + ("binary_cross_entropy_with_logits", "kl_div", "linalg_vector_norm"),
+    "cuda": (
+        *("exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "softplus", "layer_norm", "native_layer_norm"),
+        *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "rms_norm", "logsumexp", "nll_loss", "mse_loss"),
+        *("softmax.int", "log_softmax.int", "cumsum", "sum", "sum.dim_IntList", "prod", "prod.dim_int"),
+        *("binary_cross_entropy_with_logits", "kl_div", "linalg_vector_norm"),
+    ),
     "cpu": ("prod", "prod.dim_int", "mse_loss", "nll_loss", "kl_div"),
 }
 WIDEST = {"cuda": ("addcdiv", "addcmul", "dot", "index_put", "scatter_add"), "cpu": ("stack", "cat", "index_copy")}
@@ -314,7 +314,7 @@ kept: list[Any] = []  # what has to live as long as the process
 
 def install(*, autocast: Literal["cpu", "cuda"] = "cuda") -> torch.device:
     """Register the device, once in a process, and make the scripts use it. autocast: whose rules it has."""
-    from ppo_rlhf.lib import packing, passes, processes
+    from ppo_rlhf.lib import processes
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     kept.append(register_autocast(autocast))

@@ -1,4 +1,4 @@
-"""Functions of verl 0.9.1 (core_algos.py, torch_functional.py, rollout_corr_helper.py), for `python -m ppo_rlhf.check`."""
+"""Functions of verl 0.9.1 for `python -m ppo_rlhf.check`: of core_algos, torch_functional, rollout_corr_helper."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,6 @@ from verl.utils import torch_functional
 class Config(SimpleNamespace):
     def get(self, name, default=None):
         return getattr(self, name, default)
-
 
 
 def whiten(values, mask, keep_mean):
