@@ -49,7 +49,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from ppo_rlhf.lib import cli, errors, files, rewards, run, texts
+from ppo_rlhf.lib import cli, errors, files, run, scorers, sources
 from ppo_rlhf.lib.errors import InputError, Stopped
 
 EVALUATION = "evaluation.jsonl"  # what a run's folder holds
@@ -196,7 +196,7 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
             raise InputError(f"{flag} {path}: line {number}: {wrong[0]} must be from 0 to {MOST_TOKENS}")
         for name in kinds:
             if isinstance(row.get(name), str):
-                texts.check_text(row[name], f"{flag} {path}: line {number}, {name},")
+                sources.check_text(row[name], f"{flag} {path}: line {number}, {name},")
     if not rows:
         raise InputError(f"{flag} {path}: holds no rows")
     return [row for _, row in rows]
@@ -646,9 +646,9 @@ Judgement = tuple[list[float | None], list[dict[str, Any]], dict[str, Any]]
 def gold_scores(name: str, function: Callable, *texts: Sequence[str | None]) -> list[float]:
     """The function's scores of the responses, one finite number each. Raises InputError if it gives others.
 
-    texts: queries, responses and references, as in rewards.score_texts.
+    texts: queries, responses and references, as in scorers.score_texts.
     """
-    scores, problem = rewards.score_texts(function, f"--gold {name}", *texts)
+    scores, problem = scorers.score_texts(function, f"--gold {name}", *texts)
     if problem:
         raise InputError(problem)
     return scores
@@ -657,7 +657,7 @@ def gold_scores(name: str, function: Callable, *texts: Sequence[str | None]) -> 
 def judge_by_gold(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The higher score wins; equal scores are a tie."""
     score = partial(
-        gold_scores, args.gold, rewards.import_function(args.gold, "gold"), [pair.query for pair in pairs]
+        gold_scores, args.gold, scorers.import_function(args.gold, "gold"), [pair.query for pair in pairs]
     )
     references = [pair.reference for pair in pairs]
     candidate = score([pair.candidate for pair in pairs], references)

@@ -61,7 +61,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from ppo_rlhf import rlvr_data, rlvr_math, rlvr_metrics, rlvr_policy
-from ppo_rlhf.lib import cli, engine, errors, processes, run
+from ppo_rlhf.lib import checkpoints, cli, engine, errors, processes, run
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Batches:
         """Make the policy's weights known as this version; forget those that no batch needs any more."""
         started = time.monotonic()
         # [V92] All trained parameters by name, tied weights once, are one object with one version.
-        parameters = run.trained_parameters(self.policy)
+        parameters = checkpoints.trained_parameters(self.policy)
         weights = {name: processes.gather_for_saving(parameter) for name, parameter in parameters.items()}
         from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf import rlvr_data, rlvr_math
-from ppo_rlhf.lib import lm, problems, processes, rewards as scorers, run
+from ppo_rlhf.lib import lm, problems, processes, rewards, run
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -191,7 +191,7 @@ def evaluate(setup: Any, actor_critic: Any, samples: int) -> tuple[dict[str, flo
     args, task, held_out = setup.args, setup.args.task, setup.held_out
     of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if task.answer_format == "hashes" else []
     names, field = list(dict.fromkeys([args.rewards.verifier, *of_hashes])), "rewards.verifier"
-    verifiers = [scorers.load_verifier(name, field, task.response_prefix, on_all_processes=True) for name in names]
+    verifiers = [rewards.load_verifier(name, field, task.response_prefix, on_all_processes=True) for name in names]
     chunk, shape = setup.sizes.local_rollout_batch, (len(held_out), task.response_length)
     sample = partial(actor_critic.sample, setup.ids)
     by = partial(problems.solve, held_out, sample, verifiers, setup.tokenizer, setup.ids, chunk, setup.accelerator)

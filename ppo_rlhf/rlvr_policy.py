@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_checks, rlvr_metrics, worlds
-from ppo_rlhf.lib import cli, lm, models, networks, passes, problems, processes, rewards as scorers, run, traces
+from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, problems, processes, rewards, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 from ppo_rlhf.rlvr_data import Batch, Draw, Pool, Request, Rollout, Sampled, make_batch
@@ -568,7 +568,7 @@ def punish(
     forms = {"none": raw_scores, "replace": torch.full_like(raw_scores, -penalty), "subtract": raw_scores - penalty}
     scores = torch.where(ended, raw_scores, forms[shaping.missing_stop])
     if shaping.overlong_buffer:
-        scores = scores + scorers.overlong_punishment(
+        scores = scores + rewards.overlong_punishment(
             lengths, response_length, shaping.overlong_buffer, shaping.overlong_factor
         )
     return scores
@@ -885,7 +885,7 @@ def trace_episodes(
     few_sizes = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
     # A user's function may count its calls or draw random numbers, so it is not called here. All scores are 0 in its
     # place, because NaN would leave all tokens out.
-    known = scorers.keeps_nothing(setup.args.rewards.verifier, setup.args.rewards.format)
+    known = rewards.keeps_nothing(setup.args.rewards.verifier, setup.args.rewards.format)
     silent = (lambda prompts, *_: torch.zeros(len(prompts)).double(), 0.0)
     sources = setup.sources if known else dict.fromkeys(setup.sources, silent)
     few_setup = dataclasses.replace(setup, sizes=few_sizes, sources=sources)
@@ -896,10 +896,10 @@ def trace_episodes(
     if not known:
         nan = {name: torch.full_like(getattr(again, name), math.nan) for name in ("scores", "raw_scores", "parts")}
         again = dataclasses.replace(again, **nan)
-    rewards = token_rewards(again, controller.value, setup.args.rewards.kl_estimator)
-    advantages, returns = compute_advantages(again, rewards[0], ppo, torch.clone)
+    shaped = token_rewards(again, controller.value, setup.args.rewards.kl_estimator)
+    advantages, returns = compute_advantages(again, shaped[0], ppo, torch.clone)
     found = {"advantages": advantages} if known else {}
-    keep(again, make_batch(again, rewards, advantages, returns, number), found, again=True)
+    keep(again, make_batch(again, shaped, advantages, returns, number), found, again=True)
 
 
 # ---- Plumbing: networks and sources to load, learning rates, checkpoints, the saved models ---------------------
@@ -970,7 +970,7 @@ def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) ->
     shaping, prefix = args.rewards, args.task.response_prefix
 
     def of_texts(name: str, field: str) -> Callable[..., Tensor]:
-        says = scorers.load_verifier(name, field, prefix, on_all_processes=True)
+        says = rewards.load_verifier(name, field, prefix, on_all_processes=True)
         return lambda prompts, texts, answers, *_: torch.tensor(says(prompts, texts, answers), dtype=torch.float64)
 
     sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
@@ -997,7 +997,7 @@ def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.
     settings = {"betas": (0.9, ppo.beta2), "eps": ppo.adam_eps, "weight_decay": ppo.weight_decay, "fused": True}
     rates = {"policy": ppo.lr, "value": ppo.critic_lr}
     return {
-        name: torch.optim.AdamW(list(run.trained_parameters(network).values()), rates[name], **settings)
+        name: torch.optim.AdamW(list(checkpoints.trained_parameters(network).values()), rates[name], **settings)
         for name, network in networks_of(actor_critic).items()
     }
 
@@ -1039,7 +1039,7 @@ def start_run(
             name, key = key.split("/", 1)
             parts.setdefault(name, {})[key] = tensor
         for name, network in networks_of(actor_critic).items():
-            run.restore_training_state(network, optimizers[name], parts.pop(name, {}))
+            checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
     inputs = models.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems")
     this_run = run.Run(setup.given, accelerator, dataclasses.asdict(setup.sizes), joint, inputs)
@@ -1069,7 +1069,7 @@ def training_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a checkpoint keeps: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
     pool, trained = progress.pool, networks_of(actor_critic)
-    parts = {name: run.training_state(network, optimizers[name]) for name, network in trained.items()}
+    parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
     parts |= ({"surplus": pool.surplus.tensors()} if pool.surplus else {}) | others()
     tensors = {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
     return tensors, {"kl_coef": progress.controller.value, "rounds": pool.rounds, "evaluation": progress.evaluation}

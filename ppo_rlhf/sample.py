@@ -32,7 +32,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, rewards, run, texts
+from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, rewards, run, scorers, sources, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 
@@ -114,9 +114,9 @@ class Continuations:
         """What is shown of responses, as texts."""
         return texts.to_texts(self.tokenizer, shown, self.ids.pad)
 
-    def scorer(self, name: str, field: str) -> rewards.Scorer:
+    def scorer(self, name: str, field: str) -> scorers.Scorer:
         """The function that the policy names: of queries, what is shown of responses, and references or None."""
-        return rewards.text_scorer(name, field, self.tokenizer, self.ids.pad)
+        return scorers.text_scorer(name, field, self.tokenizer, self.ids.pad)
 
 
 class Summaries(Continuations):
@@ -201,7 +201,7 @@ class Solutions(Continuations):
     def as_texts(self, shown: torch.Tensor) -> list[str]:
         return problems.to_texts(self.tokenizer, shown, self.ids)
 
-    def scorer(self, name: str, field: str) -> rewards.Scorer:
+    def scorer(self, name: str, field: str) -> scorers.Scorer:
         verifier = rewards.load_verifier(name, field, self.task.response_prefix)
 
         def is_right(queries: torch.Tensor, shown: torch.Tensor, answers: list[str] | None) -> torch.Tensor | None:
@@ -328,7 +328,7 @@ class Comparison:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""
         queries = torch.full((len(prompts), self.task.query_length), self.pad_id)
         for row, prompt in zip(queries, prompts, strict=True):
-            texts.check_text(prompt, "--prompt")
+            sources.check_text(prompt, "--prompt")
             tokens = self.texts.query(prompt)
             if not tokens:
                 raise InputError("--prompt: a query needs at least one token")

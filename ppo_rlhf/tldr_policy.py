@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, networks, passes, posts, processes, rewards as scorers, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, posts, processes, run, scorers
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 
@@ -259,7 +259,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
             if this_run.is_time_to_save(update + 1, sizes.updates):
                 state = {"kl_coef": controller.value, "evaluation": evaluation}
-                this_run.save_checkpoint(update + 1, run.training_state(actor_critic, optimizer), state)
+                this_run.save_checkpoint(update + 1, checkpoints.training_state(actor_critic, optimizer), state)
 
     results = evaluate_splits(evaluate, held_out, sizes.updates, this_run)
     save_networks(this_run.model_folder, actor_critic, reference, tokenizer, given)

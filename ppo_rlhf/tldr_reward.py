@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, passes, posts, processes, run
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             this_run.log(step, metrics | {"train/rm/lr": lr})
             advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
-                this_run.save_checkpoint(step + 1, run.training_state(reward_model, optimizer), {})
+                this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), {})
 
     # 2. Agreement with people.
     results: dict = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}

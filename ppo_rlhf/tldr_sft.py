@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, passes, posts, processes, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
-                this_run.save_checkpoint(step + 1, run.training_state(model, optimizer), {})
+                this_run.save_checkpoint(step + 1, checkpoints.training_state(model, optimizer), {})
 
     # 2. Summarise held-out posts.
     results = {"too_long": train_posts.too_long}

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, passes, precision, processes, rewards as scorers, run, texts, traces
+from ppo_rlhf.lib import checkpoints, cli, models, passes, precision, processes, run, scorers, texts, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -943,7 +943,8 @@ def training_state(
 ) -> tuple[dict[str, Tensor], dict]:
     """What a checkpoint keeps: weights, Adam's moments, KL coefficient, position in the texts."""
     # [D81] The counterpart of `resume`.   train_policy.py#L474-L508
-    return run.training_state(policy, optimizer), {"kl_coef": controller.value, "query_position": stream.position}
+    state = {"kl_coef": controller.value, "query_position": stream.position}
+    return checkpoints.training_state(policy, optimizer), state
 
 
 def sample_rows(tokenizer: PreTrainedTokenizerBase, ids: texts.TaskIds, episodes: Episodes) -> list[dict]:

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, models, passes, precision, processes, run, texts
+from ppo_rlhf.lib import checkpoints, cli, label_files, models, passes, precision, processes, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
 
     inputs = models.weight_files(args) | worlds.data_files(args.task, "query_dataset")
-    inputs["label_dataset"] = [texts.find_label_file(args.label_dataset, args.task.query_dataset).absolute()]
+    inputs["label_dataset"] = [label_files.find_label_file(args.label_dataset, args.task.query_dataset).absolute()]
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
     first_step = 0
     if checkpoint := this_run.load_checkpoint():
         tensors, state = checkpoint
         first_step, stream.position = state["step"], state["query_position"]
-        run.restore_training_state(reward_model, optimizer, tensors)
+        checkpoints.restore_training_state(reward_model, optimizer, tensors)
     this_run.start_logging(first_step)
 
     def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
@@ -171,7 +171,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             advance(f"loss {means['train/loss']:.3f}{accuracy}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
                 state = {"query_position": stream.position}
-                this_run.save_checkpoint(step + 1, run.training_state(reward_model, optimizer), state)
+                this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), state)
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.   train_reward.py#L252-L254
@@ -198,7 +198,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 # ---- 1. and 3. Normalisation -----------------------------------------------------------------------------------
 
 
-def target_scale(kind: texts.LabelKind, targets: Tensor) -> tuple[float, float]:
+def target_scale(kind: label_files.LabelKind, targets: Tensor) -> tuple[float, float]:
     """Mean and biased deviation that the scores shall have before training on these labels (labels,)."""
     # [D34] Choices want scores of mean 0 and deviation 1; ratings and differences their own scale.
     #       train_reward.py#L149-L160
@@ -289,7 +289,7 @@ def learning_rate_at(args: Args, step: int) -> float:
 def reward_update(
     reward_model: RewardModel,
     optimizer: torch.optim.Optimizer,
-    labels: texts.Labels,
+    labels: label_files.Labels,
     inds: Tensor,
     pad_id: int,
     micro_batch: int,
@@ -323,7 +323,7 @@ def reward_update(
     return {**{f"train/{name}": value for name, value in statistics.items()}, "train/gradient_norm": gradient}
 
 
-def label_lengths(labels: texts.Labels, inds: Tensor, pad_id: int) -> Tensor:
+def label_lengths(labels: label_files.Labels, inds: Tensor, pad_id: int) -> Tensor:
     """Tokens of query and longest sample of the labels with these indices: (local_batch,)."""
     queries, samples = labels.queries[inds] != pad_id, labels.samples[inds] != pad_id
     return queries.sum(1) + samples.sum(2).amax(1)
@@ -342,7 +342,7 @@ def score_samples(
     return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
 
 
-def label_loss(kind: texts.LabelKind, scores: Tensor, targets: Tensor) -> Tensor:
+def label_loss(kind: label_files.LabelKind, scores: Tensor, targets: Tensor) -> Tensor:
     """The loss of scores (batch, n) for labels (batch,) of one kind; 0-d, mean over the batch.
 
     Ratings and differences are regressed: mean((score - r)^2), mean((difference - (r1 - r0))^2).
@@ -365,7 +365,7 @@ def best_of_n_loss(scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def label_statistics(kind: texts.LabelKind, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def label_statistics(kind: label_files.LabelKind, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """The loss and what else there is to say of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
     loss = label_loss(kind, scores, targets)
     if kind == "best":
@@ -382,7 +382,12 @@ def label_statistics(kind: texts.LabelKind, scores: Tensor, targets: Tensor) -> 
 
 @torch.no_grad()
 def evaluate(
-    reward_model: RewardModel, labels: texts.Labels, inds: Tensor, pad_id: int, chunk: int, accelerator: Accelerator
+    reward_model: RewardModel,
+    labels: label_files.Labels,
+    inds: Tensor,
+    pad_id: int,
+    chunk: int,
+    accelerator: Accelerator,
 ) -> dict[str, float]:
     """Loss and accuracy over all labels with these indices, shared among the processes; empty without labels.
 
@@ -619,9 +624,9 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     )
 
 
-def load_labels(args: Args, tokenizer: PreTrainedTokenizerBase) -> texts.Labels:
+def load_labels(args: Args, tokenizer: PreTrainedTokenizerBase) -> label_files.Labels:
     """All labels of the file; an InputError if there are fewer than are to be trained on."""
-    labels = texts.read_labels(args.label_dataset, args.task, tokenizer)
+    labels = label_files.read_labels(args.label_dataset, args.task, tokenizer)
     # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
     if len(labels.targets) < args.num_train:
         raise InputError(

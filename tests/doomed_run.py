@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import files, run
+from ppo_rlhf.lib import checkpoints, files, run
 
 countdown = 0
 
@@ -35,7 +35,7 @@ def doom(where: object, name: str, last_words=lambda *arguments: None) -> None:
     setattr(where, name, wrapper)
 
 
-save_file = run.save_file
+save_file = checkpoints.save_file
 
 
 def half_a_row(of_run: run.Run, step: int, metrics: dict[str, float]) -> None:
@@ -62,10 +62,10 @@ PLACES = {
     "optimiser step": lambda: doom(torch.optim.Adam, "step"),
     "row of metrics": lambda: doom(run.Run, "log", half_a_row),
     "sample": lambda: doom(run.Run, "log_samples", half_a_sample),
-    "tensors of a checkpoint": lambda: doom(run, "save_file", half_the_tensors),
-    "checksum of a checkpoint": lambda: doom(run, "sealed"),
+    "tensors of a checkpoint": lambda: doom(checkpoints, "save_file", half_the_tensors),
+    "checksum of a checkpoint": lambda: doom(checkpoints, "sealed"),
     "JSON or log file": lambda: doom(files, "replace_file", half_the_text),
-    "name of a checkpoint": lambda: doom(run, "checkpoint_steps"),
+    "name of a checkpoint": lambda: doom(checkpoints, "checkpoint_steps"),
     "removal of a folder": lambda: doom(shutil, "rmtree"),
 }
 

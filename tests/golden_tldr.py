@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import lm, models, networks, passes, posts, processes, run
+from ppo_rlhf.lib import lm, models, networks, passes, plots, posts, processes, run
 from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
@@ -133,7 +133,7 @@ def in_new_folder(*replaced: Replaced) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.chdir(folder))
-        for where, name, value in ((run, "draw_learning_curves", lambda *_: None), *replaced):
+        for where, name, value in ((plots, "draw_learning_curves", lambda *_: None), *replaced):
             stack.enter_context(patch.object(where, name, value))
         yield Path(folder)
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmark.interoperability import hub_check
 from ppo_rlhf import tldr_all, train_both
-from ppo_rlhf.lib import errors, models, posts, problems, texts
+from ppo_rlhf.lib import errors, label_files, models, posts, problems, sources, texts
 from ppo_rlhf.lib.run import upload_model
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
@@ -27,7 +27,7 @@ CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 
 def labels(name: str) -> Any:
     preset = train_both.PRESETS[name]
-    read = texts.read_labels(preset.reward.label_dataset, preset.task, models.load_tokenizer(preset.base_model))
+    read = label_files.read_labels(preset.reward.label_dataset, preset.task, models.load_tokenizer(preset.base_model))
     return [list(read.queries.shape), list(read.samples.shape), read.targets.tolist(), read.queries[0, :3].tolist()]
 
 
@@ -78,8 +78,8 @@ LOADS: dict[str, Callable[[], Any]] = {
     **{f"labels of {name}": lambda name=name: labels(name) for name in CHAPTER_1},
     **{f"queries of {name}": lambda name=name: queries(name) for name in CHAPTER_1},
     **{
-        f"{name}, {split}": lambda name=name, split=split: list(texts.load_texts(name, split))
-        for name in texts.HUB_TEXTS
+        f"{name}, {split}": lambda name=name, split=split: list(sources.load_texts(name, split))
+        for name in sources.HUB_TEXTS
         for split in ("train", "test")
     },
     **{f"posts, {split}": lambda split=split: posts_of(split) for split in ("train", "validation", "test")},

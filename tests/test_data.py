@@ -1,4 +1,4 @@
-"""texts.py and models.py: cleaning, text files, queries, label files, and what bad input gets."""
+"""sources.py, texts.py, label_files.py and models.py: texts, queries, label files, and what bad input gets."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
-from ppo_rlhf.lib import hub, models, posts as posts_of_chapter_2, rewards, texts
+from ppo_rlhf.lib import hub, label_files, models, posts as posts_of_chapter_2, scorers, sources, texts
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.texts import QueryStream, TaskArgs
 from ppo_rlhf.sample import Comparison, Continuations
@@ -97,12 +97,12 @@ def write(path: Path, content: str | bytes) -> Path:
     ],
 )
 def test_clean_cnndm(text, expected):
-    assert texts.clean_cnndm(text) == expected
+    assert sources.clean_cnndm(text) == expected
 
 
 def test_clean_cnndm_applies_the_rules_in_order():
     text = "By Ann\n\nUPDATED: 10:00 EST, 1 May 2012\n\n\u2018Rain\u2019 fell.\n\n\n\nWind.\n\n@highlight\n\nWet."
-    assert texts.clean_cnndm(text) == "'Rain' fell.\n\nWind."
+    assert sources.clean_cnndm(text) == "'Rain' fell.\n\nWind."
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_clean_cnndm_applies_the_rules_in_order():
     ],
 )
 def test_clean_tldr(text, expected):
-    assert texts.clean_tldr(text) == expected
+    assert sources.clean_tldr(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_clean_tldr(text, expected):
     ],
 )  # fmt: skip
 def test_join_book_rows(rows, expected):
-    assert texts.join_book_rows(rows) == expected
+    assert sources.join_book_rows(rows) == expected
 
 
 # ---- Texts -----------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def test_join_book_rows(rows, expected):
 )
 def test_read_text_file(tmp_path, name, content, expected):
     path = write(tmp_path / name, content)
-    assert texts.read_text_file(path) == expected
-    assert list(texts.load_texts(str(path))) == expected
+    assert sources.read_text_file(path) == expected
+    assert list(sources.load_texts(str(path))) == expected
 
 
 @pytest.mark.parametrize(
@@ -168,25 +168,25 @@ def test_read_text_file(tmp_path, name, content, expected):
 )
 def test_a_bad_text_file_is_named(tmp_path, name, content, reason):
     path = write(tmp_path / name, content)
-    message = error_line(texts.load_texts, str(path))
+    message = error_line(sources.load_texts, str(path))
     assert "--task.query_dataset" in message
     assert str(path) in message
     assert reason in message.replace(str(path), "")
 
 
 def test_a_missing_text_file_is_named(tmp_path):
-    assert str(tmp_path / "none.txt") in error_line(texts.load_texts, str(tmp_path / "none.txt"))
+    assert str(tmp_path / "none.txt") in error_line(sources.load_texts, str(tmp_path / "none.txt"))
 
 
 def test_an_unknown_dataset_says_what_there_is():
-    message = error_line(texts.load_texts, "novels")
+    message = error_line(sources.load_texts, "novels")
     assert "--task.query_dataset novels" in message
     for known in ("books", "cnndm", "tldr", "tales", "dummy", ".txt", ".jsonl", ".json"):
         assert known in message
 
 
 def test_dummy_texts_are_forty_letters_and_full_stops():
-    found = texts.load_texts("dummy")
+    found = sources.load_texts("dummy")
     assert all(len(text) == 40 and set(text) <= set("abcdefghijklmnopqrstuvwxyz.") for text in found)
     assert len(set(found)) == len(found)
 
@@ -197,7 +197,9 @@ def test_every_fiftieth_story_is_held_out(tmp_path, source):
     write(tmp_path / "stories.txt", "\n".join(stories) + "\n")
     write(tmp_path / "s.jsonl", "\n".join(map(json.dumps, stories)))
     write(tmp_path / "s.json", json.dumps(stories))
-    train, test, both = (list(texts.load_texts(str(tmp_path / source), split)) for split in ("train", "test", "all"))
+    train, test, both = (
+        list(sources.load_texts(str(tmp_path / source), split)) for split in ("train", "test", "all")
+    )
     assert test == ["story 49", "story 99"]
     assert train == [story for story in stories if story not in ("story 49", "story 99")]
     assert both == stories
@@ -211,8 +213,8 @@ def test_read_json_array(written):
     """Wherever the chunks part it."""
     text = f" {json.dumps(ITEMS, **written)} \n"
     for chunk in [*range(60, 90), 2**20]:
-        assert list(texts.read_json_array(io.StringIO(text), chunk)) == ITEMS
-    assert list(texts.read_json_array(io.StringIO("[\n]"))) == []
+        assert list(sources.read_json_array(io.StringIO(text), chunk)) == ITEMS
+    assert list(sources.read_json_array(io.StringIO("[\n]"))) == []
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_read_json_array(written):
 )
 def test_what_is_no_json_array_is_an_error(broken):
     with pytest.raises(ValueError, match="holds no JSON array"):
-        list(texts.read_json_array(io.StringIO(broken + " " * 200), chunk=40))
+        list(sources.read_json_array(io.StringIO(broken + " " * 200), chunk=40))
 
 
 def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
@@ -232,7 +234,7 @@ def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
         written.write('{"content": "end"}]')
     tracemalloc.start()
     with file.open() as array:
-        count = sum(1 for _ in texts.read_json_array(array, chunk=2**19))
+        count = sum(1 for _ in sources.read_json_array(array, chunk=2**19))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 12_001 and peak < 3e6
@@ -255,9 +257,9 @@ def test_what_came_from_the_hub_broken_is_an_error(monkeypatch, tmp_path, name, 
     downloads = {"tldr": "broken", "cnndm": "broken", "cnndm splits": "ids.parquet"}
     for key, file in downloads.items():
         given = SimpleNamespace(download=lambda split="", file=file: (str(tmp_path / file),))
-        monkeypatch.setitem(texts.HUB_FILES, key, given)
+        monkeypatch.setitem(sources.HUB_FILES, key, given)
     for _ in range(2):
-        message = error_line(texts.load_texts, name)
+        message = error_line(sources.load_texts, name)
         assert f"--task.query_dataset {name}" in message and reason in message
 
 
@@ -277,8 +279,8 @@ def connections(monkeypatch):
 
 @pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
 def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
-    monkeypatch.setitem(texts.HUB_FILES, name, hub.HubFiles("nobody/no-such-texts", ("none.txt",)))
-    message = error_line(texts.load_texts, name)
+    monkeypatch.setitem(sources.HUB_FILES, name, hub.HubFiles("nobody/no-such-texts", ("none.txt",)))
+    message = error_line(sources.load_texts, name)
     assert f"--task.query_dataset {name}" in message
     for advice in ("without a network", ".txt, .jsonl or .json file", "--preset tales"):
         assert advice in message
@@ -442,7 +444,7 @@ def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
     row = {"query": [29] + [50259] * 7, "sample0": [29, 1], "sample1": [1, 50259], "best": 0}
     write(tmp_path / "labels.json", json.dumps([row]))
     write(tmp_path / "labels.meta.json", '{"vocab_size": 30}')
-    labels = texts.read_labels(str(tmp_path / "labels.json"), task, tokenizer)
+    labels = label_files.read_labels(str(tmp_path / "labels.json"), task, tokenizer)
     assert (labels.queries.tolist(), labels.samples.tolist()) == ([[29] + [30] * 7], [[[29, 1], [1, 30]]])
 
 
@@ -581,7 +583,7 @@ def test_unusable_texts_are_skipped_and_counted(texts_file):
 
 
 def test_a_text_without_tokens_is_skipped(texts_file, monkeypatch):
-    monkeypatch.setattr(texts, "load_texts", lambda *_: ["", "ab", ""])
+    monkeypatch.setattr(sources, "load_texts", lambda *_: ["", "ab", ""])
     stream = make_stream(texts_file, [])
     assert batch_texts(stream, 3) == ["ab"] * 3
     assert stream.position - 3 >= 4
@@ -669,10 +671,10 @@ def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
         "    return [1.0]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    score = rewards.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
     scores = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
     assert scores.tolist() == [4.0, 8.0]
-    message = error_line(rewards.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
+    message = error_line(scorers.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
     assert "--rewards.function two_scores:too_few returned 1 scores for 2" in message
 
 
@@ -728,18 +730,18 @@ class Callables:
     ],
 )
 def test_a_third_parameter_by_position_asks_for_references(function, expected):
-    assert rewards.takes_references(function) is expected
+    assert scorers.takes_references(function) is expected
 
 
 def test_references_are_texts_or_none():
     queries = responses = torch.tensor([[65, PAD], [65, 66]])
     references = torch.tensor([[66, 67], [PAD, PAD]])
     for name in ("three", "three_with_a_default"):
-        score = rewards.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
+        score = scorers.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
         assert score(queries, responses, references).tolist() == [2.0, 0.0]
-    score = rewards.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
     assert score(queries, responses).tolist() == [0.0, 0.0]
-    score = rewards.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
+    score = scorers.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
     assert score(queries, responses, references).tolist() == [2.0, 2.0]
 
 
@@ -752,10 +754,10 @@ def empties(queries, responses, references):
 
 def test_a_function_may_empty_its_lists():
     """They are its own, and how many there were is known."""
-    score = rewards.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
     assert score(torch.full((3, 2), 65), torch.full((3, 2), 66)).tolist() == [1.0, 1.0, 1.0]
     texts = [["q"], ["r"], ["a"]]
-    assert rewards.score_texts(empties, "f", *texts) == ([1.0], "")
+    assert scorers.score_texts(empties, "f", *texts) == ([1.0], "")
     assert texts == [["q"], ["r"], ["a"]]
 
 
@@ -764,7 +766,7 @@ def not_a_number_for_c(queries, responses):
 
 
 def test_a_function_whose_score_is_not_finite_is_named_in_the_middle_of_a_run():
-    score = rewards.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
+    score = scorers.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
     assert score(torch.tensor([[65]]), torch.tensor([[66]])).tolist() == [1.0]
     message = error_line(score, torch.tensor([[65]] * 3), torch.tensor([[66], [67], [68]]))
     expected = "--rewards.function test_data:not_a_number_for_c returned nan for text 1 of 3; scores must be finite"
@@ -788,7 +790,7 @@ def test_a_scoring_function_that_fails_is_named_before_training(tmp_path, monkey
     name = f"bad_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def scores(queries, responses):\n    {body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert name in error_line(rewards.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
+    assert name in error_line(scorers.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
 
 
 # ---- Labels ----------------------------------------------------------------------------------------------------
@@ -803,11 +805,11 @@ def label_rows() -> list[dict]:
     ]
 
 
-def read(path: Path, rows, vocab_size: int = 10, meta=None) -> texts.Labels:
+def read(path: Path, rows, vocab_size: int = 10, meta=None) -> label_files.Labels:
     write(path, rows if isinstance(rows, str | bytes) else json.dumps(rows))
     if meta is not None:
         write(path.with_name("labels.meta.json"), meta if isinstance(meta, str) else json.dumps(meta))
-    return texts.read_labels(str(path), LABEL_TASK, Vocabulary(vocab_size))
+    return label_files.read_labels(str(path), LABEL_TASK, Vocabulary(vocab_size))
 
 
 @pytest.fixture
@@ -957,7 +959,7 @@ def test_samples_must_be_numbered_from_zero(label_file, samples):
 
 @pytest.mark.parametrize("name", ["sentiment/no_such_file.json", "no_such_file.json", "/no/such/file.json"])
 def test_a_missing_label_file_says_what_to_do(connections, name):
-    message = error_line(texts.read_labels, name, LABEL_TASK, Vocabulary(10))
+    message = error_line(label_files.read_labels, name, LABEL_TASK, Vocabulary(10))
     assert f"--label_dataset {name}" in message
     for advice in ("path", "--preset tales"):
         assert advice in message
@@ -972,13 +974,13 @@ def test_a_world_says_which_labels_it_has(tmp_path):
         path.parent.mkdir(parents=True)
         write(path, "[]")
         write(path.with_suffix(".meta.json"), "{}")
-    message = error_line(texts.find_label_file, "politeness/offline_5k.json", str(tmp_path))
+    message = error_line(label_files.find_label_file, "politeness/offline_5k.json", str(tmp_path))
     assert "--label_dataset politeness/offline_5k.json" in message
     assert message.endswith("has descriptiveness/offline_5k.json, sentiment/offline_5k.json")
-    assert texts.find_label_file("sentiment/offline_5k.json", str(tmp_path)) == there[0]
+    assert label_files.find_label_file("sentiment/offline_5k.json", str(tmp_path)) == there[0]
 
 
 def test_half_a_character_is_refused(tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text('"A whole text."\n"Half \\ud800 a character."\n')
-    assert "item 2 is not valid Unicode" in error_line(texts.read_text_file, path)
+    assert "item 2 is not valid Unicode" in error_line(sources.read_text_file, path)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_rlhf.lib import engine, engine_vllm, models, problems, run
+from ppo_rlhf.lib import checkpoints, engine, engine_vllm, models, problems
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args, check_arguments, correction_of
 
@@ -33,7 +33,7 @@ def spec_of(world: Path, **settings) -> engine.Spec:
 def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_loaded(tiny_sums):
     """Of the distribution at this temperature, to the stop id, from prompts without their padding."""
     vllm, model = engine.VLLM(spec_of(tiny_sums)), models.load_base_model(Args(base_model=f"{tiny_sums}/model"))
-    start = {name: tensor.detach().clone() for name, tensor in run.trained_parameters(model).items()}
+    start = {name: tensor.detach().clone() for name, tensor in checkpoints.trained_parameters(model).items()}
     prompts, noise = np.array([[PAD, PAD, 5, 7], [3, 9, 8, 4]]), np.random.default_rng(0).random((6, 8))
     drawn = []
     for version, scale in ((4, 1.0), (5, 1.5), (7, 1.0)):

@@ -27,7 +27,8 @@ from ppo_rlhf.lib.cli import flags_of
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.lib.processes import anew_with_lower, check_finite
-from ppo_rlhf.lib.texts import load_texts, task_ids
+from ppo_rlhf.lib.sources import load_texts
+from ppo_rlhf.lib.texts import task_ids
 
 STAGES = {train_both: ("reward", "policy"), tldr_all: ("sft", "reward", "policy")}
 NAMES = {script: set(flatten(dataclasses.asdict(script.PRESETS["tales"]))) for script in STAGES}
@@ -184,7 +185,8 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
 
 FOLDER = Path(train_policy.__file__).parent
 IN_STAGES = [
-    *(f"lib/{name}" for name in ("cli", "files", "hub", "models", "posts", "processes", "rewards", "run", "texts")),
+    *(f"lib/{name}" for name in ("cli", "files", "hub", "label_files", "models", "posts", "processes", "rewards")),
+    *(f"lib/{name}" for name in ("checkpoints", "run", "scorers", "sources", "texts")),
     "train_reward",
     "train_policy",
     "tldr_sft",

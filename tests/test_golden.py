@@ -29,7 +29,7 @@ from golden_models import (
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import texts
+from ppo_rlhf.lib import label_files, texts
 from ppo_rlhf.lib.errors import InputError
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
@@ -468,10 +468,12 @@ def test_ppo_steps(name):
 # ---- The reward model: case 4 ----------------------------------------------------------------------------------
 
 
-def labels_of(arrays: dict[str, torch.Tensor]) -> texts.Labels:
+def labels_of(arrays: dict[str, torch.Tensor]) -> label_files.Labels:
     samples = [array for key, array in sorted(arrays.items()) if key.startswith("labels/sample")]
     (kind,) = {"best", "score", "difference"} & {key.removeprefix("labels/") for key in arrays}
-    return texts.Labels(arrays["labels/query"], torch.stack(samples, dim=1), arrays[f"labels/{kind}"], None, kind)
+    return label_files.Labels(
+        arrays["labels/query"], torch.stack(samples, dim=1), arrays[f"labels/{kind}"], None, kind
+    )
 
 
 def check_reward_loss(name: str) -> None:

@@ -91,7 +91,7 @@ def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
     if name == "rlvr_policy":  # whose formulas are on a page of their own, and are read like its own functions
         allowed |= {place for place in bare if place.split(":")[0] in PAGES_OF_CHAPTER_3}
     assert bare <= allowed
-    most = 13 if name == "rlvr_policy" else 10  # checks and metrics; sample.py needs the data of three chapters
+    most = 16 if name == "rlvr_policy" else 13  # checks and metrics; sample.py needs the data of three chapters
     assert len(modules) <= most, sorted(modules)
 
 

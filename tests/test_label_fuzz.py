@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
 
-from ppo_rlhf.lib import texts
+from ppo_rlhf.lib import label_files
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.texts import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels, TaskArgs
+from ppo_rlhf.lib.label_files import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels
+from ppo_rlhf.lib.texts import TaskArgs
 
 # The same examples every time, and nothing kept from one time to the next.
 FUZZ = settings(
@@ -60,7 +61,7 @@ def read(files: Files, folder: Path) -> Labels:
     if files.sidecar is not None:
         sidecar.write_bytes(files.sidecar)
     sizes = {"query_length": files.query_length, "response_length": files.response_length}
-    return texts.read_labels(str(path), TaskArgs(query_dataset="dummy", **sizes), Vocabulary(files.vocab_size))
+    return label_files.read_labels(str(path), TaskArgs(query_dataset="dummy", **sizes), Vocabulary(files.vocab_size))
 
 
 # ---- Properties ------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def two_lines(*_: Any) -> None:
     raise InputError("labels.json: two\nlines")
 
 
-# What a broken reader would do: the name of a part of texts.py, and what stands in its place.
+# What a broken reader would do: the name of a part of label_files.py, and what stands in its place.
 BROKEN_FOR_ANY = {
     "does not check the rows": ("check_label", lambda *_: None),
     "does not check the sidecar": (
@@ -291,7 +292,7 @@ def test_a_broken_reader_is_caught_by_damaged_files(name: str, broken: Any, fold
     def search(files: Files) -> None:
         check_any(files, folder)
 
-    with patch.object(texts, name, broken), pytest.raises(FAULTS):
+    with patch.object(label_files, name, broken), pytest.raises(FAULTS):
         search()
 
 
@@ -302,5 +303,5 @@ def test_a_broken_reader_is_caught_by_valid_files(name: str, broken: Any, folder
     def search(written: tuple) -> None:
         check_valid(*written, folder)
 
-    with patch.object(texts, name, broken), pytest.raises(FAULTS):
+    with patch.object(label_files, name, broken), pytest.raises(FAULTS):
         search()

@@ -15,7 +15,7 @@ from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.lib import lm, passes, posts, texts
+from ppo_rlhf.lib import label_files, lm, passes, posts
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
@@ -178,7 +178,7 @@ def reward_model_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, i
     tokens = ragged(padding_inside=True)
     model = scalar_model(tiny_models("gpt2").base_model, train_reward.RewardModel)
     samples = token_ids(5, ROWS, 4, RESPONSE)
-    labels = texts.Labels(tokens[:, :CONTEXT], samples, torch.arange(ROWS) % 4, None)
+    labels = label_files.Labels(tokens[:, :CONTEXT], samples, torch.arange(ROWS) % 4, None)
 
     def update() -> dict[str, torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

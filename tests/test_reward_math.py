@@ -11,9 +11,9 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.label_files import Labels
 from ppo_rlhf.lib.models import load_pretrained, load_reward_model, load_tokenizer, save_reward_model
 from ppo_rlhf.lib.passes import few_rows_at_a_time
-from ppo_rlhf.lib.texts import Labels
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,

@@ -29,7 +29,7 @@ from test_traces import gae, standardised
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_async, rlvr_policy
-from ppo_rlhf.lib import cli, engine, lm, run, traces
+from ppo_rlhf.lib import checkpoints, cli, engine, lm, plots, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args, Workers, correct
 
@@ -67,7 +67,7 @@ def train_by(script, world: Path, folder: Path, *words: str) -> Path:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.delitem(sys.modules, "letters", raising=False)
-        patch.setattr(run, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+        patch.setattr(plots, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
         script.train(cli.parse_args(script.PRESETS, arguments))
     return folder
 
@@ -532,7 +532,7 @@ def test_a_learner_that_ray_ends_at_once_has_last_words(tmp_path, way, status):
 
 
 def test_an_engine_takes_whole_weights_and_samples_by_no_others(tiny_sums):
-    model = run.trained_parameters(engine.models.load_base_model(Args(base_model=f"{tiny_sums}/model")))
+    model = checkpoints.trained_parameters(engine.models.load_base_model(Args(base_model=f"{tiny_sums}/model")))
     weights = {name: parameter.detach().numpy() for name, parameter in model.items()}
     built_in = engine.BuiltIn(engine.Spec(f"{tiny_sums}/model", "float32", pad=30, stops=(0,)))
     prompts, noise = np.full((2, 3), 5), np.random.default_rng(0).random((4, 6))

@@ -18,7 +18,7 @@ from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, sample
-from ppo_rlhf.lib import cli, lm, models, problems, run
+from ppo_rlhf.lib import cli, lm, models, plots, problems, run
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
 
@@ -195,7 +195,7 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[d
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "letters", raising=False)
-    monkeypatch.setattr(run, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+    monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
     train(cli.parse_args(PRESETS, list(words)))
     return metrics_of(max(folder.glob("runs/*"), key=lambda folder: folder.stat().st_mtime))
 

@@ -29,11 +29,11 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.lib import errors, files, processes, run as run_module
+from ppo_rlhf.lib import checkpoints, errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
-from ppo_rlhf.lib.rewards import import_function
 from ppo_rlhf.lib.run import Run
+from ppo_rlhf.lib.scorers import import_function
 
 SCRIPTS = [train_policy, train_reward]
 
@@ -352,12 +352,12 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(run, accelerator):
 
     model, optimizer = fresh()
     train_a_little(model, optimizer, 3)
-    run.save_checkpoint(3, run_module.training_state(model, optimizer), {})
+    run.save_checkpoint(3, checkpoints.training_state(model, optimizer), {})
     train_a_little(model, optimizer, 2)
 
     resumed, resumed_optimizer = fresh()
     tensors, _ = load(accelerator, run.folder)
-    run_module.restore_training_state(resumed, resumed_optimizer, tensors)
+    checkpoints.restore_training_state(resumed, resumed_optimizer, tensors)
     train_a_little(resumed, resumed_optimizer, 2)
     for parameter, expected in zip(resumed.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
@@ -366,8 +366,8 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(run, accelerator):
 @pytest.mark.parametrize("other", [nn.Linear(3, 5), nn.Linear(4, 4), nn.Sequential(nn.Linear(3, 4))])
 def test_a_checkpoint_of_another_model_is_refused(other):
     model = nn.Linear(3, 4)
-    tensors = run_module.training_state(model, torch.optim.Adam(model.parameters()))
-    message = error_line(run_module.restore_training_state, other, torch.optim.Adam(other.parameters()), tensors)
+    tensors = checkpoints.training_state(model, torch.optim.Adam(model.parameters()))
+    message = error_line(checkpoints.restore_training_state, other, torch.optim.Adam(other.parameters()), tensors)
     assert "checkpoint" in message
 
 

@@ -25,7 +25,7 @@ from runs import both_arguments, metrics_of, only, world_arguments
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf.lib.run import sealed
+from ppo_rlhf.lib.checkpoints import sealed
 
 TIME_LIMIT = 60  # seconds
 GOLD = ["--rewards.function", "ppo_rlhf.worlds.tales:sentiment.gold_scores"]

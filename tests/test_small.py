@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
 from ppo_rlhf import rlvr_policy, train_both
-from ppo_rlhf.lib import problems, rewards, run, texts
+from ppo_rlhf.lib import label_files, problems, rewards, run, texts
 from ppo_rlhf.worlds import sums, tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"
@@ -308,7 +308,7 @@ def test_ppo_has_the_constants_of_the_preset():
     updates = math.ceil(args.policy.ppo.total_episodes / args.policy.ppo.batch_size)
     assert f"UPDATES, BATCH = {updates}, {args.policy.ppo.batch_size} " in source
     assert 0 < args.reward.normalize_samples <= args.reward.rollout_batch_size  # so that one batch is all
-    assert args.task == texts.TASKS["tales"] and f"texts == {texts.OPENAI_PAD_ID}" in source
+    assert args.task == texts.TASKS["tales"] and f"texts == {label_files.OPENAI_PAD_ID}" in source
 
 
 def test_the_gold_score_is_that_of_tales():

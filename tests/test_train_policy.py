@@ -29,7 +29,7 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib import errors, processes, run, texts
+from ppo_rlhf.lib import errors, plots, processes, run, texts
 from ppo_rlhf.lib.cli import AdaptiveKLArgs
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.models import load_reward_model
@@ -281,7 +281,7 @@ def replay(args: Args, world: Path) -> Left:
 def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
     """Run train_policy.train in this process, without its picture."""
     patch.chdir(folder)
-    patch.setattr(run, "draw_learning_curves", lambda *_: None)
+    patch.setattr(plots, "draw_learning_curves", lambda *_: None)
     policy_folder = train_policy.train(args)
     backbone, head = (load_file(policy_folder / f"{name}.safetensors") for name in ("model", "value_head"))
     weights = {f"lm_backbone.{name}": tensor for name, tensor in backbone.items()}

@@ -22,9 +22,9 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import models, run
+from ppo_rlhf.lib import models, plots
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.texts import LabelKind
+from ppo_rlhf.lib.label_files import LabelKind
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,
@@ -179,7 +179,7 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
 def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
     """Run train_reward.train in this process, without its picture and its output."""
     patch.chdir(folder)
-    patch.setattr(run, "draw_learning_curves", lambda *_: None)
+    patch.setattr(plots, "draw_learning_curves", lambda *_: None)
     with contextlib.redirect_stdout(io.StringIO()):
         saved = train_reward.train(args)
     weights = models.load_reward_model(saved, torch.float64).state_dict()

@@ -27,7 +27,7 @@ from ppo_rlhf.lib.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
 from ppo_rlhf.lib.models import load_tokenizer
 from ppo_rlhf.lib.posts import COMPARISON_FILES, POSTS_REPOSITORY
 from ppo_rlhf.lib.problems import GSM8K_FILES
-from ppo_rlhf.lib.texts import HUB_FILES, read_json_array
+from ppo_rlhf.lib.sources import HUB_FILES, read_json_array
 
 WORLDS = ("tales", "tldr-tales")
 SHOWN = 60  # characters of a first row

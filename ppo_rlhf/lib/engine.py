@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_rlhf.lib import lm, models, precision, problems, processes, run
+from ppo_rlhf.lib import checkpoints, lm, models, precision, problems, processes
 from ppo_rlhf.lib.cli import flag
 from ppo_rlhf.lib.errors import InputError
 
@@ -80,7 +80,7 @@ class BuiltIn:
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
         """Take these weights for what is sampled from now on. version: updates that they have seen."""
-        parameters = run.trained_parameters(self.model)
+        parameters = checkpoints.trained_parameters(self.model)
         check_names(weights, parameters)
         for name, parameter in parameters.items():
             parameter.copy_(torch.tensor(weights[name]))

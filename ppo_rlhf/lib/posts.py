@@ -26,7 +26,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, hub, lm, models, processes, rewards, texts
+from ppo_rlhf.lib import files, hub, lm, models, processes, scorers, sources, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
@@ -247,7 +247,7 @@ def check_row(row: dict[str, Any], keys: tuple[str, ...], what: str) -> None:
     for key in keys:
         if not isinstance(row.get(key), str):
             raise InputError(f"{what} has no text under {key!r}")
-        texts.check_text(row[key], f"{what}, {key!r},")
+        sources.check_text(row[key], f"{what}, {key!r},")
 
 
 def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
@@ -459,9 +459,9 @@ def summarise(
     return processes.map_rows(of_rows, len(held_out), chunk, accelerator, lengths)
 
 
-def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> rewards.Scorer:
+def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> scorers.Scorer:
     """Score with a function of texts; the texts do not show the end-of-text token."""
-    scorer = rewards.text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
+    scorer = scorers.text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
 
     def score(queries: torch.Tensor, *summaries: torch.Tensor) -> torch.Tensor:
         return scorer(queries, *(tokens.masked_fill(tokens == ids.eos, ids.pad) for tokens in summaries))
@@ -470,7 +470,7 @@ def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: 
 
 
 def score_references(
-    scorers: dict[str, rewards.Scorer], held_out: Posts, chunk: int, accelerator: Accelerator
+    scorers: dict[str, scorers.Scorer], held_out: Posts, chunk: int, accelerator: Accelerator
 ) -> dict[str, torch.Tensor]:
     """Scores (posts,) of the reference summaries by each scorer, under its name. Every process must call this."""
 

@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, run, texts
+from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, run, sources, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 GSM8K_FILES = hub.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
@@ -191,14 +191,14 @@ def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
             f"problems_<split>.jsonl, and .jsonl files"
         )
     rows = posts.read_jsonl(path, field)
-    if split == "test" and len(rows) < texts.HELD_OUT:
+    if split == "test" and len(rows) < sources.HELD_OUT:
         raise InputError(
-            f"{flag(f'task.{field}')} {source} has {len(rows)} rows; every {texts.HELD_OUT}th row of a file is held "
-            f"out, so give {texts.HELD_OUT} rows or more, or name a file of held-out problems: "
+            f"{flag(f'task.{field}')} {source} has {len(rows)} rows; every {sources.HELD_OUT}th row of a file is "
+            f"held out, so give {sources.HELD_OUT} rows or more, or name a file of held-out problems: "
             f"{flag('task.test_problems')} <file>.jsonl"
         )
     held_out = {"train": False, "test": True}.get(split)
-    return [row for i, row in enumerate(rows) if held_out in (None, i % texts.HELD_OUT == texts.HELD_OUT - 1)]
+    return [row for i, row in enumerate(rows) if held_out in (None, i % sources.HELD_OUT == sources.HELD_OUT - 1)]
 
 
 def answer_of(solution: str, answer_format: str) -> str:

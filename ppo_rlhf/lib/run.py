@@ -1,4 +1,4 @@
-"""A run's folder: logs, samples, pictures, checkpoints; and how a run goes on.
+"""A run: its folder, its logs, and its life from the first step to the end, with signals to stop and resumption.
 
 A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
 
@@ -9,10 +9,10 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
     traces/<step>         with --trace_interval: a few episodes with all their numbers, for report.py
     checkpoints/<step>/   everything needed to go on: tensors in safetensors, the rest in JSON
 
-A run survives what may happen to it: kill -9 at any moment, a full disk, a signal to stop. `--resume runs/<run>` goes
-on from its newest checkpoint and gives the numbers of a run that nothing happened to.
+A run survives kill -9 at any moment, a full disk and a signal to stop. `--resume runs/<run>` continues from the
+newest checkpoint and gives the same numbers as an uninterrupted run.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import contextlib
@@ -26,7 +26,6 @@ import json
 import math
 import os
 import platform
-import re
 import secrets
 import shutil
 import signal
@@ -42,15 +41,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import errors, files, processes, traces
+from ppo_rlhf.lib import checkpoints, errors, files, plots, processes, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
-
-KEEP_CHECKPOINTS = 2
 
 
 def absolute(path: str) -> Path:
@@ -453,8 +448,7 @@ class Run:
 
         status: for the progress bar. The functions are called only if it is time for them: samples gives rows
         to print, trace keeps a few episodes with all their numbers, checkpoint gives tensors and state. Ends the run
-        by raising Stopped after the checkpoint, if it was told to stop.
-        """
+        by raising Stopped after the checkpoint, if it was told to stop."""
         self.log(update, metrics)
         if self.args.log_interval and update % self.args.log_interval == 0:
             self.log_samples(update, samples())
@@ -522,7 +516,7 @@ class Run:
         """Close the logs, draw the learning curves, record the results."""
         if not self.is_main:
             return
-        draw_learning_curves(self.folder, self.rows, panels)
+        plots.draw_learning_curves(self.folder, self.rows, panels)
         self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
         self._unlock()
@@ -547,72 +541,32 @@ class Run:
         return self._stopping or step == last_step or step % (self.args.save_interval or last_step) == 0
 
     def save_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Write checkpoints/<step> completely, then give it its name; keep the newest few [X05].
-
-        Ends the run by raising Stopped if it was told to stop.
-        """
+        """Write checkpoints/<step>. Ends the run by raising Stopped if it was told to stop."""
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
         if self.is_main:
-            self._write_checkpoint(step, tensors, state)
+            checkpoints.write(self.folder, self.meta["id"], step, tensors, state)
+            files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
         if self._stopping:
             self._close_logs()
             self._unlock()
             raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; {errors.how_to_go_on}")
 
-    def _write_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        folder = self.folder / "checkpoints"
-        temporary = folder / f"{step}.tmp"
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            save_file(contiguous, temporary / "tensors.safetensors")
-            files.give_usual_mode(temporary)
-            state = {"run": self.meta["id"], "step": step, **state}
-            files.write_json(temporary / "state.json", sealed(state, temporary / "tensors.safetensors"))
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise InputError(
-                f"the checkpoint of step {step} cannot be written ({error}); those before it are kept"
-            ) from error
-        shutil.rmtree(folder / str(step), ignore_errors=True)
-        temporary.rename(folder / str(step))
-        for old in checkpoint_steps(self.folder)[:-KEEP_CHECKPOINTS]:
-            shutil.rmtree(folder / str(old))
-        files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
-
     def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """Tensors and state of the newest checkpoint, on every process; None if there is none."""
-        steps = broadcast_object_list([checkpoint_steps(self.folder)])[0]
+        steps = broadcast_object_list([checkpoints.checkpoint_steps(self.folder)])[0]
         if not self.args.resume:
             return None
         if not steps:
             if self._was_finished:
                 raise InputError(f"--resume {self.args.resume}: the run is finished, and its checkpoints are gone")
             return None
-        folder = self.folder / "checkpoints" / str(steps[-1])
-        file = folder / "tensors.safetensors"
-        try:
-            state = files.read_json(folder / "state.json")
-            if not isinstance(state, dict) or state.get("step") != steps[-1]:
-                raise ValueError("state.json does not name its step")
-            unsealed = {name: value for name, value in state.items() if name != "sha256"}
-            if sealed(unsealed, file) != state:
-                raise ValueError("its files are not what was written")
-            if unsealed.pop("run", self.meta["id"]) != self.meta["id"]:
-                raise ValueError("it belongs to another run")
-            return load_file(file), unsealed
-        except (OSError, ValueError, SafetensorError) as error:
-            raise InputError(
-                f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
-                f"remove that folder to go on from the one before"
-            ) from error
+        return checkpoints.read(self.folder, self.meta["id"], steps[-1])
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Put model and optimiser where the newest checkpoint left them. Its state; {"step": 0} if there is none."""
-        return self.resume_with(lambda tensors: restore_training_state(model, optimizer, tensors))
+        return self.resume_with(lambda tensors: checkpoints.restore_training_state(model, optimizer, tensors))
 
     def resume_with(self, restore: Callable[[dict[str, torch.Tensor]], None]) -> dict[str, Any]:
         """As resume, with what takes a checkpoint's tensors.
@@ -633,68 +587,7 @@ class Run:
         return state
 
 
-# ---- Checkpoints -----------------------------------------------------------------------------------------------
-
-
-def sealed(state: dict[str, Any], file: Path) -> dict[str, Any]:
-    """A checkpoint's state with a checksum of itself and of the file with its tensors."""
-    with file.open("rb") as tensors:
-        digest = hashlib.file_digest(tensors, "sha256")
-    digest.update(json.dumps(state).encode())
-    return state | {"sha256": digest.hexdigest()}
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that learn, under their names."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What learns, and the optimiser's moments, under flat names, for a checkpoint. Every process must call this."""
-    tensors = {f"model.{name}": parameter for name, parameter in trained_parameters(model).items()}
-    for index, moments in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-    return {name: processes.gather_for_saving(tensor) for name, tensor in tensors.items()}
-
-
-@torch.no_grad()
-def restore_training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
-    """The inverse of training_state. The optimiser must have the model's trained parameters, in their order.
-
-    It may have made no step yet.
-    """
-    trained = trained_parameters(model)
-    parameters = list(trained.values())
-    shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        names = (f"optimizer.{i}.{moment}" for i in optimizer.state_dict()["param_groups"][0]["params"])
-        shapes |= {
-            name: parameter.shape for name, parameter in zip(names, parameters, strict=True) if name in tensors
-        }
-    steps = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
-    if len(steps) > 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
-        raise InputError("the checkpoint holds other tensors than the model that its arguments name")
-    for name, parameter in trained.items():
-        parameter.copy_(processes.sliced_like(tensors[f"model.{name}"], parameter))
-    state = optimizer.state_dict()
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, moment = name.split(".")
-            slices = tensor if moment == "step" else processes.sliced_like(tensor, parameters[int(index)])
-            state["state"].setdefault(int(index), {})[moment] = slices
-    for group in state["param_groups"]:
-        if "steps" in group:  # an AdamTensorFlowStyle counts them
-            (group["steps"],) = steps
-    optimizer.load_state_dict(state)
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
-
-
-# ---- Names, tables, pictures -----------------------------------------------------------------------------------
+# ---- Names, tables, learning rates -----------------------------------------------------------------------------
 
 
 def say(line: str) -> None:
@@ -749,35 +642,6 @@ def upload_model(folder: Path, entity: str, name: str) -> None:
         api.upload_folder(repo_id=repository, folder_path=str(folder))
     except (OSError, HfHubHTTPError, ValueError) as error:
         raise InputError(f"{folder} is saved, but could not be pushed to {repository}: {error}") from error
-
-
-def draw_learning_curves(folder: Path, rows: list[dict[str, float]], panels: dict[str, list[str]]) -> None:
-    """learning_curves.png: one panel per entry of {title: metrics}."""
-    from matplotlib.figure import Figure
-
-    panels = {
-        title: drawn
-        for title, names in panels.items()
-        if (drawn := [name for name in names if rows and name in rows[0]])
-    }
-    if not panels:
-        return
-    columns = min(4, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.4 * columns, 2.5 * lines), layout="constrained")
-    for axes, (title, names) in zip(
-        figure.subplots(lines, columns, squeeze=False).flat, panels.items(), strict=False
-    ):
-        for name in names:
-            axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
-        axes.set_title(title, fontsize=10)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-        if len(names) > 1:
-            axes.legend(fontsize=7)
-    for axes in figure.axes[len(panels) :]:
-        axes.set_axis_off()
-    figure.savefig(folder / "learning_curves.png", dpi=110)
 
 
 def scheduled_lr(lr: float, schedule: str, step: int, steps: int) -> float:

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import run, texts
+from ppo_rlhf.lib import run, sources
 from ppo_rlhf.worlds import posts, sums, tales
 
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
@@ -30,7 +30,7 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "rewards.value_model": {},
 }
 OTHER_NAMES = {
-    "task.query_dataset": {*texts.HUB_TEXTS, "dummy"},
+    "task.query_dataset": {*sources.HUB_TEXTS, "dummy"},
     "task.posts": {"tldr"},
     "task.comparisons": {"tldr"},
     "task.problems": {"gsm8k"},

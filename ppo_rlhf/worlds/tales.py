@@ -30,7 +30,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, lm, texts
+from ppo_rlhf.lib import cli, errors, label_files, lm, texts
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building
 
@@ -328,8 +328,8 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
         rows = [
             {"query": query, **{f"sample{i}": ids for i, ids in enumerate(row)}, "best": choice}
             for query, row, choice in zip(
-                queries.masked_fill(queries == pad_id, texts.OPENAI_PAD_ID).tolist(),
-                samples.masked_fill(samples == pad_id, texts.OPENAI_PAD_ID).tolist(),
+                queries.masked_fill(queries == pad_id, label_files.OPENAI_PAD_ID).tolist(),
+                samples.masked_fill(samples == pad_id, label_files.OPENAI_PAD_ID).tolist(),
                 best.tolist(),
                 strict=True,
             )

@@ -1,0 +1,184 @@
+"""Label files of chapter 1: what people, or the annotators of a world, said about continuations of queries.
+
+`--label_dataset` names a file:
+
+    <task>/<file>.json     OpenAI's human labels, from the hub copy OPENAI_REPOSITORY. If the queries come from a
+                           world, its simulated labels, which have the same names
+    <file>.json            a local file in the same format
+
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.lib import files, hub, models, texts
+from ppo_rlhf.lib.errors import InputError, flag
+
+OPENAI_PAD_ID = 50259
+OPENAI_VOCAB_SIZE = 50257
+LARGEST_RATING = 1e6
+LabelKind = Literal["best", "score", "difference"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Judgements of n continuations of each query. The kind of label says what a target means:
+
+    best         which of the n is the best, in [0, n)
+    score        how good the only one is
+    difference   how much better the second of two is than the first
+    """
+
+    queries: torch.Tensor  # (labels, query_length), padded with pad_id
+    samples: torch.Tensor  # (labels, n, response_length), padded with pad_id
+    targets: torch.Tensor  # (labels,), integers for best, else floats
+    ceiling: float | None  # accuracy of a perfect judge on the held-out labels, if it is known
+    kind: LabelKind = "best"
+
+
+def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
+    """Read a label file in OpenAI's format and check every row. A row has one of these forms:
+
+        {"query": ids, "sample0": ids, "sample1": ids, ..., "best": 1}             the best of n
+        {"query": ids, "sample": ids, "score": 0.7}                                a rating
+        {"query": ids, "sample0": ids, "sample1": ids, "difference": -1.5}         how much better sample1 is
+
+    Queries hold task.query_length token ids and samples task.response_length, padded on the right. A file next to it,
+    `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer (one above its largest id), the `padding_id`
+    and the `ceiling` of accuracy. Without a vocab_size, the ids are read as GPT-2's if the tokenizer is larger than
+    GPT-2's. If it is not, all ids must lie in its vocabulary. Without a padding_id, 50259 is padding, as in OpenAI's
+    files. If 50259 is a token, padding_id must be given, and it must not be a token.
+    """
+    # [D19] A choice among samples.   label_types.py#L33-L55
+    # [D21] A rating, or a difference.   label_types.py#L58-L120
+    path = find_label_file(label_dataset, task.query_dataset)
+    what, vocab_size = f"{flag('label_dataset')} {path}", models.vocabulary_size(tokenizer)
+    try:
+        rows = files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what}: {error}") from error
+    meta = read_sidecar(path.with_suffix(".meta.json"))
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{what}: must be a JSON array of objects, and not empty")
+    their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)
+    if their_vocab_size != vocab_size:
+        raise InputError(
+            f"{what}: holds ids of a vocabulary of {their_vocab_size}, but the tokenizer of the base model has "
+            f"{vocab_size}; use the model whose tokenizer wrote the file"
+        )
+    padding_id = meta.get("padding_id", OPENAI_PAD_ID)
+    if 0 <= padding_id < vocab_size:
+        raise InputError(
+            f"{what}: its padding id {padding_id} is one of the tokenizer's {vocab_size} ids; pad with another, such "
+            f'as {vocab_size}, and name it in {path.with_suffix(".meta.json").name}: "padding_id": {vocab_size}'
+        )
+    kind = next((kind for kind in get_args(LabelKind) if kind in rows[0]), None)
+    if kind is None:
+        raise InputError(f"{what}: row 0 has none of the keys {', '.join(get_args(LabelKind))}")
+    try:
+        sample_keys = sample_keys_of(rows[0], kind)
+    except InputError as error:
+        raise InputError(f"{what}: {error}") from error
+    lengths = {"query": ("query_length", task.query_length)}
+    lengths |= dict.fromkeys(sample_keys, ("response_length", task.response_length))
+    for number, row in enumerate(rows):
+        try:
+            check_label(row, kind, lengths, vocab_size, padding_id)
+        except InputError as error:
+            raise InputError(f"{what}: row {number} {error}") from error
+
+    def tokens(key: str) -> torch.Tensor:
+        return torch.tensor([[vocab_size if token == padding_id else token for token in row[key]] for row in rows])
+
+    return Labels(
+        queries=tokens("query"),
+        samples=torch.stack([tokens(key) for key in sample_keys], dim=1),
+        targets=torch.tensor([row[kind] for row in rows], dtype=torch.long if kind == "best" else torch.float32),
+        ceiling=meta.get("ceiling"),
+        kind=kind,
+    )
+
+
+def find_label_file(label_dataset: str, query_dataset: str) -> Path:
+    if Path(label_dataset).is_file():
+        return Path(label_dataset)
+    if label_dataset and Path(label_dataset).is_dir():
+        raise InputError(f"{flag('label_dataset')} {label_dataset}: that is a folder")
+    if (labels := Path(query_dataset, "labels")).is_dir():  # next to the texts of a world
+        if (labels / label_dataset).is_file():
+            return labels / label_dataset
+        there = ", ".join(sorted(path.relative_to(labels).as_posix() for path in labels.glob("*/offline_5k.json")))
+        raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file, and {labels} has {there}")
+    remedy = "give the path of a label file, or use --preset tales"
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*\.json", label_dataset):  # files on the hub have such names
+        raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file; {remedy}")
+    from huggingface_hub import hf_hub_download
+
+    with hub.hub_errors(f"{flag('label_dataset')} {label_dataset}", remedy):
+        return Path(hf_hub_download(hub.OPENAI_REPOSITORY, label_dataset, repo_type="dataset"))
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The content of the file next to a label file; empty if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        meta = files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from error
+    if not isinstance(meta, dict):
+        raise InputError(f"{path}: must be a JSON object")
+    for name in ("vocab_size", "padding_id"):
+        if type(meta.get(name, 1)) is not int:
+            raise InputError(f"{path}: the {name} is {meta[name]!r}; it must be a whole number")
+    if not isinstance(meta.get("ceiling", 1.0), float) or not 0 < meta.get("ceiling", 1.0) <= 1:
+        raise InputError(f"{path}: the ceiling is {meta['ceiling']!r}; it must be a number above 0 and at most 1.0")
+    return meta
+
+
+def sample_keys_of(row: dict[str, Any], kind: LabelKind) -> list[str]:
+    """The keys of a row that hold continuations. Raises an InputError if this kind of label needs other keys."""
+    found = sorted((key for key in row if re.fullmatch("sample[0-9]*", key)), key=lambda key: (len(key), key))
+    if kind == "best":
+        expected, needed = [f"sample{i}" for i in range(max(2, len(found)))], "sample0, sample1, ... (two or more)"
+    else:
+        expected = ["sample"] if kind == "score" else ["sample0", "sample1"]
+        needed = " and ".join(expected)
+    if found != expected:
+        raise InputError(f"row 0 has {kind!r} and the samples {found}; it needs {needed}")
+    return expected
+
+
+def check_label(
+    row: dict[str, Any], kind: LabelKind, lengths: dict[str, tuple[str, int]], vocab_size: int, padding_id: int
+) -> None:
+    """Raise an InputError if a row of a label file does not fit the file's first row and the task.
+
+    lengths: for each key with token ids, the argument that says how many it must hold, and that number.
+    """
+    for key, (field, length) in lengths.items():
+        ids = row.get(key)
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise InputError(f"has no list of token ids under {key!r}")
+        if len(ids) != length:
+            raise InputError(f"has {len(ids)} ids in {key!r}, but {flag(f'task.{field}')} is {length}")
+        if outside := [token for token in ids if not 0 <= token < vocab_size and token != padding_id]:
+            raise InputError(
+                f"has id {outside[0]} in {key!r}, outside the tokenizer's {vocab_size}; "
+                f"is it written with another tokenizer?"
+            )
+        if ids[0] == padding_id:
+            raise InputError(f"has padding at the beginning of {key!r}")
+    target = row.get(kind)
+    if kind == "best":
+        n = len(lengths) - 1
+        if type(target) is not int or not 0 <= target < n:
+            raise InputError(f"has best {target!r}; it must be in 0..{n - 1}")
+    elif type(target) not in (int, float) or not abs(target) <= LARGEST_RATING:
+        raise InputError(f"has {kind} {target!r}; it must be a number of at most {LARGEST_RATING:g} in size")
