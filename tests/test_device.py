@@ -31,7 +31,7 @@ RLVR = (
 )
 
 
-def run_both(folder: Path, script: str, arguments: list[str]) -> tuple[Path, Path]:
+def run_both(folder: Path, script: str, arguments: list[str], **environment: str) -> tuple[Path, Path]:
     """Run a script here and on the device, at the same time; the folders in which they ran."""
     here, there = folder / "cpu", folder / "device"
     for place in (here, there):
@@ -39,7 +39,7 @@ def run_both(folder: Path, script: str, arguments: list[str]) -> tuple[Path, Pat
         (place / "letters.py").write_text(LETTERS)
     runs = [
         Launched(script, *arguments, folder=here),
-        Launched(ON_DEVICE, str(SCRIPTS / script), *arguments, folder=there),
+        Launched(ON_DEVICE, str(SCRIPTS / script), *arguments, folder=there, **environment),
     ]
     for one in runs:
         ended(one.wait())
@@ -96,7 +96,7 @@ def test_the_policy_of_chapter_1_and_its_resumption(chapter_1, tiny_world, tmp_p
 def test_the_policy_of_chapter_1_in_bfloat16(chapter_1, tiny_world, tmp_path):
     reward = only(chapter_1[0], "models/*/reward")
     words = policy_words(tiny_world, reward, "--dtype bfloat16 --frozen_bfloat16 --gradient_checkpointing")
-    assert_same_numbers(*run_both(tmp_path, "train_policy.py", words))
+    assert_same_numbers(*run_both(tmp_path, "train_policy.py", words, AUTOCAST="cpu"))
 
 
 # ---- Chapter 2 -------------------------------------------------------------------------------------------------
@@ -130,7 +130,8 @@ def test_the_first_stages_of_chapter_2(chapter_2, stage):
     ids=["whole", "adapters"],
 )
 def test_the_policy_of_chapter_2(chapter_2, tiny_posts, tmp_path, more):
-    assert_same_numbers(*run_both(tmp_path, "tldr_policy.py", tldr_words(tiny_posts, chapter_2, more)))
+    words = tldr_words(tiny_posts, chapter_2, more)
+    assert_same_numbers(*run_both(tmp_path, "tldr_policy.py", words, AUTOCAST="cpu"))
 
 
 # ---- Chapter 3 -------------------------------------------------------------------------------------------------
