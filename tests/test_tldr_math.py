@@ -548,7 +548,8 @@ def test_garbage_in_masked_places_reaches_neither_loss_nor_gradient(seed: int):
     clean = [numbers(10 * seed + i, 12, WIDTH) / (3 - i) for i in range(3)]
 
     value, gradient = loss_and_gradient(
-        lambda *tensors: policy_loss(*tensors, mask, 0.2, mask.sum()), *(spoil(x, mask, i) for i, x in enumerate(clean))
+        lambda *tensors: policy_loss(*tensors, mask, 0.2, mask.sum()),
+        *(spoil(x, mask, i) for i, x in enumerate(clean)),
     )
     expected, _, _, slow_gradient = slow_policy_loss(*clean, lengths, 0.2)
     assert value == pytest.approx(expected)

@@ -44,13 +44,13 @@ from ppo_rlhf.lib.models import (
     save_policy_and_critic,
     save_reward_model,
 )
-from ppo_rlhf.lib.networks import load_critic
+from ppo_rlhf.lib.networks import Reference, load_critic
 from ppo_rlhf.lib.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.tldr_policy import (
     ActorCritic,
     Args,
+    Episodes,
     PpoArgs,
-    Reference,
     RewardsArgs,
     Rollout,
     draw_minibatches,
