@@ -475,7 +475,7 @@ def test_the_score_stands_after_the_last_token(end: int | None):
     """T43. end: index of the end-of-text token. At T - 1, or nowhere, there is no step after: the last column."""
     length = WIDTH if end is None else end + 1
     logprobs = torch.zeros(1, WIDTH, dtype=torch.float64)
-    rewards, _, _ = compute_rewards(double(2.5), logprobs, logprobs, slow_mask([length]), 0.05)
+    rewards, _, _ = compute_rewards(double(2.5), logprobs, logprobs, slow_mask([length]), 0.05, "k1")
     place = WIDTH - 1 if end is None or end == WIDTH - 1 else end + 1
     assert rewards.nonzero().tolist() == [[0, place]]
     assert rewards.sum().item() == 2.5
