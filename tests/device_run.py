@@ -16,6 +16,6 @@ stand_in.install(autocast=os.environ.get("AUTOCAST", "cuda"))
 for costs in (passes.COST_OF_WEIGHTS, passes.COST_OF_LAUNCHES, packing.COST_OF_GROUP):
     costs["cuda"] = costs["cpu"]
 sys.argv = sys.argv[1:]
-updates = stand_in.count_updates()
-runpy.run_path(sys.argv[0], run_name="__main__")
+with stand_in.count_updates() as updates:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 stand_in.save(Path("counts.json"), updates)

@@ -26,7 +26,7 @@ TLDR_POLICY = (
 )
 RLVR = (
     "--preset sums --ppo.total_episodes 32 --ppo.batch_size 16 --ppo.nminibatches 2 --save_interval 1 "
-    "--log_interval 1 --eval_interval 1 --eval_samples 1 --eval_problems 8 --task.response_length 12 "
+    "--log_interval 1 --eval_interval 1 --eval_samples 1 --eval_problems 4 --task.response_length 8 "
     "--trace_interval 1 --rewards.verifier letters:letters"
 )
 
@@ -143,7 +143,7 @@ GROUPS = (
     "--rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full --rewards.overlong_buffer 4 --lora.rank 2 "
     "--gradient_checkpointing"
 )
-GRPO = "--ppo.samples_per_prompt 4 --ppo.advantage grpo --ppo.critic_warmup 0 --rewards.kl_loss_coef 0.01"
+GRPO = "--ppo.samples_per_prompt 4 --ppo.advantage grpo --ppo.critic_warmup 0 --rewards.kl_loss_coef 0.01 --eval_interval 0"
 
 
 @pytest.fixture(scope="module")

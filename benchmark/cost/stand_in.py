@@ -15,11 +15,12 @@ What only hardware shows isn't shown here: speed, memory, how a kernel rounds, k
 and several streams. PyTorch calls the registration experimental, so a later version may change it.
 """
 
+import contextlib
 import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -218,11 +219,12 @@ def our_lines() -> Place:
     return tuple(reversed(lines))
 
 
-def count_updates() -> list[Counter[tuple[Kind, Place]]]:
-    """A list that gets the counts of each update when its metrics are logged, those of the log included."""
+@contextlib.contextmanager
+def count_updates() -> Iterator[list[Counter[tuple[Kind, Place]]]]:
+    """Within the block, the list gets the counts of each update when its metrics have been logged."""
     from ppo_rlhf.lib import run
 
-    found, before = [], Counter()
+    found, before = [], counts.copy()
     log = run.Run.log
 
     def log_and_count(this_run: run.Run, step: int, metrics: dict[str, float]) -> None:
@@ -232,7 +234,10 @@ def count_updates() -> list[Counter[tuple[Kind, Place]]]:
         before = counts.copy()
 
     run.Run.log = log_and_count
-    return found
+    try:
+        yield found
+    finally:
+        run.Run.log = log
 
 
 def save(file: Path, updates: list[Counter]) -> None:
