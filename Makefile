@@ -20,7 +20,7 @@ demo: $(VENV)/installed
 
 demo-tldr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/posts.py
-	$(LAUNCH) ppo_rlhf/tldr_all.py --preset tales
+	$(LAUNCH) ppo_rlhf/tldr_all.py --preset posts
 	$(BIN)/python ppo_rlhf/report.py
 
 demo-rlvr: $(VENV)/installed

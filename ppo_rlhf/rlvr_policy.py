@@ -45,7 +45,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_checks, rlvr_metrics, worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, problems, processes, rewards, run, traces
+from ppo_rlhf.lib import (
+    checkpoints,
+    cli,
+    lm,
+    models,
+    networks,
+    packing,
+    passes,
+    problems,
+    processes,
+    rewards,
+    run,
+    traces,
+)
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 from ppo_rlhf.rlvr_data import Batch, Draw, Pool, Request, Rollout, Sampled, make_batch
@@ -942,10 +955,12 @@ def load_networks(
     task, low_precision = args.task, args.dtype == "bfloat16"
     length, vocab_size = task.prompt_length + task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
+    packing.enable(lm_backbone)
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
         critic = networks.load_critic(args, vocab_size, zero_head=args.ppo.value_head == "zero")
+        packing.enable(critic.lm_backbone)
     modes = {"low_precision": low_precision, "entropy_learns": args.ppo.entropy_coef > 0}
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
@@ -960,6 +975,7 @@ def load_networks(
         frozen = lm_backbone
         if adapters is None:
             frozen = models.load_base_model(args, frozen=True)
+            packing.enable(frozen)
             models.place(frozen, accelerator)
         reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
     return actor_critic, reference, adapters
@@ -977,8 +993,10 @@ def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) ->
     if shaping.format:
         sources["format"] = of_texts(shaping.format, "rewards.format"), shaping.format_weight
     if shaping.trained_model:
-        rows = args.ppo.local_rollout_batch_size
-        score = networks.load_reward_model(args, ids.vocab_size, accelerator, rows=rows)
+        reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
+        packing.enable(reward_model.lm_backbone)
+        models.place(reward_model, accelerator)
+        score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
 
         def of_model(prompts: Any, texts: Any, answers: Any, queries: Tensor, responses: Tensor) -> Tensor:
             scores = score(queries, responses).double()  # (rows,)

@@ -311,7 +311,7 @@ class Comparison:
         query_responses = torch.cat([contexts, counted], dim=1)  # of the policy, which came last
         logprobs = {
             name: lm.response_statistics(
-                model, query_responses, self.pad_id, contexts.shape[1], self.task.temperature, self.pad_id
+                model, query_responses, counted, self.pad_id, self.task.temperature, self.pad_id
             )[0]
             for name, model in self.models.items()
         }

@@ -1,10 +1,10 @@
 """Chapter 2 in a row: `tldr_sft.py`, `tldr_reward.py`, `tldr_policy.py`, and a win rate at the end.
 
-Preset, seed, base model and task are given once. Every other argument of the three reaches them
-as --sft.*, --reward.* and --policy.*, for example --sft.lr 1e-5 --policy.ppo.noptepochs 2.
+Preset, seed, base model and task are given once. All other arguments are given to a stage as --sft.*, --reward.* or
+--policy.*, for example --sft.lr 1e-5 --policy.ppo.noptepochs 2.
 
-    python ppo_rlhf/tldr_all.py --preset tales                                         # no network, one CPU
-    torchrun --nproc_per_node 2 ppo_rlhf/tldr_all.py --preset tales                    # two processes on a CPU
+    python ppo_rlhf/tldr_all.py --preset posts                                         # no network, one CPU
+    torchrun --nproc_per_node 2 ppo_rlhf/tldr_all.py --preset posts                    # two processes on a CPU
     accelerate launch --num_processes 8 ppo_rlhf/tldr_all.py --sft.track --reward.track --policy.track     # Pythia 1B
     python ppo_rlhf/tldr_all.py --resume runs/<run>                                    # any of the three runs
 """
@@ -25,11 +25,11 @@ from ppo_rlhf.lib.errors import InputError
 @dataclass(frozen=True)
 class Args:
     preset: str = "tldr"
-    """names a set of defaults: tldr, tales"""
+    """names a set of defaults: tldr, posts"""
     seed: int = 44413
     """seed of all three stages"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
-    """causal language model that SFT starts from: a folder, a name on the hub, or `tldr-tales`"""
+    """causal language model that SFT starts from: a folder, a name on the hub, or `posts`"""
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     resume: str = ""
@@ -81,7 +81,7 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     sft_args, reward_args, policy_args = (
         dataclasses.replace(part, **shared) for part in (args.sft, args.reward, args.policy)
     )
-    # What can be known to be wrong with a later stage is said before the first.
+    # Bad arguments of a later stage are refused before the first stage begins.
     with cli.flags_of("sft", sft_args, SHARED):
         tldr_sft.check_arguments(sft_args)
         tldr_sft.sft_sizes(sft_args, 1, accelerator.num_processes)

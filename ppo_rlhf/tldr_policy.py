@@ -1,28 +1,30 @@
 """PPO against a reward model: chapter 2, TL;DR summarisation, stage 3 of 3.
 
-The fine-tuned model of `tldr_sft.py` (the policy) summarises posts, the reward model of `tldr_reward.py` scores the
-summaries, and PPO raises the score, less a penalty on the KL divergence from where the policy started (the
-reference). The main differences from chapter 1: summaries end with the end-of-text token, and what comes after it
-counts nowhere; a summary without one is punished (the end-of-text trick); the critic is a network of its own that
+The fine-tuned model of `tldr_sft.py` (the policy) summarises posts, and the reward model of `tldr_reward.py` scores
+the summaries. PPO raises the score, and a penalty on the KL divergence from where the policy started (the reference)
+keeps the text fluent. The main differences from chapter 1: a summary ends with the end-of-text token, and nothing
+after it counts; a summary without one is punished (the end-of-text trick); the critic is a network of its own, which
 starts as a copy of the reward model. Each update does eight things, and `train()` below reads so:
 
     1. sample posts
-    2. generate summaries, cut after the end-of-text token; their log-probs and values
+    2. generate summaries, up to the end-of-text token; keep their log-probs and values
     3. log-probs of the reference
-    4. score; punish summaries that do not end
-    5. per-token rewards: KL penalty on every token, score after the last
-    6. advantages and returns (GAE)
+    4. score the summaries; punish those that do not end
+    5. per-token rewards: KL penalty on every token, score on the step after the last
+    6. advantages and returns (GAE), for each minibatch anew
     7. PPO epochs over minibatches
-    8. log, and adapt the KL coefficient
+    8. adapt the KL coefficient and log
 
-Steps 6 and 7 stand in `ppo_update`. Before every `eval_interval`-th update, held-out posts are summarised.
+Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own advantages. Before every
+`eval_interval`-th update, held-out posts are summarised. The sizes of batches come before `train()`, the functions of
+the algorithm after it in its order, and metrics, loading and saving last.
 
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
-ee77a9a, which reproduced OpenAI's; its file and line stand beside the mark. Marks like [D54] are details of chapter 1
-too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577. Places where
-we differ on purpose have marks like [X20]; see docs/details.
+ee77a9a, which reproduced OpenAI's; files and lines beside marks are the original's. Marks like [D54] are details of
+chapter 1, too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577.
+[X20] and the like are places where we differ on purpose; see docs/details.
 
-    python ppo_rlhf/tldr_all.py --preset tales                  # no network: all three stages, in minutes
+    python ppo_rlhf/tldr_all.py --preset posts                  # no network: all three stages, in minutes
     python ppo_rlhf/tldr_policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward
     accelerate launch --num_processes 8 ppo_rlhf/tldr_policy.py --dtype bfloat16 --ppo.local_micro_batch_size 16 ...
     python ppo_rlhf/tldr_policy.py --resume runs/<run>          # go on after an interruption
@@ -32,7 +34,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +46,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, posts, processes, run, scorers
+from ppo_rlhf.lib import (
+    checkpoints,
+    cli,
+    lm,
+    models,
+    networks,
+    packing,
+    passes,
+    posts,
+    processes,
+    run,
+    scorers,
+    traces,
+)
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 
@@ -116,7 +130,7 @@ class PpoArgs:
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
-    """names a set of defaults: tldr, tales"""
+    """names a set of defaults: tldr, posts"""
     exp_name: str = "tldr_policy"
     seed: int = 44413
     """seed of the sampling noise, the order of the posts and the minibatches"""
@@ -150,255 +164,153 @@ class Args(cli.RunArgs):
 
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
-    "tales": Args(
-        preset="tales",
+    "posts": Args(
+        preset="posts",
         seed=1,
         trace_interval=10,
         eval_interval=12,
         eval_posts=512,
-        task=posts.TASKS["tales"],
+        task=posts.TASKS["posts"],
         rewards=RewardsArgs(monitor="ppo_rlhf.worlds.posts:gold_scores", kl_coef=0.6),
         ppo=PpoArgs(total_episodes=3_840, batch_size=64, nminibatches=8, lr=1e-4),
     ),
 }
 
 
+# ---- Sizes -----------------------------------------------------------------------------------------------------
+#
+# How a batch is divided, with the numbers of the default, Pythia 1B on one process:
+#
+#     batch         512 episodes, one update; every process has an equal part, its local batch
+#     group          no such thing here: a whole minibatch, on all processes, is whitened together
+#     minibatch     512: 1 / nminibatches of the batch, one optimiser step; 4 epochs make 4 steps
+#     pass          a part of the minibatch, or micro-batch, that is read at a time; changes memory, not numbers
+
+
+@dataclass(frozen=True)
+class PpoSizes:
+    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
+    local_rollout_batch: int
+
+
+def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
+    slices, what = num_processes * ppo.nminibatches, f"processes x {cli.typed('ppo.nminibatches')}"
+    local_minibatch = processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    local_batch = ppo.batch_size // num_processes
+    processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
+    return PpoSizes(
+        updates=ppo.total_episodes // ppo.batch_size,
+        batch=ppo.batch_size,
+        local_batch=local_batch,
+        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
+    )
+
+
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy and a critic; return the folder models/<run>/policy, everywhere. joint: of tldr_all.py, if it
-    runs this. Raises InputError, a ValueError, before anything is written if it can.
+    """Train a policy and a critic; return the folder models/<run>/policy, on every process. joint: of tldr_all.py.
+
+    Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    accelerator = processes.make_accelerator()
-    check_arguments(args)
-    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    # Names such as `tales`, which meta.json and the saved models keep, become paths.
-    given, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
+    setup, actor_critic, reference = load(args, joint)
+    args, sizes, ids, accelerator = setup.args, setup.sizes, setup.ids, setup.accelerator
     task, ppo, shaping, device = args.task, args.ppo, args.rewards, accelerator.device
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = posts.task_ids(task, tokenizer)
-    train_posts = posts.read_posts(task, tokenizer, "train")
-    held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
-    actor_critic, reference = load_networks(args, tokenizer, accelerator)
-    score, monitor = load_scorers(args, tokenizer, ids, accelerator)
-    # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
-    trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
-    inputs = models.weight_files(args) | worlds.data_files(task, "posts")
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
-    state = this_run.resume(actor_critic, optimizer)
-    first_update, evaluation = state["step"], state.get("evaluation", {})
-    controller = AdaptiveKLController(state.get("kl_coef", shaping.kl_coef), **vars(shaping.adaptive_kl))
-    this_run.start_logging(first_update)
-    rank, chunk, at_once = accelerator.process_index, sizes.local_rollout_batch, ppo.local_rollout_batch_size
-    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's, of the batch
-    judged_by = {"scores": score} | monitor
-    evaluate = partial(evaluate_policy, this_run, actor_critic, judged_by, tokenizer, ids, args, chunk, accelerator)
-    prompts, reference_scores = held_out["validation"].first(args.eval_prompts), {}
-    trace = partial(this_run.trace_posts, args, tokenizer, ids, held_out, actor_critic, reference, score, monitor)
+    optimizer = make_optimizer(actor_critic, ppo)
+    controller = AdaptiveKLController(shaping.kl_coef, **vars(shaping.adaptive_kl))
+    this_run, first_update, evaluation = start_run(setup, actor_critic, optimizer, controller, joint)
+    rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
+    by_length = partial(passes.by_length, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
+    evaluate = partial(evaluate_policy, setup, this_run, actor_critic)
+    prompts, reference_scores = setup.held_out["validation"].first(args.eval_prompts), {}
+    trace = partial(trace_episodes, this_run, setup, actor_critic, reference)
 
-    with this_run.progress("PPO", sizes.updates, first_update) as advance:
-        for update in range(first_update, sizes.updates):
-            started = time.monotonic()
-            optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
-            if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
-                evaluation, _ = evaluate(prompts, reference_scores, update)
-            with actor_critic.sampling():
-                # 1. Sample posts. Every process draws the whole batch and takes its rows.
-                inds = posts_of_update(args.seed, len(train_posts), update, sizes.batch)[rows]  # (local_batch,)
-                queries, references = train_posts.queries[inds], train_posts.references[inds].to(device)
-                lengths, uses = (queries != ids.pad).sum(1), task.response_length
-                query_passes = passes.plan_passes(lengths, actor_critic, at_once, uses=uses)
-                queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
-                uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+    for update in this_run.updates("PPO", first_update, sizes.updates):
+        optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
+        if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
+            evaluation, _ = evaluate(prompts, reference_scores, update)
 
-                # 2. Generate summaries, cut after the end-of-text token; their log-probs and values.
-                act = partial(respond, actor_critic, ids, task.temperature)  # gives 4 (local_batch, response_length)
-                responses, logprobs, values, sampler_gap = passes.in_passes(act, query_passes, queries, uniforms)
+        with actor_critic.sampling():
+            # 1. Sample posts. Every process draws the whole batch and takes its rows.
+            inds = posts_of_update(args.seed, len(setup.train_posts), update, sizes.batch)[rows]  # (local_batch,)
+            queries, references = setup.train_posts.queries[inds], setup.train_posts.references[inds].to(device)
+            queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
 
-                # 3. Log-probs of the reference.
-                query_responses = torch.cat([queries, responses], dim=1)
-                plan = passes_over(query_responses, ids.pad, actor_critic, at_once)
-                read = partial(reference.logprobs, ids, queries.shape[1], task.temperature)
-                ref_logprobs = passes.in_passes(read, plan, query_responses)  # (local_batch, response_length)
+            # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
+            #    (local_batch, response_length).
+            uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+            sampling = {"stop_id": ids.stop, "temperature": task.temperature, "new_tokens": task.response_length}
+            responses, logprobs, values, sampler_gap = by_length(respond, actor_critic, queries, uniforms, **sampling)
 
-                # 4. Score; punish summaries that do not end.
-                raw_scores = passes.few_rows_at_a_time(score, chunk, queries, responses, references)  # (local_batch,)
-                finished = lm.has_stop(responses, ids.stop, 0)  # (local_batch,)
-                scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
+            # 3. Compute the reference's log-probs: (local_batch, response_length).
+            query_responses = torch.cat([queries, responses], dim=1)
+            reading = {"reference": reference, "temperature": task.temperature}
+            ref_logprobs = by_length(reference_logprobs, actor_critic, query_responses, responses, **reading)
 
-                # 5. Per-token rewards.
-                mask, value_mask = response_masks(responses, ids.pad)
-                rewards, non_score_rewards, kl = compute_rewards(
-                    scores, logprobs, ref_logprobs, mask, controller.value, shaping.kl_estimator
-                )
+            # 4. Score the summaries; punish those that do not end.
+            raw_scores = setup.score(queries, responses, references)  # (local_batch,)
+            finished = lm.has_stop(responses, ids.stop, 0)  # (local_batch,)
+            scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
 
-            # 6. Advantages and returns, and 7. PPO epochs.
-            rollout = Rollout(
-                *(query_responses, logprobs, values, rewards, mask, value_mask),
-                *(kl, non_score_rewards, raw_scores, scores, finished, sampler_gap),
-            )
-            minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
-            steps = ppo_update(
-                actor_critic, optimizer, rollout, minibatches, ppo, ids.pad, task.temperature, accelerator
+            # 5. Compute per-token rewards. The score judges the whole summary, so it comes once, when the summary is
+            #    complete. The KL divergence is a sum over tokens, so each token pays for its own part.
+            mask, value_mask = response_masks(responses, ids.pad)  # (local_batch, response_length)
+            rewards, non_score_rewards, kl = compute_rewards(
+                scores, logprobs, ref_logprobs, mask, controller.value, shaping.kl_estimator
             )
 
-            # 8. Log, and adapt the KL coefficient.
-            monitored = {name: function(queries, responses, references) for name, function in monitor.items()}
-            metrics = update_metrics(rollout, steps, monitored, this_run, update, controller.value, lr)
-            controller.update(metrics["objective/kl"], sizes.batch)
-            this_run.log(update, metrics | evaluation)
-            if args.log_interval and update % args.log_interval == 0:
-                tokens = (queries[:3], responses[:3], references[:3])
-                samples = posts.evaluation_rows(tokenizer, ids.pad, *tokens, scores=scores[:3], kl=kl.sum(1)[:3])
-                this_run.log_samples(update, posts.sample_table(samples))
-            if this_run.is_time_to_trace(update):  # a few episodes with all their numbers, for report.py
-                trace(update, rollout, ref_logprobs, references, monitored, controller.value)
-            speed = f"{sizes.batch / run.seconds_since(started):.0f} episodes/s"
-            advance(f"{speed}, score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}")
-            if this_run.is_time_to_save(update + 1, sizes.updates):
-                state = {"kl_coef": controller.value, "evaluation": evaluation}
-                this_run.save_checkpoint(update + 1, checkpoints.training_state(actor_critic, optimizer), state)
+        # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
+        rollout = Rollout(query_responses, logprobs, values, rewards, mask, value_mask)
+        minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
+        steps = ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, ids.pad, task.temperature, accelerator)
 
-    results = evaluate_splits(evaluate, held_out, sizes.updates, this_run)
-    save_networks(this_run.model_folder, actor_critic, reference, tokenizer, given)
-    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
-    this_run.finish(PANELS, **results, **last, too_long=train_posts.too_long)
-    this_run.upload("policy", "value")
-    return this_run.model_folder / "policy"
-
-
-# ---- Networks, evaluation --------------------------------------------------------------------------------------
-
-
-class ActorCritic(models.MixedPrecision):
-    """The policy and the critic, two networks that share nothing.
-
-    The critic is a reward model that is read before every token of the response, instead of at its end.
-    """
-
-    # [T32] It starts as the reward model, so that its value after the end of text is the score.   ppo.py#L471-L500
-    def __init__(
-        self, lm_backbone: PreTrainedModel, critic: lm.RewardModel, vocab_size: int, *, low_precision: bool = False
-    ):
-        """vocab_size: number of ids that can be sampled; the output layer may have more rows [T14]."""
-        super().__init__()
-        self.lm_backbone = lm_backbone
-        self.critic = critic
-        self.vocab_size = vocab_size
-        self.low_precision = low_precision
-
-    def forward(
-        self,
-        query_responses: Tensor,
-        pad_id: int,
-        context_length: int,
-        temperature: float,
-        longest: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
-
-        query_responses: (batch, context_length + response_length); longest: tokens of the longest row, if known.
-        Returns three of (batch, response_length); what they hold at padding means nothing.
-        """
-        with self.autocast():
-            logprobs, entropies = lm.response_statistics(
-                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size, longest
-            )
-            # [T38] A value belongs to the position before the response token, as its log-prob does.
-            #       ppo.py#L637-L640
-            columns = slice(context_length - 1, -1)
-            hidden_states = lm.read_packed(self.critic.lm_backbone, query_responses, pad_id, columns, longest)
-            values = self.critic.gain * lm.read_scalar(self.critic.reward_head, hidden_states) + self.critic.bias
-        return logprobs, entropies, values  # three of (batch, response_length)
-
-
-class Reference(networks.Reference):
-    """The model that the policy started from, as it reads summaries."""
-
-    def logprobs(
-        self,
-        ids: posts.TaskIds,
-        context_length: int,
-        temperature: float,
-        query_responses: Tensor,
-        longest: int | None = None,
-    ) -> Tensor:
-        """Log-probs (batch, response_length) of query_responses (batch, context_length + response_length)."""
-        # [T35] At the policy's temperature.   ppo.py#L623-L627
-        with self.in_use():
-            logprobs, _ = lm.response_statistics(
-                self.lm_backbone, query_responses, ids.pad, context_length, temperature, ids.vocab_size, longest
-            )
-        return logprobs
-
-
-def evaluate_policy(
-    this_run: run.Run,
-    actor_critic: ActorCritic,
-    scorers: dict[str, scorers.Scorer],
-    tokenizer: PreTrainedTokenizerBase,
-    ids: posts.TaskIds,
-    args: Args,
-    chunk: int,
-    accelerator: Accelerator,
-    held_out: posts.Posts,
-    reference_scores: dict[str, Tensor],
-    update: int,
-) -> tuple[dict[str, float], list[dict]]:
-    """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
-
-    The scores are those of the scorers, without a penalty for summaries that do not end. reference_scores: of the
-    posts' references, which do not change; an empty dictionary is filled. Writes evaluation_before.jsonl before the
-    first update. Raises a NumericalError that names the update if a mean is not finite.
-    """
-    # [T49] [T50] Now and then for the metrics, and after the training; without the penalty.
-    #       ppo.py#L371-L416, ppo.py#L826-L840
-    generator = lm.keyed_generator(args.seed, "evaluate")
-    with actor_critic.sampling():
-        if not reference_scores:
-            reference_scores |= posts.score_references(scorers, held_out, chunk, accelerator)
-        responses, *scores = posts.summarise(
-            actor_critic.sampler,
-            held_out,
-            ids,
-            args.task,
-            generator,
-            chunk,
-            accelerator,
-            measure=lambda *tokens: [scorer(*tokens) for scorer in scorers.values()],
+        # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
+        monitored = {name: function(queries, responses, references) for name, function in setup.monitor.items()}
+        told = (references, finished, raw_scores, scores, ref_logprobs, kl, non_score_rewards, sampler_gap)
+        episodes = Episodes(*told, monitored, controller.value)
+        metrics = update_metrics(this_run, update, rollout, episodes, steps, lr)
+        controller.update(metrics["objective/kl"], sizes.batch)
+        this_run.end_of_update(
+            *(update, metrics | evaluation),
+            f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}",
+            samples=partial(sample_rows, setup, rollout, episodes),
+            trace=partial(trace, update, rollout, episodes, controller),
+            checkpoint=partial(training_state, actor_critic, optimizer, controller, evaluation),
         )
-    numbers = {}
-    for name, values in zip(scorers, scores, strict=True):
-        numbers |= {name: values, f"reference_{name}": reference_scores[name]}
-    rows = posts.evaluation_rows(tokenizer, ids.pad, held_out.queries, responses, held_out.references, **numbers)
-    means = {f"eval/{name}": values.double().mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = lm.has_stop(responses, ids.stop, 0).double().mean().item()
-    means["eval/response_length"] = (responses != ids.pad).sum(1).double().mean().item()
-    processes.check_finite(means, update, "the reward model or function must give every summary a number")
-    if update == 0:
-        this_run.write_evaluation("before", rows)
-    return means, rows
+    return finish(setup, this_run, actor_critic, reference)
 
 
-def evaluate_splits(evaluate: Callable, held_out: dict[str, posts.Posts], updates: int, this_run: run.Run) -> dict:
-    """After the training, all held-out posts: writes evaluation.jsonl of each split; returns means, and ROUGE."""
-    results = {}
-    for split, split_posts in held_out.items():
-        means, table = evaluate(split_posts, {}, updates)
-        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge_of(table).items()}
-        results |= {name.replace("eval", split, 1): value for name, value in means.items()}
-        this_run.write_evaluation(split, table)
-    return results
+@dataclass(frozen=True)
+class Setup:
+    """What a run has from its beginning, and what no update changes."""
+
+    given: Args  # as they were typed, with names such as `posts` that are not yet paths
+    args: Args
+    sizes: PpoSizes
+    tokenizer: PreTrainedTokenizerBase
+    ids: posts.TaskIds
+    train_posts: posts.Posts
+    held_out: dict[str, posts.Posts]  # of the splits validation and test
+    score: scorers.Scorer  # (queries, responses, references) -> (rows,)
+    monitor: dict[str, scorers.Scorer]  # what is only logged, under its name
+    accelerator: Accelerator
 
 
-# ---- Rollout ---------------------------------------------------------------------------------------------------
+# ---- Steps 1 to 4: posts, summaries, scores --------------------------------------------------------------------
 
 
 def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tensor:
-    """Indices (batch,) of the posts of an update: one pass after the other, each in an order of its own."""
-    # [T12] A batch may lie across two passes.   ppo.py#L424-L431, ppo.py#L509-L513
+    """Indices (batch,) of the posts of an update. Each pass over the posts has an order of its own."""
+    # [T12] A batch may begin in one pass and end in the next.   ppo.py#L424-L431, ppo.py#L509-L513
     first, last = update * batch // num_posts, (update * batch + batch - 1) // num_posts
     orders = [
         torch.randperm(num_posts, generator=lm.keyed_generator(seed, "posts", number))
@@ -410,61 +322,103 @@ def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tenso
 
 @torch.no_grad()
 def respond(
-    actor_critic: ActorCritic,
-    ids: posts.TaskIds,
-    temperature: float,
-    contexts: Tensor,
-    uniforms: Tensor,
-    longest: int | None = None,
+    actor_critic: ActorCritic, contexts: Tensor, uniforms: Tensor, *, pad_id: int, stop_id: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length). longest: tokens of the longest context, if known.
+    """Sample responses to contexts (batch, context_length), with a random number for each token.
 
-    Returns four of (batch, response_length): responses, truncated; log-probs and values, which are those of the
-    training pass; and the distance of these log-probs from those that the sampler saw.
+    Returns four tensors of (batch, response_length): responses, with padding after the stop token; their log-probs
+    and values, as training computes them; and the distance of these log-probs from the sampler's.
     """
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
-    # [T33] As it is not looked at, it is not sampled either.   ppo.py#L494-L495, ppo.py#L542-L549
-    short, stop_ids = passes.pack(contexts, ids.pad, longest or contexts.shape[1]), {ids.stop}
+    # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
     responses, sampled_logprobs = lm.generate_until(
-        actor_critic.sampler, short, uniforms, ids.pad, actor_critic.vocab_size, temperature, stop_ids
+        actor_critic.sampler, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, {stop_id}
     )
-    # [T34] [X26] The training pass says what the log-probs were, so that the ratio starts at 1, but for rounding.
+    # [T34] [X26] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
     query_responses = torch.cat([contexts, responses], dim=1)
-
-    def read(tokens: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
-        logprobs, _, values = actor_critic(tokens, ids.pad, contexts.shape[1], temperature, longest)
-        return logprobs, values
-
-    plan = passes_over(query_responses, ids.pad, actor_critic)
-    logprobs, values = passes.in_passes(read, plan, query_responses)
-    gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == ids.pad, 0)
+    reading = {"pad_id": pad_id, "temperature": temperature}
+    logprobs, _, values = passes.by_length(nn.Module.__call__, actor_critic, query_responses, responses, **reading)
+    gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == pad_id, 0)
     return responses, logprobs, values, gap
 
 
-def passes_over(tokens: Tensor, pad_id: int, model: nn.Module, rows: int = 0) -> list[passes.Pass]:
-    """Passes over the rows of tokens (batch, length); rows: how many at most at a time, 0: as many as are fast."""
-    return passes.plan_passes((tokens != pad_id).sum(1).cpu(), model, rows)
+def reference_logprobs(
+    actor_critic: ActorCritic,
+    query_responses: Tensor,
+    responses: Tensor,
+    *,
+    pad_id: int,
+    reference: networks.Reference,
+    temperature: float,
+) -> Tensor:
+    """Log-probs (batch, response_length) of the reference; tokens as `ActorCritic` gets them."""
+    # [T35] At the policy's temperature, and over the same ids.   ppo.py#L623-L627
+    with reference.in_use():
+        logprobs, _ = lm.response_statistics(
+            reference.lm_backbone, query_responses, responses, pad_id, temperature, actor_critic.vocab_size
+        )
+    return logprobs
+
+
+class ActorCritic(models.MixedPrecision):
+    """The policy and the critic, two networks that share nothing.
+
+    The critic is a reward model that is read before every token of the response, and not only at its end.
+    """
+
+    # [T32] It starts as the reward model, so its value after the end of text is the score.   ppo.py#L471-L500
+    def __init__(
+        self, lm_backbone: PreTrainedModel, critic: lm.RewardModel, vocab_size: int, *, low_precision: bool = False
+    ):
+        """vocab_size: number of ids that can be sampled; the output layer may have more rows [T14]."""
+        super().__init__()
+        self.lm_backbone = lm_backbone
+        self.critic = critic
+        self.vocab_size = vocab_size
+        self.low_precision = low_precision
+
+    def forward(
+        self, query_responses: Tensor, responses: Tensor, pad_id: int, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
+
+        query_responses: (batch, length), posts and their responses, with padding anywhere. responses: (batch,
+        response_length), the same responses, with padding at their end. Returns three tensors of (batch,
+        response_length); what they hold at padding means nothing.
+        """
+        with self.autocast():
+            logprobs, entropies = lm.response_statistics(
+                self.lm_backbone, query_responses, responses, pad_id, temperature, self.vocab_size
+            )
+            # [T38] A value belongs to the position before the response token, as its log-prob does.
+            #       ppo.py#L637-L640
+            backbone = self.critic.lm_backbone
+            hidden_states = lm.read_before_responses(backbone, query_responses, responses, pad_id)
+            values = self.critic.gain * lm.read_scalar(self.critic.reward_head, hidden_states) + self.critic.bias
+        return logprobs, entropies, values
 
 
 def punish_missing_eos(
     scores: Tensor, finished: Tensor, form: Literal["replace", "subtract", "none"], penalty: float
 ) -> Tensor:
-    """Scores (batch,) after the end-of-text trick: those of responses that are not finished (batch,) are lower."""
-    # [T39] A summary without the stop token gets minus the penalty in place of its score, or loses it, or neither.
+    """Scores (batch,) after the end-of-text trick, which lowers those of responses that are not finished (batch,)."""
+    # [T39] The score of a summary without the stop token becomes minus the penalty, or is lowered by it, or stays.
     #       ppo.py#L662-L667, TRL ppo_trainer.py#L758-L759
     punished = {"replace": torch.full_like(scores, -penalty), "subtract": scores - penalty, "none": scores}
     return torch.where(finished, scores, punished[form])
 
 
-# A mask is True where an entry counts. What stands elsewhere, be it NaN, reaches neither a result nor a gradient.
+# ---- Steps 5 to 7: rewards, advantages, losses -----------------------------------------------------------------
+#
+# A mask is True where an entry counts. Whatever is elsewhere, even NaN, reaches neither a result nor a gradient.
 
 
 def response_masks(truncated_responses: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
     """Which tokens of a response count, and which values: two of (batch, response_length) bool.
 
-    The tokens up to the one that ends the response, and one value more: that of the state after it. With padding P,
-    [[7, 8, E, P, P]] gives [[1, 1, 1, 0, 0]] and [[1, 1, 1, 1, 0]].
+    Tokens count up to the one that ends the response, and one value more: that of the state after it. With padding
+    P, [[7, 8, E, P, P]] gives [[1, 1, 1, 0, 0]] and [[1, 1, 1, 1, 0]].
     """
     # [T40] [T41] A response ends before its first padding, or at the last column; values count one place further.
     #       ppo.py#L636, ppo.py#L670-L677
@@ -485,14 +439,14 @@ def compute_rewards(
     ref_logprobs: Tensor,
     mask: Tensor,
     kl_coef: float,
-    kl_estimator: Literal["k1", "k3"] = "k1",
+    kl_estimator: Literal["k1", "k3"],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per-token rewards: -kl_coef * kl on what counts, and the score on the step after the last token.
+    """Per-token rewards: -kl_coef * kl on every token, and the score on the step after the last token.
 
-    scores: (batch,); log-probs and mask, of the tokens: (batch, response_length). Returns rewards, non_score_rewards
-    and kl, of that shape. A response that fills its row gets the score on its last token.
+    scores: (batch,); log-probs and mask, which is that of the tokens: (batch, response_length). Returns rewards,
+    non_score_rewards and kl, of that shape. A response that fills its row gets the score on its last token.
     """
-    # [T42] [X24] Nothing is filled in; what does not count is 0 in every sum.   ppo.py#L38, ppo.py#L675-L677
+    # [T42] [X24] What does not count is 0 in every sum.   ppo.py#L38, ppo.py#L675-L677
     x = (ref_logprobs - logprobs).masked_fill(~mask, 0)  # (batch, response_length)
     kl = -x if kl_estimator == "k1" else torch.expm1(x) - x
     non_score_rewards = -kl_coef * kl
@@ -506,32 +460,33 @@ def compute_rewards(
 class Rollout:
     """What one process remembers of its part of the batch while it trains on it.
 
-    Tokens and numbers beyond a response's end mean nothing, but for `rewards`, `kl` and the like, which are 0 there.
+    After a response's end, rewards are 0, and log-probs and values mean nothing.
     """
 
-    query_responses: Tensor  # (local_batch, context_length + response_length), truncated
+    query_responses: Tensor  # (local_batch, context_length + response_length), padding after the stop token
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
     values: Tensor  # (local_batch, response_length), of the critic at that time
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
     mask: Tensor  # (local_batch, response_length) bool, of the tokens
     value_mask: Tensor  # (local_batch, response_length) bool, of the values
-    kl: Tensor  # (local_batch, response_length), nats
-    non_score_rewards: Tensor  # (local_batch, response_length), the KL penalty
-    raw_scores: Tensor  # (local_batch,), of the reward model or function
-    scores: Tensor  # (local_batch,), after the end-of-text trick
-    finished: Tensor  # (local_batch,) bool, whether the summary ends
-    sampler_gap: Tensor  # (local_batch, response_length), distance of log-probs from the sampler's
 
+    @property
+    def queries(self) -> Tensor:
+        """The posts alone: (local_batch, context_length)."""
+        return self.query_responses[:, : -self.logprobs.shape[1]]
 
-# ---- Update ----------------------------------------------------------------------------------------------------
+    @property
+    def responses(self) -> Tensor:
+        """The responses alone: (local_batch, response_length)."""
+        return self.query_responses[:, -self.logprobs.shape[1] :]
 
 
 def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nminibatches: int) -> Tensor:
     """Rows of the local batch in each minibatch: (epochs, nminibatches, local_minibatch).
 
-    episodes: this process's, of the global batch. Of every nminibatches episodes in a row each minibatch gets one, at
-    random. So all processes have equally many episodes of each minibatch, and which minibatch an episode is in does
-    not depend on the number of processes.
+    episodes: this process's slice of the batch. Of every nminibatches episodes in a row, each minibatch gets one at
+    random. So all processes have equally many episodes of each minibatch, and the minibatch of an episode does not
+    depend on the number of processes.
     """
     # [X27] One permutation of everything would not share the minibatches evenly.
     inds = []
@@ -559,41 +514,38 @@ def ppo_update(
     optimiser steps, (steps,): the gradient norm, and of everything else this process's share of the mean over what
     counts in the minibatch. The shares of all processes add up to that mean.
     """
-    epochs, nminibatches, _ = minibatches.shape
-    context_length = rollout.query_responses.shape[1] - rollout.logprobs.shape[1]
-    lengths = (rollout.query_responses != pad_id).sum(1).cpu()  # (local_batch,)
-    device = rollout.rewards.device
-    reduce = partial(accelerator.reduce, reduction="sum")
-    steps: list[dict[str, Tensor]] = []
-    for epoch in range(epochs):
-        for minibatch in range(nminibatches):
-            mb_lengths = lengths[minibatches[epoch, minibatch]]  # (local_minibatch,), on the CPU
-            mb_inds = minibatches[epoch, minibatch].to(device)  # (local_minibatch,)
-            # 6. Advantages and returns, in every epoch anew, since whitening depends on the minibatch.
+    reduce, device = partial(accelerator.reduce, reduction="sum"), rollout.rewards.device
+    lengths = passes.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
+    limits = {"rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
+    steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
+    for epoch in minibatches:
+        for inds in epoch:  # (local_minibatch,)
+            mb_inds = inds.to(device)
+
+            # 6. Compute advantages and returns. The critic's values say how well a summary was going to do anyway.
+            #    What is left, the advantage, says what the sampled token added, with much less noise.
             mb_mask, mb_value_mask = rollout.mask[mb_inds], rollout.value_mask[mb_inds]  # (local_minibatch, length)
             mb_values = rollout.values[mb_inds]
             mb_advantages, mb_returns = compute_advantages(
                 rollout.rewards[mb_inds], mb_values, mb_mask, mb_value_mask, ppo, reduce
             )
+
+            # 7. Make one optimiser step. The ratio says how much more likely a token has become since it was sampled.
+            #    Advantages were measured under the old policy and mean less the further the policy moves away from
+            #    it. So the losses are clipped: beyond the clip range, nothing is gained by moving on.
             # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
             #       the same weight in whatever micro-batch and process it is.
             count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
-            mb_tokens, mb_logprobs = rollout.query_responses[mb_inds], rollout.logprobs[mb_inds]
-            mb_tensors = (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns, mb_mask, mb_value_mask)
-            # 7. One optimiser step.
-            # [T47] [T48] Gradients of micro-batches add up; we step when all are done, without accelerate's counter.
+            mb_tokens = (rollout.query_responses[mb_inds], rollout.responses[mb_inds], rollout.logprobs[mb_inds])
+            mb = (*mb_tokens, mb_values, mb_advantages, mb_returns, mb_mask, mb_value_mask)
+            # [T47] [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
             #       ppo.py#L721
             optimizer.zero_grad()
-            shares: list[dict[str, Tensor]] = []
-            for micro_batch in passes.plan_passes(
-                mb_lengths, actor_critic, ppo.local_micro_batch_size, ppo.local_micro_batch_tokens
-            ):
-                query_responses, logprobs, values, advantages, returns, mask, value_mask = (
-                    tensor[micro_batch.rows] for tensor in mb_tensors
-                )
-                new_logprobs, entropies, new_values = actor_critic(
-                    query_responses, pad_id, context_length, temperature, micro_batch.longest
-                )
+            shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
+            for micro_batch in passes.micro_batches(actor_critic, lengths[inds], *mb, pad_id=pad_id, **limits):
+                # tokens: (micro_batch, length); all others: (micro_batch, response_length)
+                tokens, responses, logprobs, values, advantages, returns, mask, value_mask = micro_batch
+                new_logprobs, entropies, new_values = actor_critic(tokens, responses, pad_id, temperature)
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
                     new_logprobs, logprobs, advantages, mask, ppo.cliprange, count
                 )
@@ -601,7 +553,7 @@ def ppo_update(
                     new_values, values, returns, value_mask, ppo.cliprange_value, value_count
                 )
                 loss = pg_loss + ppo.vf_coef * vf_loss
-                (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
+                (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(
                     {"pg_loss": pg_loss.detach(), "pg_clipfrac": pg_clipfrac, "approxkl": approxkl}
                     | {"vf_loss": vf_loss.detach(), "vf_clipfrac": vf_clipfrac}
@@ -630,11 +582,11 @@ def compute_advantages(
     reduce: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Step 6 for one minibatch: whitened advantages and returns; every tensor is (batch, response_length)."""
-    # [T44] Over what counts: rewards, if asked for, and advantages always.   ppo.py#L235-L241, ppo.py#L687-L704
+    # [T44] Rewards are whitened if asked for, advantages always.   ppo.py#L235-L241, ppo.py#L687-L704
     if ppo.whiten_rewards:
         rewards = whiten(rewards, value_mask, keep_mean=True, reduce=reduce)
     advantages, returns = compute_gae(rewards, values, value_mask, ppo.gamma, ppo.lam)
-    # [X25] Per minibatch and over all processes, as chapter 1's groups.
+    # [X25] Over the whole minibatch, on all processes.
     return whiten(advantages, mask, keep_mean=False, reduce=reduce), returns
 
 
@@ -643,12 +595,12 @@ def whiten(
     mask: Tensor,
     *,
     keep_mean: bool,
-    reduce: Callable[[Tensor], Tensor] = torch.clone,
+    reduce: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Shift and scale what counts to mean 0 and variance 1; keep_mean adds the mean back. 0 where nothing counts.
+    """Shift and scale what counts to mean 0 and variance 1; keep_mean adds the mean back. 0 where masked.
 
     values, mask: (batch, response_length). The variance is biased [T52], and 1e-8 is added to it. reduce: sums a
-    tensor over all processes; by default there is one.
+    tensor over all processes.
     """
     # [T44] The masked mean and variance.   ppo.py#L235-L241, ppo.py#L687-L704
     count = reduce(mask.sum())
@@ -666,7 +618,7 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
     rewards, values, mask (of the values): (batch, response_length). Returns advantages (not whitened) and returns, of
     that shape.
     """
-    # [T44] What stands beyond is 0, so that nothing leaks in from there.   ppo.py#L235-L241, ppo.py#L687-L704
+    # [T44] Whatever comes after is set to 0, so that nothing leaks in.   ppo.py#L235-L241, ppo.py#L687-L704
     rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
     # [D56] [D57] Backwards in time; returns are advantages before whitening, plus values.
     #       OAI train_policy.py#L327-L336
@@ -685,13 +637,13 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     cliprange: float,
-    count: Tensor | None = None,
+    count: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped surrogate: mean of max(-A * ratio, -A * clip(ratio, 1 +- range)), ratio = exp(new - old).
 
-    All tensors are (batch, response_length), mask that of the tokens. count: what the sums are divided by; None: the
-    number of tokens that count. Returns the loss, the share of clipped tokens, and approxkl = half the mean of
-    (new - old)^2, the last two detached.
+    All tensors are (batch, response_length), mask that of the tokens. count: what the sums are divided by.
+    Returns the loss, the share of clipped tokens, and approxkl = half the mean of (new - old)^2, the last two
+    detached.
     """
     # [T45] Sums over what counts, divided by the count of the whole minibatch.   ppo.py#L731-L759
     log_ratio = (new_logprobs - logprobs).masked_fill(~mask, 0)  # (batch, response_length)
@@ -709,12 +661,11 @@ def value_loss(
     returns: Tensor,
     mask: Tensor,
     cliprange_value: float,
-    count: Tensor | None = None,
+    count: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Clipped value loss: half the mean of max((V - R)^2, (clip(V, V_old +- range) - R)^2), and the share of clipped.
 
-    All tensors are (batch, response_length), mask that of the values. count: what the sum is divided by; None: the
-    number of values that count.
+    All tensors are (batch, response_length), mask that of the values. count: what the sum is divided by.
     """
     # [T45] Sums over what counts, divided by the count of the whole minibatch.   ppo.py#L731-L759
     new_values, values, returns = (tensor.masked_fill(~mask, 0) for tensor in (new_values, values, returns))
@@ -725,9 +676,9 @@ def value_loss(
     return 0.5 * masked_mean(torch.maximum(losses, clipped_losses), mask, count), clipfrac
 
 
-def masked_mean(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Tensor:
-    """Sum of the entries that count, over their number, or over another count: 0-d. values, mask: of one shape."""
-    return values.masked_fill(~mask, 0).sum() / (mask.sum() if count is None else count)
+def masked_mean(values: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    """The sum of the entries that the mask keeps, divided by a count: 0-d. values, mask: of one shape."""
+    return values.masked_fill(~mask, 0).sum() / count
 
 
 @torch.no_grad()
@@ -742,8 +693,8 @@ def token_statistics(
     count: Tensor,
     value_count: Tensor,
 ) -> dict[str, Tensor]:
-    """A micro-batch's share of the means over what counts; the arguments are (micro_batch, response_length)."""
-    # [X34] Over what counts, and not over all positions.   ppo.py#L722-L771
+    """A micro-batch's share of means over tokens or values; tensors are (micro_batch, response_length)."""
+    # [X34] Masked positions are left out.   ppo.py#L722-L771
     ratio = torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0))
     return {
         "entropy": masked_mean(entropies, mask, count),
@@ -755,42 +706,56 @@ def token_statistics(
 
 
 def moments(name: str, values: Tensor, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
-    """A process's share of the mean and the mean square of what counts, in float64."""
+    """A process's share of the mean and the mean square of the entries that the mask keeps, in float64."""
     values = values.double()
     return {name: masked_mean(values, mask, count), f"square_of_{name}": masked_mean(values**2, mask, count)}
 
 
-OBJECTIVES: dict[str, Callable[[Rollout], Tensor]] = {  # of each episode, (local_batch,); metrics are the means
-    "kl": lambda rollout: rollout.kl.sum(1),
-    "entropy": lambda rollout: -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
-    "non_score_reward": lambda rollout: rollout.non_score_rewards.sum(1),
-    "scores": lambda rollout: rollout.scores,
-    "raw_scores": lambda rollout: rollout.raw_scores,
-    "eos_rate": lambda rollout: rollout.finished,
-    "response_length": lambda rollout: rollout.mask.sum(1),
-    "sampler_gap": lambda rollout: rollout.sampler_gap.sum(1) / rollout.mask.sum(1),
+# ---- Step 8: metrics -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What is logged of one process's part of the batch in addition to the rollout; PPO does not need it."""
+
+    references: Tensor  # (local_batch, response_length), the summaries of the data
+    finished: Tensor  # (local_batch,) bool, whether the summary ends
+    raw_scores: Tensor  # (local_batch,), of the reward model or function
+    scores: Tensor  # (local_batch,), after the end-of-text trick
+    ref_logprobs: Tensor  # (local_batch, response_length)
+    kl: Tensor  # (local_batch, response_length), nats
+    non_score_rewards: Tensor  # (local_batch, response_length), the KL penalty
+    sampler_gap: Tensor  # (local_batch, response_length), distance of log-probs from the sampler's
+    monitored: dict[str, Tensor]  # (local_batch,) each
+    kl_coef: float  # that the rewards were made with
+
+
+# A number for each episode, (local_batch,). The metrics are their means.
+OBJECTIVES: dict[str, Callable[[Rollout, Episodes], Tensor]] = {
+    "kl": lambda _, episodes: episodes.kl.sum(1),
+    "entropy": lambda rollout, _: -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
+    "non_score_reward": lambda _, episodes: episodes.non_score_rewards.sum(1),
+    "scores": lambda _, episodes: episodes.scores,
+    "raw_scores": lambda _, episodes: episodes.raw_scores,
+    "eos_rate": lambda _, episodes: episodes.finished,
+    "response_length": lambda rollout, _: rollout.mask.sum(1),
+    "sampler_gap": lambda rollout, episodes: episodes.sampler_gap.sum(1) / rollout.mask.sum(1),
 }
 
 
 def update_metrics(
-    rollout: Rollout,
-    steps: dict[str, Tensor],
-    monitored: dict[str, Tensor],
-    this_run: run.Run,
-    update: int,
-    kl_coef: float,
-    lr: float,
+    this_run: run.Run, update: int, rollout: Rollout, episodes: Episodes, steps: dict[str, Tensor], lr: float
 ) -> dict[str, float]:
-    """The metrics of an update: means over all episodes, means over all optimiser steps, and where the run stands.
+    """The metrics of an update: means over all episodes, means over all optimiser steps, and how far the run is.
 
-    steps: what ppo_update returns. monitored: numbers of each episode (local_batch,), under their names. Every
-    process adds its shares, and all get the same numbers. Raises a NumericalError if they cannot be right.
+    steps: what ppo_update returns. Every process adds its shares, and all get the same numbers. Raises a
+    NumericalError if they cannot be right.
     """
     args, accelerator, seconds = this_run.args, this_run.accelerator, this_run.seconds()
-    objectives = {name: of_each(rollout) for name, of_each in OBJECTIVES.items()} | monitored
+    objectives = {name: of_each(rollout, episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
     shares = {f"objective/{name}": x.double().mean() / accelerator.num_processes for name, x in objectives.items()}
     shares |= {name: x.mean() for name, x in steps.items() if name != "gradient_norm"}
-    shares |= {"first": steps["square_of_ratio_minus_1"][0], "finished": rollout.finished.sum()}
+    shares |= {"first": steps["square_of_ratio_minus_1"][0], "finished": episodes.finished.sum()}
     means = processes.sum_over_processes(shares, accelerator)
     # [X34] Variances over tokens and values; summaries that end.
     return_var = variance(means["square_of_return"], means["return"])
@@ -812,7 +777,7 @@ def update_metrics(
         "gradient_norm": steps["gradient_norm"].mean().item(),  # the same on every process
         "val/first_ratio_gap": math.sqrt(means["first"]),
         "val/num_eos_tokens": means["finished"],
-        "objective/kl_coef": kl_coef,
+        "objective/kl_coef": episodes.kl_coef,
         "objective/rlhf_reward": means["objective/scores"] + means["objective/non_score_reward"],
         "val/var": variance(means["square_of_value"], means["value"]),
         "returns/var": return_var,
@@ -824,31 +789,126 @@ def update_metrics(
         "time": seconds,
     }
     processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap")
-    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
+    processes.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
     return metrics
 
 
 def variance(mean_square: float, mean: float) -> float:
-    """E[x^2] - E[x]^2; where squares are too large for a number, it is none either."""
+    """E[x^2] - E[x]^2; infinite where the squares are."""
     return mean_square - mean**2 if math.isfinite(mean_square) else mean_square
 
 
-PANELS = {
-    "score": ["objective/scores", "objective/gold_scores"],
-    "KL from the reference (nats)": ["objective/kl"],
-    "RLHF reward": ["objective/rlhf_reward"],
-    "share of summaries that end": ["objective/eos_rate", "eval/eos_rate"],
-    "length (tokens)": ["objective/response_length", "eval/response_length"],
-    "held-out score": ["eval/scores", "eval/gold_scores"],
-    "policy loss": ["loss/policy_avg"],
-    "value loss": ["loss/value_avg"],
-    "entropy of the policy (nats per token)": ["policy/entropy_avg"],
-    "value error and variance of returns": ["val/error", "returns/var"],
-    "clipped share of tokens": ["policy/clipfrac_avg", "val/clipfrac_avg"],
-    "approximate KL of the update (nats)": ["policy/approxkl_avg"],
-}
+def sample_rows(setup: Setup, rollout: Rollout, episodes: Episodes) -> list[dict]:
+    """A few episodes to print."""
+    tokens = (rollout.queries[:3], rollout.responses[:3], episodes.references[:3])
+    numbers = {"scores": episodes.scores[:3], "kl": episodes.kl[:3].sum(1)}
+    return posts.sample_table(posts.evaluation_rows(setup.tokenizer, setup.ids.pad, *tokens, **numbers))
 
-# ---- Plumbing: sizes, networks and scorers to load, the saved models -------------------------------------------
+
+@torch.no_grad()
+def trace_episodes(
+    this_run: run.Run,
+    setup: Setup,
+    actor_critic: ActorCritic,
+    reference: networks.Reference,
+    update: int,
+    rollout: Rollout,
+    episodes: Episodes,
+    controller: AdaptiveKLController,
+) -> None:
+    """Keep a few episodes with all their numbers, which report.py shows: some of the batch, and summaries of the
+    first held-out posts, with the same noise each time. Both are read with the policy after the update.
+
+    Advantages of the batch are whitened over the whole batch, not over one minibatch. Every process must call this.
+    """
+    args, ids, task, ppo, shaping = setup.args, setup.ids, setup.args.task, setup.args.ppo, setup.args.rewards
+    few, reading = slice(traces.TRACED), {"pad_id": ids.pad, "temperature": task.temperature}
+
+    def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool) -> None:
+        rows = posts.evaluation_rows(setup.tokenizer, ids.pad, queries, responses, references)
+        summaries = [row["reference"] for row in rows]
+        told = (setup.tokenizer, ids.pad, queries, responses, *numbers)
+        this_run.trace(update, *told, again=again, reference=summaries)
+
+    queries, responses, logprobs = rollout.queries[few], rollout.responses[few], rollout.logprobs[few]
+    new_logprobs, entropies, new_values = actor_critic(rollout.query_responses[few], responses, **reading)
+    advantages, returns = compute_advantages(
+        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo),
+        partial(setup.accelerator.reduce, reduction="sum"),
+    )
+    names = ("mask", "value_mask", "logprobs", "rewards", "values")
+    of_tokens = {name: getattr(rollout, name)[few] for name in names}
+    of_tokens |= {"kl": episodes.kl[few], "ref_logprobs": episodes.ref_logprobs[few]}
+    of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
+    of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
+    of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.finished}
+    keep(queries, responses, episodes.references[few], of_tokens, of_episodes | episodes.monitored, again=False)
+
+    watched, device = setup.held_out["validation"].first(traces.TRACED), logprobs.device
+    queries, references = watched.queries.to(device), watched.references.to(device)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
+    with actor_critic.sampling():
+        responses, logprobs, values, _ = respond(actor_critic, queries, uniforms, stop_id=ids.stop, **reading)
+        query_responses = torch.cat([queries, responses], dim=1)
+        ref_logprobs = reference_logprobs(actor_critic, query_responses, responses, reference=reference, **reading)
+        quiet = traces.scorer_of_traces(setup.score, shaping.function)
+        raw_scores = quiet(queries, responses, references).to(device)
+        finished = lm.has_stop(responses, ids.stop, 0)
+        scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
+        mask, value_mask = response_masks(responses, ids.pad)
+        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, mask, controller.value, shaping.kl_estimator)
+    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
+    of_tokens |= {"mask": mask, "value_mask": value_mask}
+    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": finished}
+    for name, function in setup.monitor.items():
+        of_episodes[name] = traces.scorer_of_traces(function, shaping.monitor)(queries, responses, references)
+    keep(queries, responses, references, of_tokens, of_episodes, again=True)
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------
+
+
+def evaluate_policy(
+    setup: Setup,
+    this_run: run.Run,
+    actor_critic: ActorCritic,
+    held_out: posts.Posts,
+    reference_scores: dict[str, Tensor],
+    update: int,
+) -> tuple[dict[str, float], list[dict]]:
+    """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
+
+    There is no penalty for summaries that do not end. reference_scores: of the posts' references, which do not
+    change; an empty dictionary is filled. Writes evaluation_before.jsonl before the first update. Raises a
+    NumericalError that names the update if a mean is not finite.
+    """
+    # [T49] [T50] Now and then for the metrics, and after the training; without the penalty.
+    #       ppo.py#L371-L416, ppo.py#L826-L840
+    args, ids, accelerator = setup.args, setup.ids, setup.accelerator
+    judges, rows_at_a_time = {"scores": setup.score} | setup.monitor, setup.sizes.local_rollout_batch
+    generator = lm.keyed_generator(args.seed, "evaluate")
+    with actor_critic.sampling():
+        if not reference_scores:
+            reference_scores |= posts.score_references(judges, held_out, rows_at_a_time, accelerator)
+        responses, *scores = posts.summarise(
+            *(actor_critic.sampler, held_out, ids, args.task, generator, rows_at_a_time, accelerator),
+            measure=lambda *tokens: [judge(*tokens) for judge in judges.values()],
+        )
+    numbers = {}
+    for name, values in zip(judges, scores, strict=True):
+        numbers |= {name: values, f"reference_{name}": reference_scores[name]}
+    tokens = (held_out.queries, responses, held_out.references)
+    rows = posts.evaluation_rows(setup.tokenizer, ids.pad, *tokens, **numbers)
+    means = {f"eval/{name}": values.double().mean().item() for name, values in numbers.items()}
+    means["eval/eos_rate"] = lm.has_stop(responses, ids.stop, 0).double().mean().item()
+    means["eval/response_length"] = (responses != ids.pad).sum(1).double().mean().item()
+    processes.check_finite(means, update, "the reward model or function must give every summary a number")
+    if update == 0:
+        this_run.write_evaluation("before", rows)
+    return means, rows
+
+
+# ---- Plumbing: networks and scorers to load, checkpoints, the saved models -------------------------------------
 
 
 def check_arguments(args: Args) -> None:
@@ -870,50 +930,33 @@ def check_arguments(args: Args) -> None:
         )
 
 
-@dataclass(frozen=True)
-class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise.
-
-    A batch is shared among processes: the local batch. A minibatch, one optimiser step, is 1 / nminibatches of the
-    batch, and the local minibatch one process's part of it. A micro-batch is one forward pass, at most.
-    """
-
-    updates: int
-    batch: int
-    local_batch: int
-    local_rollout_batch: int
-    local_minibatch: int
-    local_micro_batch: int
-
-
-def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
-    slices = num_processes * ppo.nminibatches
-    local_minibatch = processes.split_evenly(
-        "ppo.batch_size", ppo.batch_size, slices, f"processes x {cli.typed('ppo.nminibatches')}"
-    )
-    local_batch = ppo.batch_size // num_processes
-    return PpoSizes(
-        updates=ppo.total_episodes // ppo.batch_size,
-        batch=ppo.batch_size,
-        local_batch=local_batch,
-        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
-        local_minibatch=local_minibatch,
-        local_micro_batch=processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch),
-    )
+def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.Reference]:
+    """Check the arguments, read the posts and load the networks. Nothing is written yet. joint: as of `train`."""
+    accelerator = processes.make_accelerator()
+    check_arguments(args)
+    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
+    given, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = posts.task_ids(args.task, tokenizer)
+    read_posts = partial(posts.read_posts, args.task, tokenizer)
+    train_posts = read_posts("train")
+    held_out = {split: read_posts(split, args.eval_posts) for split in ("validation", "test")}
+    actor_critic, reference = load_networks(args, tokenizer, accelerator)
+    score, monitor = load_scorers(args, tokenizer, ids, accelerator)
+    score = partial(passes.few_rows_at_a_time, score, sizes.local_rollout_batch)
+    told = (given, args, sizes, tokenizer, ids, train_posts, held_out, score, monitor, accelerator)
+    return Setup(*told), actor_critic, reference
 
 
 def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
-) -> tuple[ActorCritic, Reference]:
+) -> tuple[ActorCritic, networks.Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
     if args.lora.rank and processes.sharding():
         raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
     length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone, critic = models.load_base_model(args), networks.load_critic(args, vocab_size)
+    packing.enable(lm_backbone, critic.lm_backbone)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         models.checkpoint_layers(actor_critic)
@@ -921,10 +964,11 @@ def load_networks(
     with processes.gathered(actor_critic):
         models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
     if args.lora.rank:
-        return actor_critic, Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
+        return actor_critic, networks.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
     frozen = models.load_base_model(args, frozen=True)
+    packing.enable(frozen)
     models.place(frozen, accelerator)
-    return actor_critic, Reference(frozen, None)
+    return actor_critic, networks.Reference(frozen, None)
 
 
 # Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
@@ -944,20 +988,88 @@ def load_scorers(
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if args.rewards.function:
         return of_texts(args.rewards.function, "rewards.function"), monitor
+    pad_id = models.vocabulary_size(tokenizer)
+    reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
+    packing.enable(reward_model.lm_backbone)
+    models.place(reward_model, accelerator)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641
-    score = networks.load_reward_model(args, models.vocabulary_size(tokenizer), accelerator)
+    score = networks.response_scorer(reward_model, pad_id)
     return lambda queries, responses, references: score(queries, responses), monitor
 
 
-def save_networks(
-    folder: Path, actor_critic: ActorCritic, reference: Reference, tokenizer: PreTrainedTokenizerBase, args: Args
-) -> None:
-    """folder/policy and folder/value, with what ppo_rlhf.json says of them. Every process must call this."""
-    # [T51] Policy and critic, both as ordinary models.   ppo.py#L842-L861
-    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
-    info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
+def make_optimizer(actor_critic: ActorCritic, ppo: PpoArgs) -> torch.optim.Optimizer:
+    """AdamW for all parameters that learn."""
+    # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
+    trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
+
+
+def start_run(
+    setup: Setup,
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    controller: AdaptiveKLController,
+    joint: dict | None,
+) -> tuple[run.Run, int, dict[str, float]]:
+    """Make the run's folder, or restore everything from its newest checkpoint. joint: as of `train`.
+
+    Returns the run, the first update to make, and the newest evaluation.
+    """
+    inputs = models.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
+    this_run = run.Run(setup.given, setup.accelerator, dataclasses.asdict(setup.sizes), joint, inputs)
+    state = this_run.resume(actor_critic, optimizer)
+    controller.value = state.get("kl_coef", controller.value)
+    this_run.start_logging(state["step"])
+    return this_run, state["step"], state.get("evaluation", {})
+
+
+def training_state(
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    controller: AdaptiveKLController,
+    evaluation: dict[str, float],
+) -> tuple[dict[str, Tensor], dict]:
+    """What a checkpoint keeps: weights, Adam's moments, KL coefficient, the newest evaluation."""
+    return checkpoints.training_state(actor_critic, optimizer), {
+        "kl_coef": controller.value,
+        "evaluation": evaluation,
+    }
+
+
+def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference: networks.Reference) -> Path:
+    """Summarise all held-out posts, save policy and critic and record the results. Returns the policy's folder."""
+    results = {}
+    for split, split_posts in setup.held_out.items():
+        means, rows = evaluate_policy(setup, this_run, actor_critic, split_posts, {}, setup.sizes.updates)
+        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
+        results |= {name.replace("eval", split, 1): value for name, value in means.items()}
+        this_run.write_evaluation(split, rows)
+    # [T51] Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
+    given = setup.given
+    info = {"base_model": given.base_model, "task": dataclasses.asdict(given.task), "monitor": given.rewards.monitor}
+    info |= {"function": given.rewards.function, "reward_model": given.rewards.trained_model}
     parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
-    models.save_policy_and_critic(folder, *parts, tokenizer, info, args.trust_remote_code)
+    models.save_policy_and_critic(this_run.model_folder, *parts, setup.tokenizer, info, given.trust_remote_code)
+    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
+    this_run.finish(PANELS, **results, **last, too_long=setup.train_posts.too_long)
+    this_run.upload("policy", "value")
+    return this_run.model_folder / "policy"
+
+
+PANELS = {
+    "score": ["objective/scores", "objective/gold_scores"],
+    "KL from the reference (nats)": ["objective/kl"],
+    "RLHF reward": ["objective/rlhf_reward"],
+    "share of summaries that end": ["objective/eos_rate", "eval/eos_rate"],
+    "length (tokens)": ["objective/response_length", "eval/response_length"],
+    "held-out score": ["eval/scores", "eval/gold_scores"],
+    "policy loss": ["loss/policy_avg"],
+    "value loss": ["loss/value_avg"],
+    "entropy of the policy (nats per token)": ["policy/entropy_avg"],
+    "value error and variance of returns": ["val/error", "returns/var"],
+    "clipped share of tokens": ["policy/clipfrac_avg", "val/clipfrac_avg"],
+    "approximate KL of the update (nats)": ["policy/approxkl_avg"],
+}
 
 
 if __name__ == "__main__":

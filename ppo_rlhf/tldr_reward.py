@@ -4,14 +4,14 @@ People read two summaries of a post and say which is better (Stiennon et al. 202
 model of `tldr_sft.py` with a scalar head in place of the output layer, read at the end of the summary:
 
     1. one pass over the comparisons in random order: minimise -log sigmoid(score of chosen - score of rejected)
-    2. how often does it agree with people on held-out comparisons? Overall, by split, batch and confidence
+    2. measure how often it agrees with people on held-out comparisons: overall, by split, batch and confidence
     3. normalise: shift the scores so that the mean score of the reference summaries is 0
 
 Next: `tldr_policy.py`. Marks like [T25] name an implementation detail. The original is
-vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; its file and line stand beside
-the mark. [X20] and the like are places where we differ on purpose; see docs/details.
+vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files and lines beside marks are
+the original's. [X20] and the like are places where we differ on purpose; see docs/details.
 
-    python ppo_rlhf/tldr_reward.py --preset tales --base_model models/<run>/sft        # no network, two minutes
+    python ppo_rlhf/tldr_reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
     python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
     accelerate launch --num_processes 8 ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --track
     python ppo_rlhf/tldr_reward.py --resume runs/<run>                                 # go on after an interruption
@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, processes, run
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ from ppo_rlhf.lib.errors import InputError
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
-    """names a set of defaults: tldr, tales"""
+    """names a set of defaults: tldr, posts"""
     exp_name: str = "tldr_reward"
     seed: int = 44413
     """seed of the head and of the order of the comparisons"""
@@ -77,19 +77,19 @@ class Args(cli.RunArgs):
 
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
-    "tales": Args(preset="tales", seed=1, batch_size=8, lr=3e-4, normalize_posts=2_048, task=posts.TASKS["tales"]),
+    "posts": Args(preset="posts", seed=1, batch_size=8, lr=3e-4, normalize_posts=2_048, task=posts.TASKS["posts"]),
 }
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
     """Train a reward model and return the folder models/<run>/reward, on every process.
 
-    joint: arguments, time stamp and runs/ folder of tldr_all.py, if it runs this. Raises InputError, a ValueError:
-    bad arguments before anything is written, a disk that fails whenever it fails.
+    joint: of tldr_all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
+    disk fails.
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
+    given = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
     args = worlds.find_paths(given, joint)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
@@ -112,6 +112,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
     first_step = this_run.resume(reward_model, optimizer)["step"]
     this_run.start_logging(first_step)
+    limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
     # 1. One pass over the comparisons.
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
@@ -127,10 +128,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator.process_index,
                 accelerator.num_processes,
             )
-            metrics = pairs_update(
-                *(reward_model, optimizer, comparisons, inds, counts, ids.pad),
-                *(args.local_micro_batch_size, accelerator, args.local_micro_batch_tokens),
-            )
+            metrics = pairs_update(reward_model, optimizer, comparisons, inds, counts, ids.pad, accelerator, **limits)
             processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/rm/lr": lr})
             advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
@@ -166,11 +164,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
 
 class RewardModel(models.MixedPrecision, lm.RewardModel):
-    """A reward model of which nothing beside the head is new: the gain stays 1, and the bias waits for step 3."""
+    """A reward model whose gain and bias do not learn: the gain stays 1, and step 3 sets the bias."""
 
     def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
         super().__init__(lm_backbone, low_precision=low_precision)
-        # [X23] The class is chapter 1's, and gain and bias do not learn.
+        # [X23] The class is that of chapter 1, where gain and bias learn.
         self.gain.requires_grad_(False)
         self.bias.requires_grad_(False)
 
@@ -182,33 +180,33 @@ def pairs_update(
     inds: Tensor,
     counts: Tensor,
     pad_id: int,
-    micro_batch: int,
     accelerator: Accelerator,
-    micro_batch_tokens: int = 0,
+    *,
+    rows: int,
+    most_tokens: int,
 ) -> dict[str, float]:
-    """One optimiser step on comparisons with these indices (local_batch,); those that do not count weigh nothing.
+    """One optimiser step on the comparisons with these indices (local_batch,). counts: which of them have a weight.
 
-    micro_batch, micro_batch_tokens: comparisons or tokens at a time; 0: as many as are fast.
-
-    Returns its metrics: loss, accuracy and mean scores of the whole batch on all processes, and gradient norm.
+    rows, most_tokens: of a micro-batch, at most; 0: as many as are fast. Returns the metrics of the step: loss,
+    accuracy and mean scores of the whole batch on all processes, and gradient norm.
     """
     device = reward_model.gain.device
     count = accelerator.reduce(counts.sum().to(device), "sum")
     sums = torch.zeros(4, device=device, dtype=torch.float64)
-    # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
+    # [T47] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[inds]  # (local_batch,), of the longer text of each
-    for one in passes.plan_passes(2 * lengths, reward_model, micro_batch, micro_batch_tokens):
+    for one in passes.plan_passes(2 * lengths, reward_model, rows, most_tokens):
         queries, chosen, rejected, weights = (
             t.to(device) for t in (*comparisons.tokens(inds[one.rows]), counts[one.rows])
         )
-        # two of (micro_batch,)
+        # Two tensors of (micro_batch,). A row of the plan has both texts of a comparison.
         scores = score_pairs(reward_model, queries, chosen, rejected, pad_id, one.longest // 2)
         losses = pairwise_losses(*scores)
         loss = (losses * weights).sum() / count  # this micro-batch's share
-        (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
-        rows = torch.stack([losses, prefers_chosen(*scores), *scores]).detach().double()  # (4, micro_batch)
-        sums += (rows * weights).sum(1)
+        (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
+        numbers = torch.stack([losses, prefers_chosen(*scores), *scores]).detach().double()  # (4, micro_batch)
+        sums += (numbers * weights).sum(1)
     processes.average_gradients(reward_model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
     optimizer.step()
@@ -224,15 +222,15 @@ def score_pairs(
     chosen: Tensor,
     rejected: Tensor,
     pad_id: int,
-    longest: int | None = None,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:
     """Scores of chosen and rejected summaries (batch, comparison_length) of the same posts: two of (batch,).
 
-    longest: tokens of the longest post and summary, if known.
+    longest: tokens of the longest post with its summary.
     """
-    # [T25] [T19] [T20] Both in one pass, each read at its last real token.   reward.py#L211-L236, reward.py#L462-L484
+    # [T25] [T19] [T20] One pass reads both, each to its last real token.   reward.py#L211-L236, reward.py#L462-L484
     tokens = torch.cat([torch.cat([queries, queries]), torch.cat([chosen, rejected])], dim=1)
-    tokens = passes.pack(tokens, pad_id, longest or tokens.shape[1])
+    tokens = passes.pack(tokens, pad_id, longest)
     chosen_scores, rejected_scores = reward_model(tokens, pad_id).chunk(2)
     return chosen_scores, rejected_scores
 
@@ -244,8 +242,8 @@ def pairwise_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
 
 
 def prefers_chosen(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
-    """Whether the chosen summary has the higher score: (batch,) bool. A tie is wrong."""
-    # [T26] A tie is wrong.   reward.py#L410
+    """Whether the chosen summary has the higher score: (batch,) bool."""
+    # [T26] A tie counts as wrong.   reward.py#L410
     return chosen_scores > rejected_scores
 
 
@@ -263,7 +261,7 @@ def agreement(
         tensors = (tokens.to(device) for tokens in comparisons.tokens(inds))
         return score_pairs(reward_model, *tensors, pad_id, int(lengths[inds].max()))
 
-    # two of (comparisons,)
+    # Two tensors of (comparisons,).
     scores = processes.map_rows(score, len(comparisons), chunk, accelerator, lengths)
     correct = prefers_chosen(*scores).tolist()
     rows = [
@@ -367,9 +365,10 @@ def read_held_out(task: posts.TaskArgs, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> RewardModel:
-    """A random head on the body of the fine-tuned model, which can read so many tokens and ids."""
+    """A random head on the body of the fine-tuned model; an InputError if that cannot read so many tokens or ids."""
     check_base_model(args, longest, vocab_size, accelerator)
     backbone = models.load_base_model(args, AutoModel)
+    packing.enable(backbone)
     # [T18] A random head on the body of the fine-tuned model. The seed is the same on every process.
     #       reward.py#L173-L208
     torch.manual_seed(args.seed)
@@ -381,8 +380,9 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
 
 
 def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> None:
-    """Refuse a model that reads tokens otherwise than we do, or of whose kind there is no classifier to save."""
+    """Refuse a model that does not read tokens as we do, or that the library has no classifier for."""
     language_model = models.load_base_model(args)
+    packing.enable(language_model)
     models.place(language_model, accelerator)
     with processes.gathered(language_model):
         models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)

@@ -1,17 +1,17 @@
 """Supervised fine-tuning: chapter 2, TL;DR summarisation, stage 1 of 3.
 
 A pretrained language model learns to summarise posts by imitating the summaries that people wrote (Stiennon et
-al. 2020). It is ordinary language modelling on post and summary together; what makes it a stage of its own is that
-the model learns the form of the task, and that a summary ends with the end-of-text token:
+al. 2020). This is ordinary language modelling on post and summary together. The model learns the form of the task,
+and that a summary ends with the end-of-text token:
 
-    1. one pass over the posts in random order, AdamW, learning rate on a cosine to zero
-    2. summarise held-out posts, at a temperature near zero, and compare with the reference summaries (ROUGE)
+    1. one pass over the posts in random order: AdamW, with a learning rate that falls to zero on a cosine
+    2. summarise held-out posts at a temperature near zero, and compare with the reference summaries (ROUGE)
 
 Next: `tldr_reward.py` and `tldr_policy.py`; `tldr_all.py` runs all three. Marks like [T21] name an implementation
-detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; its file
-and line stand beside the mark. [X20] and the like are places where we differ on purpose; see docs/details.
+detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files
+and lines beside marks are the original's. [X20] and the like are places where we differ on purpose; see docs/details.
 
-    python ppo_rlhf/tldr_sft.py --preset tales                            # no network, two minutes
+    python ppo_rlhf/tldr_sft.py --preset posts                            # no network, two minutes
     python ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU
     accelerate launch --num_processes 8 ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8 --track
     python ppo_rlhf/tldr_sft.py --resume runs/<run>                       # go on after an interruption
@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, processes, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -40,12 +40,12 @@ from ppo_rlhf.lib import checkpoints, cli, lm, models, passes, posts, processes,
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
-    """names a set of defaults: tldr, tales"""
+    """names a set of defaults: tldr, posts"""
     exp_name: str = "tldr_sft"
     seed: int = 44413
     """seed of the order of the posts and of the sampling noise"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
-    """causal language model to start from: a folder, a name on the hub, or `tldr-tales`"""
+    """causal language model to start from: a folder, a name on the hub, or `posts`"""
     save_interval: int = 200
     """steps between checkpoints; 0: one at the end"""
     num_train: int = 0
@@ -76,14 +76,14 @@ class Args(cli.RunArgs):
 
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
-    "tales": Args(
-        preset="tales",
+    "posts": Args(
+        preset="posts",
         seed=1,
-        base_model="tldr-tales",
+        base_model="posts",
         batch_size=16,
         lr=5e-4,
         eval_posts=512,
-        task=posts.TASKS["tales"],
+        task=posts.TASKS["posts"],
     ),
 }
 
@@ -91,12 +91,12 @@ PRESETS = {
 def train(args: Args, joint: dict | None = None) -> Path:
     """Fine-tune a language model and return the folder models/<run>/sft, on every process.
 
-    joint: arguments, time stamp and runs/ folder of tldr_all.py, if it runs this. Raises InputError, a ValueError:
-    bad arguments before anything is written, a disk that fails whenever it fails.
+    joint: of tldr_all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
+    disk fails.
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
-    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
+    given = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
     args = worlds.find_paths(given, joint, unused=["task.comparisons"])
     task, device = args.task, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -106,6 +106,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sizes = sft_sizes(args, len(train_posts), accelerator.num_processes)
     # [T17] Without dropout.   sft.py#L153-L157
     lm_backbone = models.load_base_model(args)
+    packing.enable(lm_backbone)
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         models.checkpoint_layers(model)
@@ -121,6 +122,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
     first_step = this_run.resume(model, optimizer)["step"]
     this_run.start_logging(first_step)
+    limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
     # 1. Passes over the posts. Their order depends on the seed alone.
     with this_run.progress("SFT", sizes.steps, first_step) as advance:
@@ -135,14 +137,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator.process_index,
                 accelerator.num_processes,
             )
-            # [T09] The query and its reference are one text; where the padding lies makes no difference.
+            # [T09] The query and its reference are one text. It makes no difference where the padding is.
             #       tldr_dataset.py#L202-L212
             tokens = torch.cat([train_posts.queries[inds], train_posts.references[inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
-            metrics = sft_update(
-                *(model, optimizer, tokens, ids.pad),
-                *(args.local_micro_batch_size, accelerator, args.local_micro_batch_tokens),
-            )
+            metrics = sft_update(model, optimizer, tokens, ids.pad, accelerator, **limits)
             processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
@@ -171,7 +170,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
 
 class LanguageModel(models.MixedPrecision):
-    """A causal language model that says how likely it finds each token of a text."""
+    """A causal language model that gives the log-prob of each token of a text."""
 
     def __init__(self, lm_backbone: PreTrainedModel, vocab_size: int, *, low_precision: bool = False):
         """vocab_size: number of ids of the tokenizer; the output layer may have more rows [T14]."""
@@ -183,7 +182,7 @@ class LanguageModel(models.MixedPrecision):
     def forward(self, tokens: Tensor, pad_id: int) -> Tensor:
         """Log-probs (batch, length - 1) of tokens (batch, length), without the first; 0 where there is no token."""
         # [T15] Padding is masked and never embedded.   sft.py#L205-L212
-        # [T16] Positions are always given. The original gives none, which is right for rotary ones only.
+        # [T16] Positions are always given. The original gives none, which is correct for rotary ones only.
         #       ppo.py#L358-L368, reward.py#L223-L233
         with self.autocast():
             hidden_states = lm.read_tokens(self.lm_backbone, tokens, pad_id, slice(0, -1))
@@ -204,7 +203,7 @@ class LanguageModel(models.MixedPrecision):
 
 def next_token_mask(tokens: Tensor, pad_id: int) -> Tensor:
     """Where a token has a token before it: (batch, length) gives (batch, length - 1) bool."""
-    # [X31] The first token of a text is predicted from nothing, wherever its padding lies.
+    # [X31] The first token of a text is not predicted, wherever the padding is.
     real = tokens != pad_id
     return real[:, 1:] & real[:, :-1]
 
@@ -214,27 +213,26 @@ def sft_update(
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     pad_id: int,
-    micro_batch: int,
     accelerator: Accelerator,
-    micro_batch_tokens: int = 0,
+    *,
+    rows: int,
+    most_tokens: int,
 ) -> dict[str, float]:
-    """One optimiser step on texts (local_batch, length); rows that are all padding count as nothing.
+    """One optimiser step on texts (local_batch, length). A row that is all padding has no effect.
 
-    micro_batch, micro_batch_tokens: texts or tokens at a time; 0: as many as are fast.
-
-    Returns its metrics: loss and number of predicted tokens of the whole batch on all processes, and gradient norm.
+    rows, most_tokens: of a micro-batch, at most; 0: as many as are fast. Returns the metrics of the step: loss and
+    number of predicted tokens of the whole batch on all processes, and gradient norm.
     """
     # [T22] [X21] The loss is the mean over all tokens of the batch, so that a token of a long text counts as much as
     #       one of a short text, however the batch is split.   sft.py#L390-L409
     count = accelerator.reduce(next_token_mask(tokens, pad_id).sum(), "sum")
     total = torch.zeros((), device=tokens.device)
-    # [T47] Gradients of micro-batches add up, and we step when all are done; accelerate's own counter is not used.
+    # [T47] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
-    lengths = (tokens != pad_id).sum(1).cpu()
-    for one in passes.plan_passes(lengths, model, micro_batch, micro_batch_tokens):
-        logprobs = model(passes.pack(tokens[one.rows], pad_id, one.longest), pad_id)
-        loss = -logprobs.sum() / count  # this micro-batch's share
-        (loss * accelerator.num_processes).backward()  # gradients are averaged over processes
+    limits = {"pad_id": pad_id, "rows": rows, "most_tokens": most_tokens}
+    for (micro_batch,) in passes.micro_batches(model, passes.count_tokens(tokens, pad_id), tokens, **limits):
+        loss = -model(micro_batch, pad_id).sum() / count  # this micro-batch's share
+        (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
         total = total + loss.detach()
     processes.average_gradients(model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(model))

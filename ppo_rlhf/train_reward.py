@@ -148,20 +148,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       train_reward.py#L236-L250
     # [X02] Their order depends on the seed alone.
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
+    limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
     with this_run.progress("reward model", sizes.steps, first_step) as advance:
         for step in range(first_step, sizes.steps):
             optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
             inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
-            stats = reward_update(
-                reward_model,
-                optimizer,
-                labels,
-                inds,
-                ids.pad,
-                args.local_micro_batch_size,
-                accelerator,
-                args.local_micro_batch_tokens,
-            )
+            stats = reward_update(reward_model, optimizer, labels, inds, ids.pad, accelerator, **limits)
             stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
             means = processes.mean_over_processes(stats, accelerator)
             processes.check_finite(means, step, processes.anew_with_lower("lr"))
@@ -245,20 +237,20 @@ def normalize(
     reward_model: RewardModel,
     query_responses: Tensor,
     pad_id: int,
-    chunk: int,
-    accelerator: Accelerator | None = None,
-    target_mean: float = 0.0,
-    target_std: float = 1.0,
+    rows: int,
+    accelerator: Accelerator,
+    target_mean: float,
+    target_std: float,
 ) -> None:
     """Set gain and bias so that these samples, on all processes together, have the wanted mean and deviation.
 
-    query_responses: (samples of this process, sequence_length).
+    query_responses: (samples of this process, sequence_length). rows: how many are read at a time.
     """
     # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    scores = passes.by_length(nn.Module.__call__, reward_model, query_responses, pad_id=pad_id, rows=chunk)
-    gain, bias = gain_and_bias(accelerator.gather(scores) if accelerator else scores, target_mean, target_std)
+    scores = passes.by_length(nn.Module.__call__, reward_model, query_responses, pad_id=pad_id, rows=rows)
+    gain, bias = gain_and_bias(accelerator.gather(scores), target_mean, target_std)
     reward_model.gain.fill_(gain)
     reward_model.bias.fill_(bias)
 
@@ -292,34 +284,33 @@ def reward_update(
     labels: label_files.Labels,
     inds: Tensor,
     pad_id: int,
-    micro_batch: int,
-    accelerator: Accelerator | None = None,
-    micro_batch_tokens: int = 0,
+    accelerator: Accelerator,
+    *,
+    rows: int,
+    most_tokens: int,
 ) -> dict[str, Tensor]:
-    """One optimiser step on the labels with these indices (local_batch,), so many labels or tokens at a time.
+    """One optimiser step on the labels with these indices (local_batch,).
 
-    Returns loss, gradient norm and what else label_statistics has to say of the whole batch, all 0-d.
+    rows, most_tokens: labels or tokens of a micro-batch, at most; 0: as many as are fast. Returns the gradient norm,
+    and the label_statistics of the whole batch on all processes, all 0-d.
     """
     device, scores, all_targets = reward_model.gain.device, [], []
     # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
     optimizer.zero_grad()
     lengths, n = label_lengths(labels, inds, pad_id), labels.samples.shape[1]
-    for one in passes.plan_passes(n * lengths, reward_model, micro_batch, micro_batch_tokens):
+    for one in passes.plan_passes(n * lengths, reward_model, rows, most_tokens):
         queries, samples, targets = (
             t[inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
         )
         scores.append(score_samples(reward_model, queries, samples, pad_id, one.longest // n))  # (micro_batch, n)
         all_targets.append(targets)
         (label_loss(labels.kind, scores[-1], targets) * len(targets) / len(inds)).backward()
-    if accelerator is not None:
-        processes.average_gradients(reward_model)
+    processes.average_gradients(reward_model)
     gradient = processes.gradient_norm(reward_model)
     optimizer.step()
     # [X15] Statistics of the whole batch, over all processes.
     batch = torch.cat(scores).detach(), torch.cat(all_targets)  # (local_batch, n), (local_batch,)
-    if accelerator is not None:
-        batch = accelerator.gather(batch)
-    statistics = label_statistics(labels.kind, *batch)
+    statistics = label_statistics(labels.kind, *accelerator.gather(batch))
     return {**{f"train/{name}": value for name, value in statistics.items()}, "train/gradient_norm": gradient}
 
 
@@ -329,16 +320,14 @@ def label_lengths(labels: label_files.Labels, inds: Tensor, pad_id: int) -> Tens
     return queries.sum(1) + samples.sum(2).amax(1)
 
 
-def score_samples(
-    reward_model: RewardModel, queries: Tensor, samples: Tensor, pad_id: int, longest: int | None = None
-) -> Tensor:
+def score_samples(reward_model: RewardModel, queries: Tensor, samples: Tensor, pad_id: int, longest: int) -> Tensor:
     """Scores (batch, n) of samples (batch, n, response_length) to queries (batch, query_length).
 
-    longest: tokens of the longest of them, if known.
+    longest: tokens of the longest query with its sample.
     """
     n = samples.shape[1]
     query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
-    query_responses = passes.pack(query_responses, pad_id, longest or query_responses.shape[1])
+    query_responses = passes.pack(query_responses, pad_id, longest)
     return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
 
 

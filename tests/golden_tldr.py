@@ -352,15 +352,15 @@ def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **_
     return [passes.Pass(part, int(lengths.max())) for part in parts]
 
 
-def read_as_stored(lm_backbone, tokens, pad_id, columns, longest):
-    return lm.read_tokens(lm_backbone, tokens, pad_id, columns)
+def read_as_stored(lm_backbone, tokens, responses, pad_id):
+    return lm.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
 # Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
 AS_STORED: list[Replaced] = [
     (passes, "plan_passes", in_order),
     (passes, "pack", lambda tokens, pad_id, longest: tokens),
-    (lm, "read_packed", read_as_stored),
+    (lm, "read_before_responses", read_as_stored),
 ]
 
 
@@ -427,8 +427,8 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
         with patch.object(GPT2Model, "forward", by_columns):
             return read(*arguments)
 
-    def with_stored_logprobs(*arguments):
-        responses, _, values, gap = respond(*arguments)
+    def with_stored_logprobs(*arguments, **settings):
+        responses, _, values, gap = respond(*arguments, **settings)
         return responses, next(stored), values, gap
 
     return [

@@ -75,7 +75,7 @@ def world_arguments(world: Path) -> list[str]:
 
 
 def posts_arguments(world: Path) -> list[str]:
-    return f"--preset tales --task.posts {world} --task.comparisons {world}".split()
+    return f"--preset posts --task.posts {world} --task.comparisons {world}".split()
 
 
 def reward_arguments(world: Path, prefix: str = "--") -> list[str]:

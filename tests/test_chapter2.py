@@ -31,7 +31,7 @@ def commands(tmp_path: Path, *experiments: str) -> list[list[str]]:
     return [shlex.split(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("experiment", [*PAPER, "tales"])
+@pytest.mark.parametrize("experiment", [*PAPER, "posts"])
 def test_arguments(tmp_path, experiment):
     """What the launcher gets, and what the script gets in its turn, can be parsed; the four seeds are the paper's."""
     import tyro
@@ -39,11 +39,11 @@ def test_arguments(tmp_path, experiment):
     (words,) = commands(tmp_path, experiment)
     args = tyro.cli(many_seeds.Args, args=words)
     seeds = [args.start_seed + number * args.seed_step for number in range(args.num_seeds)]
-    assert seeds == ([1, 2, 3, 4] if experiment == "tales" else [44413, 55513, 66613, 77713])
+    assert seeds == ([1, 2, 3, 4] if experiment == "posts" else [44413, 55513, 66613, 77713])
     launcher, _, flags = args.command.partition("ppo_rlhf/tldr_all.py")
     parsed = tldr_all.parse(shlex.split(flags))
-    if experiment == "tales":
-        assert parsed.preset == "tales"
+    if experiment == "posts":
+        assert parsed.preset == "posts"
         return
     sizes = {"2.8b": "2.8b", "6.9b": "6.9b"}
     revision = "@refs/pr/2" if experiment == "6.9b" else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_tldr_math import on_processes, rollout_of
+from test_tldr_math import on_processes
 from torch.testing import assert_close
 
 import ppo_rlhf
@@ -153,7 +153,7 @@ def check_whiten() -> None:
     for keep_mean in (False, True):
         check_agreement(
             lambda x, keep_mean=keep_mean: train_policy.whiten(x, keep_mean=keep_mean),
-            lambda x, keep_mean=keep_mean: tldr_policy.whiten(x, ALL, keep_mean=keep_mean),
+            lambda x, keep_mean=keep_mean: tldr_policy.whiten(x, ALL, keep_mean=keep_mean, reduce=torch.clone),
             3 + 2 * numbers(1),
         )
 
@@ -178,7 +178,7 @@ def check_policy_loss() -> None:
     logprobs = numbers(1)
     check_agreement(
         lambda *tensors: train_policy.policy_loss(*tensors, 0.2),
-        lambda *tensors: tldr_policy.policy_loss(*tensors, ALL, 0.2),
+        lambda *tensors: tldr_policy.policy_loss(*tensors, ALL, 0.2, ALL.sum()),
         *(logprobs + 0.3 * numbers(2), logprobs, numbers(3)),
     )
 
@@ -187,7 +187,7 @@ def check_value_loss() -> None:
     values = numbers(1)
     check_agreement(
         lambda *tensors: train_policy.value_loss(*tensors, 0.2),
-        lambda *tensors: tldr_policy.value_loss(*tensors, ALL, 0.2),
+        lambda *tensors: tldr_policy.value_loss(*tensors, ALL, 0.2, ALL.sum()),
         *(values + 0.3 * numbers(2), values, numbers(3)),
     )
 
@@ -199,9 +199,7 @@ class Tables(torch.nn.Module):
         super().__init__()
         self.logprobs, self.values = (torch.nn.Parameter(numbers(seed)) for seed in (1, 2))
 
-    def forward(
-        self, query_responses: torch.Tensor, pad_id: int, context_length: int, temperature: float, longest: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, query_responses: torch.Tensor, *_) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = query_responses[:, 0]
         return self.logprobs[rows], self.logprobs[rows].detach().abs(), self.values[rows]
 
@@ -222,7 +220,7 @@ def check_update() -> None:
     on_processes(
         1,
         lambda process: tldr_policy.ppo_update(
-            *(second, torch.optim.SGD(second.parameters(), lr=0.5), rollout_of(*stored, ALL, ALL)),
+            *(second, torch.optim.SGD(second.parameters(), lr=0.5), tldr_policy.Rollout(*stored, ALL, ALL)),
             *(orders.view(2, 2, ROWS // 2), tldr_policy.PpoArgs(**settings), -1, 1.0, process),
         ),
     )

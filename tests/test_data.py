@@ -317,7 +317,7 @@ def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(conn
 
 def test_paths_are_those_beside_the_run_and_names_are_no_paths(tmp_path, monkeypatch):
     there, here = tmp_path / "there", tmp_path / "here"
-    for folder in ("runs", "tales", "tldr-tales", "tldr", "books", "m", "r", "v", "gpt2"):
+    for folder in ("runs", "tales", "posts", "tldr", "books", "m", "r", "v", "gpt2"):
         (there / folder).mkdir(parents=True)
     (there / "texts.txt").write_text("x")
     here.mkdir()
@@ -337,8 +337,8 @@ def test_paths_are_those_beside_the_run_and_names_are_no_paths(tmp_path, monkeyp
     found = worlds.find_paths(given)  # a world, though folders of that name lie there
     assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/world/model", f"{tmp_path}/world")
     monkeypatch.setattr(worlds.posts, "find_world", lambda: pytest.fail("nobody reads it"))
-    given = tldr_policy.Args(base_model="m", task=posts_of_chapter_2.TaskArgs(posts="m", comparisons="tales"))
-    assert worlds.find_paths(given, unused=["task.comparisons"]).task.comparisons == "tales"
+    given = tldr_policy.Args(base_model="m", task=posts_of_chapter_2.TaskArgs(posts="m", comparisons="posts"))
+    assert worlds.find_paths(given, unused=["task.comparisons"]).task.comparisons == "posts"
     rewards = tldr_policy.RewardsArgs(trained_model="r", value_model="v")
     task = posts_of_chapter_2.TaskArgs(posts="m", comparisons="tldr")
     given = tldr_policy.Args(base_model="gpt2", rewards=rewards, task=task)

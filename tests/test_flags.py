@@ -168,7 +168,7 @@ def test_every_argument_in_a_message_is_one_of_the_script(script, until_training
 
 def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_training, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "--track")
-    args = tldr_all.PRESETS["tales"]
+    args = tldr_all.PRESETS["posts"]
     with pytest.raises(InputError, match=r"^--sft\.track: WANDB_MODE is '--track'; it must be one of "):
         tldr_all.train(changed(args, "sft.track", True))
     args = changed(changed(args, "policy.upload_model", True), "policy.exp_name", "x--seed")

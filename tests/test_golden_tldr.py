@@ -35,7 +35,7 @@ from golden_tldr import (
     sft_run,
     trl_policy_run,
 )
-from test_tldr_math import on_processes, rollout_of
+from test_tldr_math import on_processes
 from transformers import GPT2Config, GPT2Model
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
@@ -89,9 +89,9 @@ def check_masked_whiten() -> None:
     for i in range(4):
         case = under(arrays, f"whiten{i}/")
         values, mask = case["values"], case["mask"]
-        close(tldr_policy.masked_mean(values, mask), case["mean"], atol=VALUE)
+        close(tldr_policy.masked_mean(values, mask, mask.sum()), case["mean"], atol=VALUE)
         for key, keep_mean in (("shifted", False), ("kept", True)):
-            whitened = tldr_policy.whiten(values, mask, keep_mean=keep_mean)
+            whitened = tldr_policy.whiten(values, mask, keep_mean=keep_mean, reduce=torch.clone)
             close(whitened[mask], case[key][mask], atol=VALUE)
 
 
@@ -110,7 +110,7 @@ def check_advantages(name: str) -> None:
     scores = tldr_policy.punish_missing_eos(given["scores"], finished, *penalty)
     mask, value_mask = tldr_policy.response_masks(responses, PAD)
     rewards, non_score_rewards, kl = tldr_policy.compute_rewards(
-        scores, given["logprobs"], given["ref_logprobs"], mask, case["ppo"]["kl_coef"]
+        scores, given["logprobs"], given["ref_logprobs"], mask, case["ppo"]["kl_coef"], "k1"
     )
     with recorded(tldr_policy, "compute_gae") as gae:
         advantages, returns = tldr_policy.compute_advantages(
@@ -161,7 +161,7 @@ def check_losses(name: str) -> None:
     torch.nn.init.ones_(critic.reward_head.weight)
     actor_critic = tldr_policy.ActorCritic(Given(given["logits"]), critic, given["logits"].shape[2])
     tokens = torch.cat([torch.ones(len(mask), context, dtype=torch.long), given["responses"]], dim=1)
-    rollout = rollout_of(
+    rollout = tldr_policy.Rollout(
         tokens, given["logprobs"], given["values"], torch.zeros_like(given["values"]), mask, value_mask
     )
     ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
@@ -354,9 +354,11 @@ def check_forward(name: str) -> None:
     tokens, scored = (torch.cat([arrays["in/queries"], texts], dim=1) for texts in (responses, truncated))
     with torch.no_grad():
         actor_critic = tldr_policy.ActorCritic(policy, models[0], case["output_rows"])
-        logprobs, entropies, values = actor_critic(tokens, PAD, QUERY, case["temperature"])
+        logprobs, entropies, values = actor_critic(tokens, responses, PAD, case["temperature"])
         scores = [model(layout, PAD) for model in models for layout in (scored, arrays["in/joint"])]
-        of_tokenizer, _, _ = tldr_policy.ActorCritic(policy, models[0], PAD)(tokens, PAD, QUERY, case["temperature"])
+        of_tokenizer, _, _ = tldr_policy.ActorCritic(policy, models[0], PAD)(
+            tokens, responses, PAD, case["temperature"]
+        )
     unpadded = {key: expected.get(f"unpadded_{key}", expected[key]) for key in ("logprobs", "values", "scores")}
     close(logprobs, unpadded["logprobs"], atol=LOGPROB)
     close(values, unpadded["values"], atol=VALUE)
@@ -598,12 +600,12 @@ def test_trl_run(name):
 # ---- Negative controls: each deliberate mistake makes a check fail ---------------------------------------------
 
 
-def later_logprobs(lm_backbone, query_responses, pad_id, context_length, temperature, vocab_size, longest):
+def later_logprobs(lm_backbone, tokens, responses, pad_id, temperature, vocab_size):
     """Log-probs of the tokens under what the model says after having read them."""
-    shifted = torch.cat([query_responses[:, 1:], query_responses[:, -1:]], dim=1)
-    hidden = lm.read_tokens(lm_backbone, shifted, pad_id, slice(context_length - 1, -1))
+    shifted = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1)
+    hidden = lm.read_before_responses(lm_backbone, shifted, responses, pad_id)
     table = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).log_softmax(2)
-    tokens = query_responses[:, context_length:]
+    tokens = responses
     logprobs = table.gather(2, tokens.masked_fill(tokens == pad_id, 0).long().unsqueeze(2)).squeeze(2)
     return logprobs, -(table.exp() * table).sum(2).detach()
 
@@ -625,7 +627,7 @@ def truncation_with_the_stop_token(responses, stop_id, after, pad_id):
 
 
 def wrong_whiten(*, unbiased=False, epsilon=1e-8, never_keep_mean=False):
-    def whiten(values, mask, *, keep_mean, reduce=torch.clone):
+    def whiten(values, mask, *, keep_mean, reduce):
         counted = values[mask]
         whitened = (values - counted.mean()) * torch.rsqrt(counted.var(unbiased=unbiased) + epsilon)
         whitened = whitened + counted.mean() if keep_mean and not never_keep_mean else whitened
@@ -634,13 +636,13 @@ def wrong_whiten(*, unbiased=False, epsilon=1e-8, never_keep_mean=False):
     return whiten
 
 
-def score_on_the_last_token(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator="k1"):
+def score_on_the_last_token(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator):
     _, non_score_rewards, kl = RIGHT.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator)
     last = mask.sum(1, keepdim=True) - 1
     return non_score_rewards.scatter_add(1, last, scores.unsqueeze(1)), non_score_rewards, kl
 
 
-def k1_always(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator="k1"):
+def k1_always(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator):
     return RIGHT.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")
 
 
@@ -657,11 +659,11 @@ def gae_without_lambda(rewards, values, mask, gamma, lam):
     return RIGHT.compute_gae(rewards, values, mask, gamma, 1.0)
 
 
-def values_not_clipped(new_values, values, returns, mask, cliprange_value, count=None):
+def values_not_clipped(new_values, values, returns, mask, cliprange_value, count):
     return RIGHT.value_loss(new_values, values, returns, mask, 1e9, count)
 
 
-def value_loss_without_half(new_values, values, returns, mask, cliprange_value, count=None):
+def value_loss_without_half(new_values, values, returns, mask, cliprange_value, count):
     loss, clipfrac = RIGHT.value_loss(new_values, values, returns, mask, cliprange_value, count)
     return 2 * loss, clipfrac
 

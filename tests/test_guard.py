@@ -184,7 +184,7 @@ def breaks_argument(function, call: int):
 @pytest.fixture
 def sft_args(tiny_posts: Path) -> tldr_sft.Args:
     """One step on 16 posts."""
-    preset = tldr_sft.PRESETS["tales"]
+    preset = tldr_sft.PRESETS["posts"]
     task = dataclasses.replace(preset.task, posts=str(tiny_posts))
     base_model, sizes = str(tiny_posts / "model"), {"num_train": 16, "batch_size": 16, "epochs": 1, "eval_posts": 2}
     return dataclasses.replace(preset, base_model=base_model, task=task, **sizes)
@@ -193,7 +193,7 @@ def sft_args(tiny_posts: Path) -> tldr_sft.Args:
 @pytest.fixture
 def pair_args(tiny_posts: Path) -> tldr_reward.Args:
     """One step on 16 comparisons."""
-    preset = tldr_reward.PRESETS["tales"]
+    preset = tldr_reward.PRESETS["posts"]
     task = dataclasses.replace(preset.task, posts=str(tiny_posts), comparisons=str(tiny_posts))
     sizes = {"num_train": 16, "batch_size": 16, "local_micro_batch_size": 16, "normalize_posts": 2}
     return dataclasses.replace(preset, base_model=str(tiny_posts / "model"), task=task, **sizes)

@@ -1,4 +1,4 @@
-"""Rows that are read behind one another, without padding, read as they do in rows."""
+"""Packed rows, which are read one after the other and without padding, give the same numbers."""
 
 import copy
 import json
@@ -61,9 +61,9 @@ def test_groups_by_hand(monkeypatch):
     assert rows.max() < 7
 
 
-def test_what_is_prepared(tiny_models, any_width, monkeypatch):
+def test_what_is_packed(tiny_models, any_width, monkeypatch):
     model = tiny_models("gpt2")
-    packing.prepare(model)
+    packing.enable(model)
     assert passes.is_packed(model) and passes.is_packed(model.base_model)
     assert passes.is_packed(lm.RewardModel(model.base_model))
     assert "unpadded" not in json.dumps(model.config.to_dict())
@@ -73,46 +73,40 @@ def test_what_is_prepared(tiny_models, any_width, monkeypatch):
     code_of_its_own = tiny_models("gpt2")
     code_of_its_own.__class__ = type("Own", (type(code_of_its_own),), {"__module__": "modeling_own"})
     for refused in (eager, other, code_of_its_own):
-        packing.prepare(refused)
+        packing.enable(refused)
         assert not passes.is_packed(refused)
     narrow = tiny_models("gpt2")
     monkeypatch.setattr(packing, "LEAST_WIDTH", narrow.config.hidden_size + 1)
-    packing.prepare(narrow)
+    packing.enable(narrow)
     assert not passes.is_packed(narrow)
 
 
-def test_loaded_models_are_prepared_if_they_are_wide(tiny_models, tmp_path, any_width, monkeypatch):
-    tiny_models("llama").save_pretrained(tmp_path / "model")
-    loaded = models.load_pretrained(str(tmp_path / "model"), torch.float32)
+@pytest.mark.parametrize("architecture", packing.TRIED)
+def test_loaded_models_are_packed_where_a_script_asks_for_it(tiny_models, tmp_path, any_width, architecture):
+    """Also their layers, which have another configuration than the model; the one that is saved does not change."""
+    tiny_models(architecture).save_pretrained(tmp_path / "model")
+    loaded, tokens = models.load_pretrained(str(tmp_path / "model"), torch.float64), hard_rows()
+    assert not passes.is_packed(loaded) and "forward" not in vars(loaded.base_model)
+    expected = lm.read_tokens(loaded, tokens, PAD, slice(None))
+    packing.enable(loaded)
+    counted = Read(loaded)
     assert passes.is_packed(loaded)
+    assert_close(lm.read_tokens(loaded, tokens, PAD, slice(None)), expected, atol=1e-4, rtol=1e-4)
+    assert counted.tokens == read_tokens_of(tokens)
     loaded.save_pretrained(tmp_path / "again")
     first, again = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "again"))
     assert first == again
-    monkeypatch.undo()
-    assert not passes.is_packed(models.load_pretrained(str(tmp_path / "model"), torch.float32))
 
 
 def test_one_pass_unless_its_size_is_limited(tiny_models, any_width, monkeypatch):
     model, lengths = tiny_models("gpt2"), torch.tensor([50, 4, 2, 9])
     monkeypatch.setattr(passes, "cost_of_pass", lambda model: 1)
     assert len(passes.plan_passes(lengths, model)) == 4
-    packing.prepare(model)
+    packing.enable(model)
     assert [one.rows.tolist() for one in passes.plan_passes(lengths, model)] == [[0, 3, 1, 2]]
     assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, rows=2)] == [[0, 3], [1, 2]]
     assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, tokens=27)] == [[0], [3, 1, 2]]
     assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, tokens=26)] == [[0], [3, 1], [2]]
-
-
-def test_what_is_compiled_reads_padding(tiny_models, any_width, monkeypatch):
-    """A line of tokens has another length each time."""
-    model, compiled = tiny_models("gpt2"), []
-    packing.prepare(model)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
-    models.compile_backbone(model)
-    assert compiled == [model.base_model] and not passes.is_packed(model)
-    counted, tokens = Read(model), hard_rows()
-    lm.read_tokens(model, tokens, PAD, slice(None))
-    assert counted.tokens == tokens.numel()
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------
@@ -134,7 +128,7 @@ def test_it_reads_the_same(tiny_models, any_width, monkeypatch, architecture, co
 
     expected = read()
     in_groups_of(cost, monkeypatch)
-    packing.prepare(model)
+    packing.enable(model)
     counted = Read(model)
     found = read()
     assert counted.tokens == read_tokens_of(tokens) < tokens.numel() * 0.7
@@ -151,7 +145,7 @@ def test_without_padding_nothing_stands_in_for_it(tiny_models, any_width, monkey
     """Rows of one length are one group, whatever a group costs: nothing is copied."""
     model, tokens = tiny_models("gpt2").double(), hard_rows().clamp(max=PAD - 1)
     expected = lm.read_tokens(model, tokens, PAD, slice(None))
-    packing.prepare(model)
+    packing.enable(model)
     counted, plan, groups = Read(model), packing.plan_groups, []
     monkeypatch.setattr(packing, "plan_groups", lambda *arguments: groups.append(plan(*arguments)) or groups[-1])
     for cost in COSTS:
@@ -192,7 +186,7 @@ def test_other_calls_reach_the_library(tiny_models, any_width):
         return model.base_model(**call)
 
     expected = {name: answer(name) for name in calls}
-    packing.prepare(model)
+    packing.enable(model)
     counted = Read(model)  # it does not see embeddings
     for name in calls:
         found = answer(name)
@@ -208,7 +202,7 @@ def test_a_row_that_sees_its_neighbour_is_noticed(tiny_models, any_width, monkey
     """The same line cut a token too late: the comparison above can fail."""
     model, tokens = tiny_models("llama").double(), hard_rows()
     expected = lm.read_tokens(model, tokens, PAD, slice(None))
-    packing.prepare(model)
+    packing.enable(model)
     plan = packing.plan_groups
 
     def shifted(lengths: list[int], *others) -> list[packing.Group]:
@@ -229,7 +223,7 @@ def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, cost, c
             models.checkpoint_layers(network)
     expected, wanted = update(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
     for network in networks_in(model):
-        packing.prepare(network)
+        packing.enable(network)
         assert passes.is_packed(network)
     counted = Read(*networks_in(model))
     stats, gradients = update(), [p.grad for p in model.parameters() if p.grad is not None]
@@ -243,7 +237,7 @@ def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, cost, c
 
 @pytest.fixture
 def reads(any_width, monkeypatch) -> list[int]:
-    """Every model is prepared when it is first called. How many tokens each pass reads."""
+    """Every model is packed when it is first called. How many tokens each pass reads."""
     counts, read = [], packing.read
 
     def counted(model, input_ids, position_ids, mask, *cache) -> torch.Tensor:
@@ -255,7 +249,7 @@ def reads(any_width, monkeypatch) -> list[int]:
         def forward(self, *arguments, own=kind.forward, **options):
             if passes.is_packed(self):
                 return own(self, *arguments, **options)
-            packing.prepare(self)
+            packing.enable(self)
             return self.forward(*arguments, **options)
 
         monkeypatch.setattr(kind, "forward", forward)
@@ -302,7 +296,7 @@ def test_it_samples_the_same(tiny_models, any_width, monkeypatch, architecture, 
 
     expected = sample()
     in_groups_of(cost, monkeypatch)
-    packing.prepare(model)
+    packing.enable(model)
     counted, packed = Read(model), lm.left_pad(contexts, PAD)
     lm.read_contexts(model, packed, PAD, 9)
     assert counted.tokens == read_tokens_of(packed)
@@ -329,7 +323,7 @@ def test_a_window_as_long_as_a_row_may_be_shorter_than_the_line(tiny_models, any
     lengths = {"a row": row, "shorter": line - 40, "as long as all tokens": line, "longer": line + 7}
     assert sorted(lengths.values()) == list(lengths.values())
     windowed = with_window(model, lengths[window])
-    packing.prepare(windowed)
+    packing.enable(windowed)
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected, found = (lm.generate(each, contexts, uniforms, PAD, VOCAB, TEMPERATURE) for each in (model, windowed))
     for one, other in zip(found, expected, strict=True):
@@ -340,19 +334,19 @@ def test_a_window_as_long_as_a_row_may_be_shorter_than_the_line(tiny_models, any
 def test_bfloat16(tiny_models, any_width, architecture):
     """Where rotary positions leave queries and keys in float32: what is read is what is sampled, but for rounding."""
     model, contexts = tiny_models(architecture), hard_rows()[:, :-RESPONSE]
-    packing.prepare(model)
+    packing.enable(model)
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         responses, sampled, _ = lm.generate(model, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
         rows = torch.cat([contexts, responses], dim=1)
-        read, _ = lm.response_statistics(model, rows, PAD, contexts.shape[1], TEMPERATURE, VOCAB)
+        read, _ = lm.response_statistics(model, rows, responses, PAD, TEMPERATURE, VOCAB)
     assert 0 < (read - sampled).abs().mean() < 0.05
 
 
 def test_adapters_read_no_padding_either(tiny_models, any_width):
     model, tokens = tiny_models("llama").double(), hard_rows()
     before = lm.read_tokens(model, tokens, PAD, slice(None))
-    packing.prepare(model)
+    packing.enable(model)
     adapters = models.add_adapters(model, models.LoraArgs(rank=4, target_modules="all-linear"), 1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -360,7 +354,7 @@ def test_adapters_read_no_padding_either(tiny_models, any_width):
     counted = Read(model)
     found = lm.read_tokens(model, tokens, PAD, slice(None))
     assert counted.tokens == read_tokens_of(tokens)
-    packing.undo(model)
+    del model.base_model.is_packed, model.base_model.forward
     assert_close(found, lm.read_tokens(model, tokens, PAD, slice(None)), atol=1e-4, rtol=1e-4)
     assert (found - before).abs().max() > 0.1
     with adapters.disable_adapter():

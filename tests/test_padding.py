@@ -31,7 +31,7 @@ def small(monkeypatch):
 def tokens_read(case: padding.Case, monkeypatch, way: str) -> int:
     """What all networks read in an update, in tokens."""
     update, networks, _ = padding.make_update(case, torch.device("cpu"))
-    reading = {"padded": padding.padded, "unpadded": partial(padding.prepared, networks)}
+    reading = {"padded": padding.padded, "unpadded": partial(padding.packed, networks)}
     count, embed = 0, torch.nn.Embedding.forward
 
     def counted(module: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:

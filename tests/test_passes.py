@@ -6,11 +6,13 @@ padding that they were given. What the networks read is counted.
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
 from test_policy_math import PAD, VOCAB, token_ids
-from test_tldr_math import on_processes, rollout_of
+from test_tldr_math import on_processes
 from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
@@ -110,12 +112,12 @@ def ragged(seed: int = 0, *, padding_inside: bool) -> torch.Tensor:
 def test_packed_tokens_read_the_same(tiny_models, architecture, padding_inside):
     model, tokens = tiny_models(architecture).double(), ragged(padding_inside=padding_inside)[:, 10:]
     longest = int((tokens != PAD).sum(1).max())
-    columns = slice(CONTEXT - 11, None)
-    expected = lm.read_tokens(model, tokens, PAD, columns)
-    assert_close(lm.read_packed(model, tokens, PAD, columns, longest), expected, atol=1e-12, rtol=0)
-    assert_close(lm.read_packed(model, tokens, PAD, columns, None), expected, atol=0, rtol=0)
-    packed = passes.pack(tokens, PAD, longest)
+    packed, responses = passes.pack(tokens, PAD, longest), tokens[:, CONTEXT - 10 :]
     assert packed.shape[1] == longest
+    expected = lm.read_tokens(model, tokens, PAD, slice(CONTEXT - 11, -1))
+    for rows in (packed, tokens):
+        read = lm.read_before_responses(model, rows, responses, PAD)
+        assert_close(read, expected, atol=1e-12, rtol=0)
     last = slice(-1, None)
     assert_close(
         lm.read_tokens(model, packed, PAD, last), lm.read_tokens(model, tokens, PAD, last), atol=1e-12, rtol=0
@@ -139,8 +141,8 @@ def everything_at_once(lengths, *_, **__) -> list[passes.Pass]:
     return [passes.Pass(torch.arange(len(lengths)), 10**6)]
 
 
-def as_it_is(lm_backbone, tokens, pad_id, columns, longest):
-    return lm.read_tokens(lm_backbone, tokens, pad_id, columns)
+def as_it_is(lm_backbone, tokens, responses, pad_id):
+    return lm.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
 def policy_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
@@ -162,7 +164,9 @@ def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
     tokens = ragged(padding_inside=False)
     actor_critic = make_actor_critic(tiny_models)
     mask, value_mask = tldr_policy.response_masks(tokens[:, CONTEXT:], PAD)
-    rollout = rollout_of(tokens, *(numbers(seed, ROWS, RESPONSE) - 3 for seed in (1, 2, 3)), mask, value_mask)
+    rollout = tldr_policy.Rollout(
+        tokens, *(numbers(seed, ROWS, RESPONSE) - 3 for seed in (1, 2, 3)), mask, value_mask
+    )
     minibatches, ppo = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).view(1, 1, -1), None
     ppo = tldr_policy.PpoArgs()
 
@@ -182,7 +186,8 @@ def reward_model_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, i
 
     def update() -> dict[str, torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        return train_reward.reward_update(model, optimizer, labels, torch.arange(ROWS), PAD, 0)
+        arguments = (model, optimizer, labels, torch.arange(ROWS), PAD, Accelerator(cpu=True))
+        return train_reward.reward_update(*arguments, rows=0, most_tokens=0)
 
     return update, model, 4 * int((tokens != PAD).sum())
 
@@ -197,8 +202,8 @@ def reward_model_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, i
 
     def update() -> dict[str, float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        arguments = (model, optimizer, comparisons, inds, counts, PAD, 0)
-        return on_processes(1, lambda process: tldr_reward.pairs_update(*arguments, process))[0]
+        step = partial(tldr_reward.pairs_update, model, optimizer, comparisons, inds, counts, PAD)
+        return on_processes(1, partial(step, rows=0, most_tokens=0))[0]
 
     return update, model, 2 * int(comparisons.lengths(PAD).sum())
 
@@ -210,7 +215,8 @@ def model_of_sft(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
 
     def update() -> dict[str, float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        return on_processes(1, lambda process: tldr_sft.sft_update(model, optimizer, tokens, PAD, 0, process))[0]
+        step = partial(tldr_sft.sft_update, model, optimizer, tokens, PAD, rows=0, most_tokens=0)
+        return on_processes(1, step)[0]
 
     return update, model, int((tokens != PAD).sum())
 
@@ -234,7 +240,7 @@ def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, c
     stats, gradients = update(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
     in_passes = read.tokens
     monkeypatch.setattr(passes, "plan_passes", everything_at_once)
-    monkeypatch.setattr(lm, "read_packed", as_it_is)
+    monkeypatch.setattr(lm, "read_before_responses", as_it_is)
     expected, wanted = update(), [p.grad for p in model.parameters() if p.grad is not None]
     assert len(gradients) == len(wanted) > 5
     for gradient, other in zip(gradients, wanted, strict=True):

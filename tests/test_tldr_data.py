@@ -442,13 +442,13 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
 
 def test_an_unknown_source_is_an_error(tmp_path):
     line = error_line(posts.load_rows, str(tmp_path / "none"), "posts", "train")
-    assert f"--task.posts {tmp_path / 'none'}" in line and "tldr, tales" in line
+    assert f"--task.posts {tmp_path / 'none'}" in line and "tldr, posts" in line
 
 
 def test_without_a_network_the_hub_is_an_error():
     for field in ("posts", "comparisons"):
         line = error_line(posts.load_rows, "tldr", field, "train")
-        assert f"--task.{field} tldr" in line and f"{field}_train.jsonl" in line and "--preset tales" in line
+        assert f"--task.{field} tldr" in line and f"{field}_train.jsonl" in line and "--preset posts" in line
 
 
 # ---- Special tokens [T13] --------------------------------------------------------------------------------------

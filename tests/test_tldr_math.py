@@ -18,7 +18,6 @@ from ppo_rlhf.lib.processes import deal, map_rows
 from ppo_rlhf.lib.run import scheduled_lr
 from ppo_rlhf.tldr_policy import (
     PpoArgs,
-    Rollout,
     compute_advantages,
     compute_gae,
     compute_rewards,
@@ -118,21 +117,6 @@ def on_processes(count: int, function: Callable[[Process], object]) -> list:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
-
-
-def rollout_of(
-    query_responses: torch.Tensor,
-    logprobs: torch.Tensor,
-    values: torch.Tensor,
-    rewards: torch.Tensor,
-    mask: torch.Tensor,
-    value_mask: torch.Tensor,
-) -> Rollout:
-    """A rollout of which only the update matters: the numbers of its episodes are NaN."""
-    tokens, episodes = torch.full_like(rewards, math.nan), torch.full((len(rewards),), math.nan)
-    numbers = dict.fromkeys(("kl", "non_score_rewards", "sampler_gap"), tokens)
-    numbers |= dict.fromkeys(("raw_scores", "scores", "finished"), episodes)
-    return Rollout(query_responses, logprobs, values, rewards, mask, value_mask, **numbers)
 
 
 # ---- Slow oracles: loops over what counts, which never see what stands beyond the end --------------------------
@@ -238,7 +222,7 @@ def test_h2_truncation_masks_and_score(name: str):
     assert (mask.int().tolist(), value_mask.int().tolist()) == ([tokens], [values])
     scores = punish_missing_eos(double(3.0), has_stop(responses, EOS, 0), "replace", 1.0)
     assert scores.tolist() == [score]
-    rewards, _, _ = compute_rewards(scores, *torch.zeros(2, 1, 5, dtype=torch.float64), mask, 0.05)
+    rewards, _, _ = compute_rewards(scores, *torch.zeros(2, 1, 5, dtype=torch.float64), mask, 0.05, "k1")
     assert rewards.tolist() == [[score if t == index else 0.0 for t in range(5)]]
 
 
@@ -250,7 +234,7 @@ def test_h3_rewards_advantages_and_returns():
     """T42, T43, T44; and T52: whitening with the variance of a sample, as TRL has it, is something else."""
     mask, value_mask = h3_masks()
     zeros = torch.zeros(1, 5, dtype=torch.float64)
-    rewards, _, kl = compute_rewards(double(1.0), zeros, zeros, mask, 0.05)
+    rewards, _, kl = compute_rewards(double(1.0), zeros, zeros, mask, 0.05, "k1")
     assert_close(rewards, double([0, 0, 0, 1.0, 0]))
     assert_close(kl, zeros)
     whitened, returns = compute_advantages(rewards, double(VALUES), mask, value_mask, PpoArgs(), torch.clone)
@@ -269,7 +253,7 @@ def test_h3_rewards_advantages_and_returns():
 def test_h3b_a_response_that_does_not_end():
     mask = torch.ones(1, 5, dtype=torch.bool)
     zeros = torch.zeros(1, 5, dtype=torch.float64)
-    rewards, _, _ = compute_rewards(double(-1.0), zeros, zeros, mask, 0.05)
+    rewards, _, _ = compute_rewards(double(-1.0), zeros, zeros, mask, 0.05, "k1")
     whitened, returns = compute_advantages(rewards, double(VALUES), mask, mask, PpoArgs(), torch.clone)
     expected = double([-0.85077187, -1.0008125, -1.15875, -1.325, -1.5])
     assert_close(returns - double(VALUES), expected, atol=5e-9, rtol=0)
@@ -297,10 +281,10 @@ def test_h5_a_token_weighs_the_same_in_any_micro_batch():
     """T45, defect 2: the mean of means of sequences is another number."""
     losses, mask = double([1.0, 1, 0, 0], [0.0, 0, 0, 0]), slow_mask([2, 4], 4)
     count = mask.sum()
-    assert masked_mean(losses, mask).item() == pytest.approx(1 / 3)
+    assert masked_mean(losses, mask, mask.sum()).item() == pytest.approx(1 / 3)
     parts = [masked_mean(losses[i : i + 1], mask[i : i + 1], count) for i in range(2)]
     assert sum(parts).item() == pytest.approx(1 / 3)
-    means = [masked_mean(losses[i : i + 1], mask[i : i + 1]).item() for i in range(2)]
+    means = [masked_mean(losses[i : i + 1], mask[i : i + 1], mask[i : i + 1].sum()).item() for i in range(2)]
     assert np.mean(means) == 0.5
 
 
@@ -433,7 +417,7 @@ def test_a_custom_stop_token_ends_and_saves_a_response(stop: int):
     scores = punish_missing_eos(double(5.0, 6, 7, 8, 9), finished, "replace", 1.0)
     mask, value_mask = response_masks(responses, PAD)
     zeros = torch.zeros(5, 5, dtype=torch.float64)
-    rewards, _, _ = compute_rewards(scores, zeros, zeros, mask, 0.05)
+    rewards, _, _ = compute_rewards(scores, zeros, zeros, mask, 0.05, "k1")
     for i, row in enumerate(sampled):
         length = row.index(stop) + 1 if stop in row else 5
         assert responses[i].tolist() == row[:length] + [PAD] * (5 - length)
@@ -450,7 +434,7 @@ def test_masked_mean_equals_a_loop(seed: int):
     _, lengths = ragged_responses(seed)
     x, mask = numbers(seed, 12, WIDTH), slow_mask(lengths)
     expected = slow_mean(x, lengths)
-    assert masked_mean(spoil(x, mask), mask).item() == pytest.approx(expected)
+    assert masked_mean(spoil(x, mask), mask, mask.sum()).item() == pytest.approx(expected)
     assert masked_mean(x, mask, torch.tensor(100)).item() == pytest.approx(expected * sum(lengths) / 100)
 
 
@@ -461,12 +445,13 @@ def test_masked_whiten_equals_a_loop(seed: int, keep_mean: bool):
     _, lengths = ragged_responses(seed)
     x, mask = 3 * numbers(seed, 12, WIDTH) - 7, slow_mask(lengths)
     expected = slow_whiten(x, lengths, keep_mean)
-    assert_close(whiten(spoil(x, mask), mask, keep_mean=keep_mean).numpy(), expected)
+    assert_close(whiten(spoil(x, mask), mask, keep_mean=keep_mean, reduce=torch.clone).numpy(), expected)
 
 
 def test_whitening_one_entry_gives_its_mean():
-    assert whiten(double([3.0, 9.0]), torch.tensor([[True, False]]), keep_mean=False).tolist() == [[0.0, 0.0]]
-    assert whiten(double([3.0, 9.0]), torch.tensor([[True, False]]), keep_mean=True).tolist() == [[3.0, 0.0]]
+    for keep_mean, mean in ((False, 0.0), (True, 3.0)):
+        whitened = whiten(double([3.0, 9.0]), torch.tensor([[True, False]]), keep_mean=keep_mean, reduce=torch.clone)
+        assert whitened.tolist() == [[mean, 0.0]]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -490,7 +475,7 @@ def test_the_score_stands_after_the_last_token(end: int | None):
     """T43. end: index of the end-of-text token. At T - 1, or nowhere, there is no step after: the last column."""
     length = WIDTH if end is None else end + 1
     logprobs = torch.zeros(1, WIDTH, dtype=torch.float64)
-    rewards, _, _ = compute_rewards(double(2.5), logprobs, logprobs, slow_mask([length]), 0.05)
+    rewards, _, _ = compute_rewards(double(2.5), logprobs, logprobs, slow_mask([length]), 0.05, "k1")
     place = WIDTH - 1 if end is None or end == WIDTH - 1 else end + 1
     assert rewards.nonzero().tolist() == [[0, place]]
     assert rewards.sum().item() == 2.5
@@ -538,11 +523,11 @@ def test_losses_equal_loops(seed: int):
     _, lengths = ragged_responses(seed)
     mask, value_mask = masks_of(lengths)
     new, old, target = (numbers(10 * seed + i, 12, WIDTH) / (3 - i) for i in range(3))
-    loss, clipfrac, approxkl = policy_loss(new, old, target, mask, 0.2)
+    loss, clipfrac, approxkl = policy_loss(new, old, target, mask, 0.2, mask.sum())
     *expected, _ = slow_policy_loss(new, old, target, lengths, 0.2)
     assert [loss.item(), clipfrac.item(), approxkl.item()] == pytest.approx(expected)
     assert 0 < clipfrac < 1
-    loss, clipfrac = value_loss(new, old, target, value_mask, 0.2)
+    loss, clipfrac = value_loss(new, old, target, value_mask, 0.2, value_mask.sum())
     *expected, _ = slow_value_loss(new, old, target, [states(length) for length in lengths], 0.2)
     assert [loss.item(), clipfrac.item()] == pytest.approx(expected)
     assert 0 < clipfrac < 1
@@ -563,7 +548,8 @@ def test_garbage_in_masked_places_reaches_neither_loss_nor_gradient(seed: int):
     clean = [numbers(10 * seed + i, 12, WIDTH) / (3 - i) for i in range(3)]
 
     value, gradient = loss_and_gradient(
-        lambda *tensors: policy_loss(*tensors, mask, 0.2), *(spoil(x, mask, i) for i, x in enumerate(clean))
+        lambda *tensors: policy_loss(*tensors, mask, 0.2, mask.sum()),
+        *(spoil(x, mask, i) for i, x in enumerate(clean)),
     )
     expected, _, _, slow_gradient = slow_policy_loss(*clean, lengths, 0.2)
     assert value == pytest.approx(expected)
@@ -571,7 +557,7 @@ def test_garbage_in_masked_places_reaches_neither_loss_nor_gradient(seed: int):
     assert gradient[~mask].eq(0).all()
 
     value, gradient = loss_and_gradient(
-        lambda *tensors: value_loss(*tensors, value_mask, 0.2),
+        lambda *tensors: value_loss(*tensors, value_mask, 0.2, value_mask.sum()),
         *(spoil(x, value_mask, i) for i, x in enumerate(clean)),
     )
     expected, _, slow_gradient = slow_value_loss(*clean, [states(length) for length in lengths], 0.2)
@@ -595,7 +581,7 @@ def test_micro_batches_with_the_whole_count_add_up(micro_batch: int):
             share = torch.stack(loss(*tensors, 0.2, counted.sum()))
             share[0].backward(retain_graph=True)
             sums = sums + share.detach()
-            means.append(loss(*tensors, 0.2)[0].item())
+            means.append(loss(*tensors, 0.2, tensors[-1].sum())[0].item())
         *expected, gradient = slow(new, old, target, slow_lengths, 0.2)
         assert sums.tolist() == pytest.approx(expected)
         assert_close(leaf.grad.numpy(), gradient)

@@ -178,7 +178,7 @@ KEPT = {"sft": ["4", "6"], "reward": ["2", "3"], "policy": ["2", "4"]}  # checkp
 def test_a_run_leaves_its_folder(kind, request):
     trained = request.getfixturevalue(kind)
     run, meta = trained.run, trained.meta
-    assert run.name.startswith(f"tldr_{kind}__tales__1__")
+    assert run.name.startswith(f"tldr_{kind}__posts__1__")
     assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["dtype"] == "float64"
     steps = {"sft": 6, "reward": 3, "policy": 4}[kind]
     assert [row["step"] for row in metrics_of(run)] == list(range(steps))
@@ -947,7 +947,7 @@ class Row:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-WORLD = "--preset tales --task.posts world --task.comparisons world"
+WORLD = "--preset posts --task.posts world --task.comparisons world"
 
 
 def command(script: str, good: str) -> Callable[..., Row]:
@@ -966,7 +966,7 @@ bad_policy = command(
     f"{WORLD} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
 )
 bad_all = command("tldr_all.py", f"{WORLD} --base_model world/model {ALL}")
-bad_tales = command("worlds/posts.py", "--train_posts 8")
+bad_world = command("worlds/posts.py", "--train_posts 8")
 
 
 def edit_json(path: str, **changes: Any) -> Damage:
@@ -1056,7 +1056,11 @@ BAD_INPUT = {
     "temperature 0": bad_sft("--task.temperature 0", "--task.temperature is 0.0", "above 0"),
     "response length 0": bad_policy("--task.response_length 0", "--task.response_length is 0", "above 0"),
     # names
-    "preset": bad_sft("--preset books", "--preset books", "tldr, tales"),
+    "preset": bad_sft("--preset books", "--preset books", "tldr, posts"),
+    **{
+        f"{name}: old preset": bad("--preset tales", "--preset tales", "tldr, posts")
+        for name, bad in {"sft": bad_sft, "reward": bad_reward, "policy": bad_policy, "all": bad_all}.items()
+    },
     "a path for a name": bad_reward("--exp_name a/b", "--exp_name 'a/b'"),
     "all: the same name twice": bad_all("--sft.exp_name x --policy.exp_name x", "exp_name", "three names"),
     "stop text of many tokens": bad_policy("--task.stop_text 'In the mill'", "--task.stop_text 'In the mill'", "one"),
@@ -1064,12 +1068,12 @@ BAD_INPUT = {
     "all: seed of one stage": bad_all("--sft.seed 2", "--sft.seed", "give --seed"),
     "all: base model of one stage": bad_all("--reward.base_model=sft", "--reward.base_model", "give --base_model"),
     "all: task of one stage": bad_all("--policy.task.query_length 9", "--policy.task", "--task.query_length"),
-    "all: preset of one stage": bad_all("--sft.preset tales", "--sft.preset", "give --preset"),
+    "all: preset of one stage": bad_all("--sft.preset posts", "--sft.preset", "give --preset"),
     "all: resume of one stage": bad_all("--policy.resume x", "--policy.resume", "give --resume"),
     "all: a reward model": bad_all("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
     "all: a function": bad_all("--policy.rewards.function m:f", "--policy.rewards.function", "tldr_policy.py"),
     # posts and comparisons
-    "unknown posts": bad_sft("--task.posts books", "--task.posts books", "tldr, tales"),
+    "unknown posts": bad_sft("--task.posts books", "--task.posts books", "tldr, posts"),
     "unknown comparisons": bad_reward("--task.comparisons books", "--task.comparisons books"),
     "no test posts": bad_sft(
         "", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")
@@ -1124,9 +1128,9 @@ BAD_INPUT = {
     # the environment
     "rank is a word": bad_sft("", "RANK", "first", RANK="first"),
     # the world
-    "tales: two facts": bad_tales("--facts 2", "facts is 2", "at least 3"),
-    "tales: heads": bad_tales("--heads 3", "heads 3", "width 128"),
-    "tales: temperature": bad_tales("--annotator_temperature 0", "annotator_temperature is 0.0", "above 0"),
+    "world: two facts": bad_world("--facts 2", "facts is 2", "at least 3"),
+    "world: heads": bad_world("--heads 3", "heads 3", "width 128"),
+    "world: temperature": bad_world("--annotator_temperature 0", "annotator_temperature is 0.0", "above 0"),
 }  # fmt: skip
 
 

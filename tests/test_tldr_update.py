@@ -18,7 +18,6 @@ from test_tldr_math import (
     entries,
     masks_of,
     on_processes,
-    rollout_of,
     slow_gae,
     slow_mean,
     slow_policy_loss,
@@ -45,13 +44,13 @@ from ppo_rlhf.lib.models import (
     save_policy_and_critic,
     save_reward_model,
 )
-from ppo_rlhf.lib.networks import load_critic
+from ppo_rlhf.lib.networks import Reference, load_critic
 from ppo_rlhf.lib.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.tldr_policy import (
     ActorCritic,
     Args,
+    Episodes,
     PpoArgs,
-    Reference,
     RewardsArgs,
     Rollout,
     draw_minibatches,
@@ -170,7 +169,7 @@ def test_left_padded_equals_unpadded(tiny_models, architecture: str):
     """T16, T35, T38, defect 6: log-probs, entropies and values are those of each row alone, GPT-2 included."""
     actor_critic, tokens = make_actor_critic(tiny_models, architecture), ragged_rows()
     with torch.no_grad():
-        logprobs, entropies, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        logprobs, entropies, values = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
     for i, length in enumerate(LENGTHS):
         row_logprobs, row_entropies = slow_logprobs(actor_critic.lm_backbone, tokens[i], TEMPERATURE)
         assert_close(logprobs[i, :length].numpy(), row_logprobs[-length:], atol=1e-9, rtol=0)
@@ -185,7 +184,7 @@ def test_the_value_after_the_end_is_the_score(tiny_models, architecture: str):
     """T32, T37: the critic starts as the reward model, so after the end-of-text token both say the same."""
     actor_critic, tokens = make_actor_critic(tiny_models, architecture), ragged_rows()
     with torch.no_grad():
-        _, _, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        _, _, values = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
         scores = actor_critic.critic(tokens, PAD)
     short = [i for i, length in enumerate(LENGTHS) if length < RESPONSE]
     assert len(short) == 5
@@ -215,8 +214,8 @@ def test_values_up_to_the_end_do_not_see_what_follows(tiny_models, architecture:
     whole = torch.where(tokens == PAD, token_ids(9, *tokens.shape), tokens)
     whole[:, :CONTEXT] = tokens[:, :CONTEXT]
     with torch.no_grad():
-        logprobs, _, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
-        whole_logprobs, _, whole_values = actor_critic(whole, PAD, CONTEXT, TEMPERATURE)
+        logprobs, _, values = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
+        whole_logprobs, _, whole_values = actor_critic(whole, whole[:, CONTEXT:], PAD, TEMPERATURE)
     mask, value_mask = masks_of(LENGTHS, RESPONSE)
     assert_close(values[value_mask], whole_values[value_mask], atol=1e-9, rtol=0)
     assert_close(logprobs[mask], whole_logprobs[mask], atol=1e-9, rtol=0)
@@ -277,7 +276,7 @@ def test_the_end_of_text_token_is_learnt(tiny_models):
     assert share == pytest.approx(slow_logprobs(model.lm_backbone, with_eos[0])[0][-1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(30):
-        alone(partial(sft_update, model, optimizer, with_eos, PAD, 1))
+        alone(partial(sft_update, model, optimizer, with_eos, PAD, rows=1, most_tokens=0))
     assert model(with_eos, PAD)[0, 3] > math.log(0.9) > share
 
 
@@ -292,7 +291,7 @@ def test_sft_update_equals_the_library(tiny_models, micro_batch: int):
     model = LanguageModel(tiny_models("gpt_neox", 40).double(), PAD)
     optimizer = CountingSGD(model.parameters(), lr=0.1)
     before = weights_of(model)
-    stats = alone(partial(sft_update, model, optimizer, tokens, PAD, micro_batch))
+    stats = alone(partial(sft_update, model, optimizer, tokens, PAD, rows=micro_batch, most_tokens=0))
     assert stats["train/sft/loss"] == pytest.approx(expected.item(), abs=1e-9)
     assert stats["train/sft/tokens"] == sum(max(0, len(unpadded(row)[0]) - 1) for row in tokens)
     wanted = gradients(expected_model)
@@ -308,7 +307,8 @@ def test_rows_that_are_padding_count_as_nothing_in_sft(tiny_models):
     tokens, results = ragged_rows([3, 5]), []
     for rows in (tokens, torch.cat([tokens, torch.full((4, CONTEXT + RESPONSE), PAD)])):
         model = LanguageModel(tiny_models("gpt2").double(), PAD)
-        stats = alone(partial(sft_update, model, CountingSGD(model.parameters(), lr=0.0), rows, PAD, 2))
+        optimizer = CountingSGD(model.parameters(), lr=0.0)
+        stats = alone(partial(sft_update, model, optimizer, rows, PAD, rows=2, most_tokens=0))
         results.append((stats["train/sft/loss"], stats["train/sft/tokens"], gradients(model)))
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected, atol=1e-12, rtol=0)
@@ -353,7 +353,8 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
     }
     assert 0 < expected["accuracy"] < 1
     optimizer = CountingSGD(model.parameters(), lr=0.0)
-    stats = alone(partial(pairs_update, model, optimizer, comparisons, inds, counts, PAD, micro_batch))
+    step = partial(pairs_update, model, optimizer, comparisons, inds, counts, PAD)
+    stats = alone(partial(step, rows=micro_batch, most_tokens=0))
     for name, value in expected.items():
         assert stats[f"train/rm/{name}"] == pytest.approx(value, abs=1e-9), name
     assert optimizer.steps == 1
@@ -363,7 +364,7 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
     )  # the gradient, from five pairs in one pass each
     for i in inds[:5].tolist():
         tensors = (t[i : i + 1] for t in (comparisons.queries, comparisons.chosen, comparisons.rejected))
-        chosen, rejected = score_pairs(other, *tensors, PAD)
+        chosen, rejected = score_pairs(other, *tensors, PAD, comparisons.lengths(PAD)[i])
         (-torch.sigmoid(chosen - rejected).log().sum() / 5).backward()
     assert_close(gradients(model), gradients(other), atol=1e-9, rtol=0)
     norm = math.sqrt((gradients(other).numpy() ** 2).sum())
@@ -394,11 +395,11 @@ def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[in
     """
     tokens, (mask, value_mask) = ragged_rows(lengths), masks_of(lengths, RESPONSE)
     with torch.no_grad():
-        logprobs, _, values = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        logprobs, _, values = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
     logprobs = logprobs + noise * numbers(1, *logprobs.shape)
     values = values + noise * numbers(2, *values.shape)
     rewards = numbers(3, *values.shape).masked_fill(~value_mask, 0)
-    return rollout_of(tokens, spoil(logprobs, mask), spoil(values, value_mask), rewards, mask, value_mask)
+    return Rollout(tokens, spoil(logprobs, mask), spoil(values, value_mask), rewards, mask, value_mask)
 
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
@@ -569,13 +570,9 @@ def test_the_ratio_begins_at_one(tiny_models):
     """T34: exactly, where rollout and update read the same rows; then the policy moves away."""
     actor_critic = make_actor_critic(tiny_models).float()
     rollout = make_rollout(actor_critic, noise=0.0)
-    plan = tldr_policy.passes_over(rollout.query_responses, PAD, actor_critic)
-
-    def read(tokens: torch.Tensor, longest: int) -> tuple[torch.Tensor, ...]:
-        return actor_critic(tokens, PAD, CONTEXT, TEMPERATURE, longest)
-
+    tokens, reading = (rollout.query_responses, rollout.responses), {"pad_id": PAD, "temperature": TEMPERATURE}
     with torch.no_grad():
-        logprobs, _, values = passes.in_passes(read, plan, rollout.query_responses)
+        logprobs, _, values = passes.by_length(nn.Module.__call__, actor_critic, *tokens, **reading)
     rollout = replace(rollout, logprobs=logprobs, values=values, rewards=rollout.rewards.float())
     metrics = update(actor_critic, rollout, EVERYTHING, PpoArgs(noptepochs=1))
     assert metrics["ratio"] == 1
@@ -656,7 +653,7 @@ def test_two_processes_equal_one_in_sft(tiny_models):
     def step(process, rows: slice) -> tuple:
         model = models[process.process_index]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        stats = sft_update(model, optimizer, tokens[rows], PAD, 2, process)
+        stats = sft_update(model, optimizer, tokens[rows], PAD, process, rows=2, most_tokens=0)
         return gradients(model).clone(), {name: float(value) for name, value in stats.items()}
 
     assert_same_step(*one_and_two(step))
@@ -673,7 +670,8 @@ def test_two_processes_equal_one_on_pairs(tiny_models):
     def step(process, rows: slice) -> tuple:
         model = models[process.process_index]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        stats = pairs_update(model, optimizer, comparisons, inds[rows], counts[rows], PAD, 2, process)
+        of_process = (comparisons, inds[rows], counts[rows], PAD, process)
+        stats = pairs_update(model, optimizer, *of_process, rows=2, most_tokens=0)
         return gradients(model).clone(), {name: float(value) for name, value in stats.items()}
 
     assert_same_step(*one_and_two(step))
@@ -705,14 +703,15 @@ def test_finished_metrics():
     def metrics_on(process) -> dict[str, float]:
         rows = slice(2 * process.process_index, 2 * process.process_index + 2)
         nothing = torch.full((2, 3), math.nan)
-        rollout = Rollout(
-            *(nothing, logprobs[rows], nothing, nothing, mask[rows], nothing.bool(), kl[rows], penalties[rows]),
-            *(scores[rows] + 1, scores[rows], finished[rows], gaps[rows]),
+        rollout = Rollout(nothing, logprobs[rows], nothing, nothing, mask[rows], nothing.bool())
+        episodes = Episodes(
+            *(nothing, finished[rows], scores[rows] + 1, scores[rows], nothing, kl[rows], penalties[rows]),
+            *(gaps[rows], {"gold": gold[rows]}, 0.07),
         )
         steps = {name: found[process.process_index] for name, found in shares.items()} | {"gradient_norm": norms}
         steps["square_of_ratio_minus_1"] = steps["square_of_ratio_minus_1"] * torch.tensor([1e-8, 1, 1])
         this_run = SimpleNamespace(args=Args(ppo=PpoArgs(batch_size=4)), accelerator=process, seconds=lambda: 8.0)
-        return update_metrics(rollout, steps, {"gold": gold[rows]}, this_run, 2, 0.07, 2e-6)
+        return update_metrics(this_run, 2, rollout, episodes, steps, 2e-6)
 
     first, second = on_processes(2, metrics_on)
     assert first == second
@@ -765,11 +764,12 @@ def test_numbers_too_large_to_be_squared_stop_the_run():
     found = {name: torch.ones(1, dtype=torch.float64) for name in STEPS}
     found["value"], found["square_of_value"] = (torch.tensor([x], dtype=torch.float64) for x in (1e170, math.inf))
     tokens = torch.ones(2, 3)
-    rollout = Rollout(*[tokens] * 4, *[tokens.bool()] * 2, *[tokens] * 2, *[tokens[:, 0]] * 3, tokens)
+    rollout = Rollout(*[tokens] * 4, *[tokens.bool()] * 2)
+    episodes = Episodes(tokens, *[tokens[:, 0]] * 3, *[tokens] * 4, {}, 0.07)
 
     def metrics_on(process) -> dict[str, float]:
         this_run = SimpleNamespace(args=Args(), accelerator=process, seconds=lambda: 8.0)
-        return update_metrics(rollout, found | {"gradient_norm": torch.ones(1)}, {}, this_run, 2, 0.07, 2e-6)
+        return update_metrics(this_run, 2, rollout, episodes, found | {"gradient_norm": torch.ones(1)}, 2e-6)
 
     with pytest.raises(NumericalError, match=r"^val/var is inf in step 2;"):
         alone(metrics_on)
@@ -782,7 +782,8 @@ def summaries(actor_critic: ActorCritic, ids: TaskIds, temperature: float, rows:
     """Contexts with padding on the left, and what `respond` gives for them."""
     contexts = ragged_rows([1, 3] * (rows // 2))[:, :CONTEXT]
     uniforms = torch.rand(rows, length, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    return contexts, *respond(actor_critic, ids, temperature, contexts, uniforms)
+    settings = {"pad_id": ids.pad, "stop_id": ids.stop, "temperature": temperature}
+    return contexts, *respond(actor_critic, contexts, uniforms, **settings)
 
 
 @pytest.mark.parametrize("stop", [EOS, STOP])
@@ -884,19 +885,20 @@ def adapted(saved_models: Path, tiny_tokenizer) -> Adapted:
     return Adapted(actor_critic, reference, before, args)
 
 
-def reference_logprobs(reference: Reference, tokens: torch.Tensor) -> torch.Tensor:
-    return reference.logprobs(ids=IDS, context_length=CONTEXT, temperature=TEMPERATURE, query_responses=tokens)
+def reference_logprobs(actor_critic: ActorCritic, reference: Reference, tokens: torch.Tensor) -> torch.Tensor:
+    settings = {"pad_id": PAD, "reference": reference, "temperature": TEMPERATURE}
+    return tldr_policy.reference_logprobs(actor_critic, tokens, tokens[:, CONTEXT:], **settings)
 
 
 def test_without_its_adapters_a_policy_is_the_reference(adapted: Adapted):
     """T35: exactly the model it began as, also after steps; and they are on again afterwards."""
     tokens, mask = ragged_rows(), masks_of(LENGTHS, RESPONSE)[0]
     base = load_pretrained(adapted.args.base_model, torch.float64)
-    expected = reference_logprobs(Reference(base, None), tokens)
+    expected = reference_logprobs(adapted.actor_critic, Reference(base, None), tokens)
     with torch.no_grad():
-        policy, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
-        assert torch.equal(reference_logprobs(adapted.reference, tokens), expected)
-        again, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        policy, _, _ = adapted.actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
+        assert torch.equal(reference_logprobs(adapted.actor_critic, adapted.reference, tokens), expected)
+        again, _, _ = adapted.actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
     assert torch.equal(again, policy)
     assert ((policy - expected).abs()[mask] > 1e-4).float().mean() > 0.9
     for i, length in enumerate(LENGTHS):
@@ -933,7 +935,7 @@ def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_to
     """T51: adapters are merged into an ordinary language model; the critic opens as a classifier."""
     tokens = ragged_rows()
     with torch.no_grad():
-        logprobs, _, _ = adapted.actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        logprobs, _, _ = adapted.actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
     scores = [slow_scalars(adapted.actor_critic.critic, row)[-1] for row in tokens]
     parts = (adapted.actor_critic.lm_backbone, adapted.actor_critic.critic, adapted.reference.adapters)
     save_policy_and_critic(tmp_path, *parts, tiny_tokenizer, {"base_model": "", "task": {}}, False)
@@ -1033,7 +1035,7 @@ def test_without_adapters_the_reference_is_a_model_of_its_own(saved_models: Path
     update(actor_critic, rollout, EVERYTHING, PpoArgs(), optimizer=optimizer)
     assert torch.equal(reference_logprobs(reference, rollout.query_responses), before)
     with torch.no_grad():
-        logprobs, _, _ = actor_critic(rollout.query_responses, PAD, CONTEXT, TEMPERATURE)
+        logprobs, _, _ = actor_critic(rollout.query_responses, rollout.responses, PAD, TEMPERATURE)
     assert ((logprobs - before).abs()[mask] > 1e-6).all()
 
 
@@ -1048,7 +1050,7 @@ def test_adapters_begin_the_same_on_every_process(saved_models: Path, tiny_token
     assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
     mask, tokens = masks_of(LENGTHS, RESPONSE)[0], ragged_rows()
     with torch.no_grad():
-        logprobs, _, _ = actor_critic(tokens, PAD, CONTEXT, TEMPERATURE)
+        logprobs, _, _ = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
     assert_close(logprobs[mask], reference_logprobs(reference, tokens)[mask], atol=1e-12, rtol=0)
 
 
@@ -1098,9 +1100,10 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     """
     recorded: list[tuple[torch.Tensor, ...]] = []
 
-    def spoiling(actor_critic, ids, temperature, contexts, uniforms, longest):
-        responses, logprobs, values, gap = respond(actor_critic, ids, temperature, contexts, uniforms, longest)
+    def spoiling(actor_critic, contexts, uniforms, **settings):
+        responses, logprobs, values, gap = respond(actor_critic, contexts, uniforms, **settings)
         mask, value_mask = masks_of((responses != PAD).sum(1).tolist(), 8)
+        contexts = nn.functional.pad(contexts, (48 - contexts.shape[1], 0), value=PAD)
         recorded.append((torch.cat([contexts, responses], 1), logprobs, values))
         return responses, spoil(logprobs, mask), spoil(values, value_mask), gap
 
@@ -1121,8 +1124,6 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     tldr_policy.train(args)
     metrics = metrics_of(only(tmp_path, "runs/*"))[0]
 
-    width = max(part[0].shape[1] for part in recorded[:4])
-    assert all(part[0].shape[1] == width for part in recorded[:4])
     rows, logprobs, values = (torch.cat(parts) for parts in zip(*recorded[:4], strict=True))
     responses, stop = rows[:, -8:].tolist(), EOS if stop_text is None else 0
     lengths = [row.index(stop) + 1 if stop in row else 8 for row in responses]
@@ -1153,7 +1154,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     }
     assert expected["objective/entropy"] > 0
     mask, value_mask = masks_of(lengths, 8)
-    rollout = rollout_of(rows, logprobs, values, torch.from_numpy(rewards), mask, value_mask)
+    rollout = Rollout(rows, logprobs, values, torch.from_numpy(rewards), mask, value_mask)
     start = ActorCritic(policy, reward_model, PAD)
     means = slow_minibatch_metrics(start, rollout, list(range(32)), ppo, temperature=4.0)
     expected |= {

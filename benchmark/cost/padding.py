@@ -1,4 +1,4 @@
-"""What reading no padding is worth: updates of PPO as the scripts make them, beside the same updates padded.
+"""What reading no padding is worth: updates of PPO as the scripts make them, compared with the same updates padded.
 
     python benchmark/cost/padding.py --cases tales gpt2 --kernels --output padding-chapter1.json
     python benchmark/cost/padding.py --cases posts pythia --kernels --output padding-chapter2.json
@@ -7,13 +7,14 @@ A network of random weights answers queries of given lengths, and its responses 
 is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:
 
     padded     every row at the longest of its batch, and as many tokens sampled as a response may have
-    passes     rows of similar length together, as the scripts read with small models
-    unpadded   the real tokens alone (lib/packing.py), as the scripts read with wide models; only measured with those
+    passes     rows of similar length together, as chapter 1 reads, and chapters 2 and 3 with small models
+    unpadded   the real tokens alone: packing (lib/packing.py), as chapters 2 and 3 read with wide models. It is only
+               measured with wide models, in chapter 1, too, which does without it
     even       as many tokens in rows of one length, which have no padding to save
 
-All go by turns in one process, after a turn that does not count; a ratio compares two of the same turn. Two numbers
+All take turns in one process, after a turn that does not count; a ratio compares two of the same turn. Two numbers
 say what could be gained: `even`, with optimiser steps and all else that saving padding does not save, and tokens with
-padding over tokens without. Attention grows faster than tokens, so that long rows may gain more than the latter.
+padding over tokens without. Attention grows faster than tokens, so long rows may gain more than the latter.
 
 The lengths: `tales` and `gpt2` have queries of 24 to 64 tokens, mean 50, as prose cut at sentence ends has under
 GPT-2's tokenizer, and responses of 24 tokens; `tales` is the small model with the 512 episodes of `--preset
@@ -43,7 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmark.cost.speed import SHAPES, spread, spread_lengths
 from benchmark.curves.compare import markdown
 from ppo_rlhf import tldr_policy, train_policy
-from ppo_rlhf.lib import lm, packing, passes, posts, processes, texts
+from ppo_rlhf.lib import lm, networks as ours, packing, passes, processes, texts
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.run import commit, cpu_name
@@ -102,14 +103,14 @@ def padded() -> Iterator[None]:
         responses, logprobs, _ = lm.generate(model, contexts, uniforms, pad_id, vocab_size, temperature)
         return lm.truncate_at(responses, next(iter(stop_ids), None), 0, pad_id), logprobs
 
-    def read(model, tokens, pad_id, columns, _) -> Tensor:
-        return lm.read_tokens(model, tokens, pad_id, columns)
+    def read(model, tokens, responses, pad_id) -> Tensor:
+        return lm.read_tokens(model, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
     with contextlib.ExitStack() as stack:
         for where, name, replacement in (
             (passes, "plan_passes", one_pass),
             (passes, "pack", lambda tokens, pad_id, longest: tokens),
-            (lm, "read_packed", read),
+            (lm, "read_before_responses", read),
             (lm, "generate_until", generate),
         ):
             stack.enter_context(patch.object(where, name, replacement))
@@ -117,13 +118,13 @@ def padded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prepared(networks: list[PreTrainedModel]) -> Iterator[None]:
+def packed(networks: list[PreTrainedModel]) -> Iterator[None]:
     """Networks read no padding, if they are wide."""
-    for network in networks:
-        packing.prepare(network)
+    packing.enable(*networks)
     yield
     for network in networks:
-        packing.undo(network)
+        if passes.is_packed(network):
+            del network.base_model.is_packed, network.base_model.forward
 
 
 def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], list[PreTrainedModel], float]:
@@ -181,28 +182,23 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
     )
     actor_critic = tldr_policy.ActorCritic(trained, critic, pad)
     optimizer = torch.optim.AdamW(actor_critic.parameters(), 1e-6, fused=True)
-    ids = posts.TaskIds(pad=pad, eos=END, stop=END)
     accelerator = Accelerator(cpu=queries_on.device.type == "cpu")
     ppo = tldr_policy.PpoArgs(noptepochs=case.epochs, nminibatches=case.minibatches)
     minibatches = tldr_policy.draw_minibatches(1, 0, case.epochs, slice(0, case.batch), case.minibatches)
-    length = queries.shape[1]
+    by_length = partial(passes.by_length, pad_id=pad)
+    sampling = {"stop_id": END, "temperature": 0.7, "new_tokens": case.response_length}
+    reading = {"reference": ours.Reference(reference, None), "temperature": 0.7}
 
     def update() -> None:
         with torch.no_grad():
-            plan = passes.plan_passes((queries != pad).sum(1), actor_critic, uses=case.response_length)
-            responses, logprobs, values, gap = passes.in_passes(
-                lambda *rows: tldr_policy.respond(actor_critic, ids, 0.7, *rows), plan, queries_on, uniforms
+            responses, logprobs, values, _ = by_length(
+                tldr_policy.respond, actor_critic, queries_on, uniforms, **sampling
             )
             tokens = torch.cat([queries_on, responses], dim=1)
-            plan = tldr_policy.passes_over(tokens, pad, actor_critic)
-            read = tldr_policy.Reference(reference, None).logprobs
-            passes.in_passes(lambda *rows: read(ids, length, 0.7, *rows), plan, tokens)
-            passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad)
-        masks, zeros = tldr_policy.response_masks(responses, pad), torch.zeros_like(values)
-        rollout = tldr_policy.Rollout(
-            *(tokens, logprobs, values, zeros, *masks, zeros, zeros),
-            *(zeros[:, 0], zeros[:, 0], zeros[:, 0] == 0, gap),
-        )
+            by_length(tldr_policy.reference_logprobs, actor_critic, tokens, responses, **reading)
+            by_length(nn.Module.__call__, reward_model, tokens)
+        masks = tldr_policy.response_masks(responses, pad)
+        rollout = tldr_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values), *masks)
         tldr_policy.ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, pad, 0.7, accelerator)
 
     return update
@@ -254,7 +250,7 @@ def main(args: Args) -> None:
         even_rows, _, _ = make_update(even(case), device)
         wide = SHAPES[case.shape]().hidden_size >= packing.LEAST_WIDTH
         ways = ["padded", "passes", *(["unpadded"] if wide else []), "even"]
-        reading = {"padded": padded, "unpadded": partial(prepared, networks)}
+        reading = {"padded": padded, "unpadded": partial(packed, networks)}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(args.turns + 1):
             for way in ways:
@@ -276,7 +272,7 @@ def main(args: Args) -> None:
         print(markdown([rows[-1]]), flush=True)
         measured[name] = {"tokens": tokens, "seconds": seconds}
         if args.kernels:
-            with prepared(networks):
+            with packed(networks) if case.chapter == 2 else contextlib.nullcontext():
                 measured[name]["kernels"] = kernel_shares(ragged)
         if args.output:
             cases = {name: asdict(CASES[name]) for name in measured}

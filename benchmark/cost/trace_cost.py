@@ -25,7 +25,7 @@ from ppo_rlhf.lib.errors import InputError
 
 SCRIPTS = {
     "continuations": (train_policy, train_policy, "trace_episodes"),
-    "summaries": (tldr_policy, run.Run, "trace_posts"),
+    "summaries": (tldr_policy, tldr_policy, "trace_episodes"),
     "rlvr": (rlvr_policy, rlvr_policy, "trace_episodes"),
 }
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The canonical commands of chapter 2 (TL;DR summarisation), one experiment for each word:
 #
-#     WORKERS=2 bash benchmark/curves/chapter2.sh tales
+#     WORKERS=2 bash benchmark/curves/chapter2.sh posts
 #
 #     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs of 80 GB. For 6.9b,
 #                                   MODEL says where it lies with safetensors, which its main branch lacks: a folder, or
 #                                   name@revision; benchmark/cost/scaling.md says how its memory is spent
 #     1b-lora                       the same with adapters of rank 64 on the policy, on one GPU
 #     1b-subtract 1b-k3             the penalty subtracted; the k3 estimator of the KL divergence
-#     tales                         the small world, four seeds on a CPU
+#     posts                         the small world, four seeds on a CPU
 #
 # WORKERS (default 1): how many seeds run at once. TEMPLATE: a Slurm template, to submit job arrays instead. SHOW=1:
 # print the table of progress and run nothing. Give a line again to go on after an interruption.
@@ -58,8 +58,8 @@ for experiment in "$@"; do
         esac
         base="--base_model EleutherAI/pythia-1b-deduped"
         of_the_paper "$experiment" "$ddp $all $base $bf16 $track $(pieces 8 8 16 64) $change" ;;
-    tales)
-        seeds tldr-tales 1 1 "python $all --preset tales" ;;
+    posts)
+        seeds posts 1 1 "python $all --preset posts" ;;
     *)
         echo "error: $0 has no experiment $experiment" >&2
         exit 2 ;;

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_rlhf.lib import checkpoints, lm, models, precision, problems, processes
+from ppo_rlhf.lib import checkpoints, lm, models, packing, precision, problems, processes
 from ppo_rlhf.lib.cli import flag
 from ppo_rlhf.lib.errors import InputError
 
@@ -70,6 +70,7 @@ class BuiltIn:
         self.spec, self.version = spec, -1
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = models.load_base_model(spec)
+        packing.enable(self.model)
         if spec.lora.rank:
             models.add_adapters(self.model, spec.lora, spec.seed)
         self.model.to(self.device)

@@ -67,22 +67,6 @@ def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_siz
     return logits[..., :vocab_size] / temperature
 
 
-def read_packed(
-    lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice, longest: int | None
-) -> Tensor:
-    """What `read_tokens` gives, but the model reads no more columns than the longest row has tokens.
-
-    longest: how many that are; None: not known.
-    """
-    if longest is None:
-        return read_tokens(lm_backbone, tokens, pad_id, columns)
-    packed = left_pad(tokens, pad_id)[:, -longest:]
-    hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, longest, width)
-    seen = (tokens != pad_id).cumsum(1)  # 1, 1, 1, 2 for [x, pad, pad, a], whose tokens end the packed row
-    places = (seen - seen[:, -1:] + packed.shape[1] - 1).clamp(min=0)[:, columns]  # (batch, selected columns)
-    return hidden_states.gather(1, places.unsqueeze(2).expand(-1, -1, hidden_states.shape[2]))
-
-
 def read_before_responses(lm_backbone: PreTrainedModel, tokens: Tensor, responses: Tensor, pad_id: int) -> Tensor:
     """Final hidden states at the position before each token of the responses: (batch, response_length, width).
 
@@ -99,22 +83,14 @@ def read_before_responses(lm_backbone: PreTrainedModel, tokens: Tensor, response
 
 
 def response_statistics(
-    lm_backbone: PreTrainedModel,
-    query_responses: Tensor,
-    pad_id: int,
-    context_length: int,
-    temperature: float,
-    vocab_size: int,
-    longest: int | None = None,
+    lm_backbone: PreTrainedModel, tokens: Tensor, responses: Tensor, pad_id: int, temperature: float, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """What a language model says of responses that it reads.
+    """Log-probs and entropies (nats, without gradient) of responses, each (batch, response_length).
 
-    query_responses: (batch, context_length + response_length); longest: tokens of the longest row, if known. Returns
-    log-probs and entropies (nats, without gradient), each (batch, response_length); at padding they mean nothing.
+    tokens, responses: as `read_before_responses` gets them. At padding, the results mean nothing.
     """
     # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
-    columns, responses = slice(context_length - 1, -1), query_responses[:, context_length:]
-    hidden_states = read_packed(lm_backbone, query_responses, pad_id, columns, longest)
+    hidden_states = read_before_responses(lm_backbone, tokens, responses, pad_id)
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
     read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
     return passes.few_logits_at_a_time(read, responses.shape[1] * vocab_size, hidden_states, responses)

@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ppo_rlhf.lib import errors, files, hub, lm, packing, precision, processes
+from ppo_rlhf.lib import errors, files, hub, lm, packing, passes, precision, processes
 from ppo_rlhf.lib.errors import InputError, flag
 
 
@@ -139,7 +139,6 @@ def load_pretrained(
             model = read_whole(auto_class, path, revision, config, dtype, trust_remote_code)
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
-        packing.prepare(model)  # replaces how a wide model reads rows
         model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
         for name, value in changed.items():
             setattr(model.config, name, value)
@@ -356,7 +355,8 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         tensor.copy_(processes.full_tensor(tensors[name]))
-    packing.prepare(whole)
+    if passes.is_packed(model):
+        packing.enable(whole)
     return whole.eval()
 
 
@@ -575,8 +575,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 
 
 def compile_backbone(lm_backbone: PreTrainedModel) -> None:
-    """Compile a language model. It reads padding, since each line of tokens without it would be compiled anew."""
-    packing.undo(lm_backbone)
+    """Compile a language model that is not packed. Each line of packed tokens would be compiled anew."""
     lm_backbone.base_model.compile(dynamic=False)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
@@ -72,20 +71,18 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> lm.Re
     return critic
 
 
-def load_reward_model(
-    args: Any, vocab_size: int, accelerator: Accelerator, *, rows: int = 0
+def response_scorer(
+    reward_model: lm.RewardModel, pad_id: int, *, rows: int = 0
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function that scores responses with the reward model that the arguments name.
+    """A function that scores responses with a reward model.
 
     It takes queries (batch, query_length) and responses (batch, response_length), with our padding, and returns
     (batch,). rows: how many it reads at a time, at most; 0: as many as are fast.
     """
-    reward_model = models.load_scalar_model(args, "trained_model", vocab_size, frozen=True)
-    models.place(reward_model, accelerator)
 
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)
-        return passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=vocab_size, rows=rows)
+        return passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
 
     return score

@@ -1,11 +1,13 @@
-"""Reading rows without their padding: tokens stand behind one another, and attention alone knows where a row ends.
+"""Sequence packing: a model reads the real tokens of a batch one after the other, without any padding.
 
 Embeddings, matrix products and norms see one line of tokens. Attention sees rows again, a few of similar length at a
-time. What is small beside a model's matrix products is then all that unequal lengths cost.
+time, because it must know where a row ends. So unequal lengths cost only what is small compared with a model's matrix
+products. In chapters 2 and 3, `packing.enable` follows where a model is loaded. Chapter 1 does without packing: there
+the code on the page is the code that runs.
 
-A model that is prepared is called as before, with rows, their padding and a mask of four dimensions. What it gives
-at real tokens and in the last column is the same; what it gives at other padding nobody looks at. Calls of any other
-kind, such as that with one new token for each row, reach the library's own method.
+A packed model is called as before, with rows, their padding and a mask of four dimensions. Its hidden states at real
+tokens and in the last column are the same; nobody looks at those of other padding. All other calls, such as those
+with one new token for each row, reach the library's own method.
 """
 
 from dataclasses import dataclass
@@ -32,20 +34,20 @@ LEAST_WIDTH = 512
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 
 
-def prepare(model: PreTrainedModel) -> None:
-    """Let a model read no padding from now on, if it is one of those that were tried, and wide enough."""
-    config, backbone = model.config, model.base_model
-    tried = config.model_type in TRIED and type(model).__module__.startswith("transformers.")
-    wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
-    if tried and wide and config._attn_implementation in ("sdpa", NAME):
-        model.set_attn_implementation(NAME)
-        backbone.is_packed, backbone.forward = True, MethodType(forward, backbone)
+def enable(*models: PreTrainedModel) -> None:
+    """Let models read packed rows from now on, each if its architecture was tried and it is wide enough.
 
-
-def undo(model: PreTrainedModel) -> None:
-    """Let a model read padding again. Its attention stays, and is the library's where it is given no groups."""
-    if passes.is_packed(model):
-        del model.base_model.is_packed, model.base_model.forward
+    To be called before a model is sharded.
+    """
+    for model in models:
+        config, backbone = model.config, model.base_model
+        tried = config.model_type in TRIED and type(model).__module__.startswith("transformers.")
+        wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
+        if tried and wide and config._attn_implementation in ("sdpa", NAME):
+            for part in backbone.modules():
+                if hasattr(part, "config"):  # the layers of a loaded model have another one than the model
+                    part.config._attn_implementation = NAME
+            backbone.is_packed, backbone.forward = True, MethodType(forward, backbone)
 
 
 def forward(
@@ -57,9 +59,9 @@ def forward(
     past_key_values: precision.KeyValueCache | None = None,
     **options,
 ) -> BaseModelOutputWithPast:
-    """What takes the place of a prepared model's own method. A mask of numbers is taken for `lm.causal_mask`."""
+    """Replaces a packed model's own method. It takes a mask of numbers to be one of `lm.causal_mask`."""
     if reads_rows(input_ids, attention_mask, position_ids, past_key_values, **options):
-        # The last position of a row sees all real tokens, and itself: what stands there is read, padding or not.
+        # The last position of a row sees all real tokens, and itself. So it is read, even if it is padding.
         real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
         return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values))
     own = type(backbone).forward
@@ -74,7 +76,7 @@ def forward(
 
 
 def reads_rows(input_ids, attention_mask, position_ids, past_key_values, use_cache=None, **more) -> bool:
-    """Whether a model is called with rows, as the scripts do: with a cache that is empty, or told to make none."""
+    """Whether a model is called with rows, as the scripts call it, and with an empty cache or with none."""
     if more or input_ids is None or attention_mask is None or position_ids is None:
         return False
     if isinstance(past_key_values, precision.KeyValueCache):
@@ -93,18 +95,18 @@ def read(
     mask: Tensor,
     cache: precision.KeyValueCache | None = None,
 ) -> Tensor:
-    """Final hidden states (batch, length, width) of a prepared model.
+    """Final hidden states (batch, length, width) of a packed model.
 
-    input_ids, position_ids, mask: (batch, length), True for real tokens, each of which sees those before it in its
-    row. What is given for padding is never looked at: id 0 at position 0. cache: empty, gets keys and values of the
-    real tokens, in their columns.
+    input_ids, position_ids, mask: (batch, length). The mask is True for real tokens, each of which sees those before
+    it in its row. Ids and positions of padding are never read. cache: if given, it is empty and gets the keys and
+    values of the real tokens, in their columns.
     """
     device, (batch, length) = mask.device, mask.shape
-    real = mask.cpu()  # waits for the device: how long rows are decides what is computed
+    real = mask.cpu()  # waits for the device, because what is computed depends on the lengths of rows
     lengths, order = real.sum(1).sort(descending=True, stable=True)
     rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
     rows, tokens = order[rows], len(rows)
-    # One token, which sees itself alone, stands for all padding at the end of the line.
+    # One more token at the end of the line represents all padding. It sees only itself.
     stand_in = [1] if tokens < batch * length else []  # its length
     places = torch.full((batch, length), tokens).index_put((rows, columns), torch.arange(tokens))
     rows, columns, places = rows.to(device), columns.to(device), places.to(device)
@@ -123,7 +125,7 @@ def read(
 
 
 class LineCache:
-    """Puts keys and values of a line's tokens where they belong in the cache of a batch."""
+    """Puts the keys and values of a line's tokens into their places in the cache of a batch."""
 
     def __init__(self, cache: precision.KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
         """rows, columns: of each token (tokens,) in the batch, whose next token comes to column `length`."""
@@ -148,8 +150,8 @@ class Group:
     rows: int
     longest: int
     tokens: int
-    from_line: Tensor | None  # (rows * longest,): which of the group's tokens stands there; None: there is no padding
-    to_line: Tensor | None  # (tokens,): where each token stands
+    from_line: Tensor | None  # (rows * longest,): which of the group's tokens is there; None: there is no padding
+    to_line: Tensor | None  # (tokens,): the place of each token
 
 
 def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
@@ -162,7 +164,7 @@ def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
         from_line = to_line = None
         if tokens < rows * longest:
             to_line = (torch.arange(longest) < own.unsqueeze(1)).flatten().nonzero()[:, 0]
-            # Padding is hidden, so any of the tokens may stand there.
+            # Padding is hidden, so it may hold any of the tokens.
             from_line = (torch.arange(rows * longest) % tokens).index_copy(0, to_line, torch.arange(tokens))
             from_line, to_line = from_line.to(device), to_line.to(device)
         groups.append(Group(rows, longest, tokens, from_line, to_line))
@@ -178,9 +180,9 @@ def attention(
     row_groups: list[Group] | None = None,
     **settings,
 ) -> tuple[Tensor, None]:
-    """The library's attention; with groups, that of each by itself.
+    """The library's attention. With groups, each group attends to itself only.
 
-    query, key, value: (1, heads, tokens, head width), the groups' tokens behind one another; key and value may have
+    query, key, value: (1, heads, tokens, head width), the groups' tokens one after the other; key and value may have
     fewer heads. Returns (1, tokens, heads, head width). There is no dropout, which `load_pretrained` sets to 0.
     """
     if row_groups is None:

@@ -1,8 +1,8 @@
-"""Where the posts, summaries and comparisons of chapter 2 come from: the Hugging Face hub, local files, or tales.
+"""Where the posts, summaries and comparisons of chapter 2 come from: the Hugging Face hub, local files, or a world.
 
     --task.posts, --task.comparisons
         tldr        OpenAI's filtered Reddit TL;DR and its comparisons, from the hub (POSTS_REPOSITORY, ...)
-        tales       the built-in world of worlds/posts.py
+        posts       the built-in world of worlds/posts.py
         <folder>    posts_<split>.jsonl and comparisons_<split>.jsonl in the format of those
 
 A row of posts is {"id", "subreddit", "title", "post", "summary"}. A row of comparisons is {"info": a post without a
@@ -40,9 +40,9 @@ COMPARISON_FILES = hub.HubFiles(
 @dataclass(frozen=True)
 class TaskArgs:
     posts: str = "tldr"
-    """where posts and reference summaries come from: tldr, tales, or a folder with posts_<split>.jsonl"""
+    """where posts and reference summaries come from: tldr, posts, or a folder with posts_<split>.jsonl"""
     comparisons: str = "tldr"
-    """where comparisons come from: tldr, tales, or a folder with comparisons_<split>.jsonl"""
+    """where comparisons come from: tldr, posts, or a folder with comparisons_<split>.jsonl"""
     query_length: int = 512
     """tokens of a query, padded on the left; posts that are too long are cut"""
     response_length: int = 53
@@ -62,7 +62,7 @@ class TaskArgs:
 
 TASKS = {
     "tldr": TaskArgs(),
-    "tales": TaskArgs(posts="tales", comparisons="tales", query_length=84, response_length=24, comparison_length=28),
+    "posts": TaskArgs(posts="posts", comparisons="posts", query_length=84, response_length=24, comparison_length=28),
 }
 
 
@@ -226,7 +226,7 @@ def hub_rows(source: str, split: str, rows: Iterable[dict[str, Any]]) -> Iterabl
 def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
-        remedy = f"give a folder with {field}_{split}.jsonl, or use --preset tales"
+        remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
         with hub.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
             from datasets import load_dataset
 
@@ -237,7 +237,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
     folder = Path(source)
     if not folder.is_dir():
         raise InputError(
-            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, tales and folders with {field}_*.jsonl"
+            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts and folders with {field}_*.jsonl"
         )
     return read_jsonl(folder / f"{field}_{split}.jsonl", field)
 
@@ -376,7 +376,7 @@ def read_comparisons(
 
 
 def known_ceiling(source: str) -> float | None:
-    """The accuracy of a perfect judge on the validation comparisons, which world.json of a tales world gives."""
+    """The accuracy of a perfect judge on the validation comparisons, which world.json of a world of posts gives."""
     folder = Path(source)
     if not (folder / "world.json").is_file():
         return None

@@ -418,9 +418,6 @@ class Run:
             ids = (tokenizer, pad_id, queries, responses)
             traces.write(self.folder, traces.of_tokens(step, again, *ids, tokens, episodes, texts))
 
-    # What chapter 2 keeps: a method, whose `this_run` is this.
-    trace_posts = traces.of_posts
-
     # ------------------------------------------------------------------------------------------------------------
 
     def updates(self, title: str, first: int, total: int) -> Iterator[int]:

@@ -8,22 +8,20 @@ queries that are the same each time: tensors `tokens.<name>` (episodes, response
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, lm, posts, rewards as scorers
+from ppo_rlhf.lib import files, rewards, scorers
 from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # episodes that a trace keeps
@@ -36,7 +34,7 @@ class Trace:
     update: int
     again: bool  # whether the queries are the same each time, and not of the batch
     queries: list[str]
-    responses: list[list[str]]  # the text of each token; empty where padding stands
+    responses: list[list[str]]  # the text of each token; empty for padding
     tokens: dict[str, Tensor]  # (episodes, response_length)
     episodes: dict[str, Tensor]  # (episodes,)
     texts: dict[str, list[str]]  # more texts of each episode, such as reference answers
@@ -47,7 +45,7 @@ def path_of(run_folder: Path, update: int, again: bool = False) -> Path:
 
 
 def kept(run_folder: Path) -> list[tuple[int, bool]]:
-    """What was kept: updates in their order, each with whether it is `again`."""
+    """The traces in a folder: updates in their order, each with its flag `again`."""
     names = (path.name for path in (run_folder / "traces").glob("*.safetensors"))
     found = (re.fullmatch(r"([0-9]+)(_again)?\.safetensors", name) for name in names)
     return sorted((int(match[1]), bool(match[2])) for match in found if match)
@@ -80,7 +78,7 @@ def checksum(tensors: dict[str, Tensor], texts: dict[str, Any]) -> str:
 
 
 def read(run_folder: Path, update: int, again: bool = False) -> Trace:
-    """The trace of an update; an InputError if the file is none."""
+    """The trace of an update; an InputError if the file is damaged."""
     path = path_of(run_folder, update, again)
     parts: dict[str, dict[str, Tensor]] = {"tokens": {}, "episodes": {}}
     try:
@@ -108,7 +106,7 @@ def cut(run_folder: Path, first_update: int) -> None:
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -> list[str]:
     """The text that each token adds to those before it; empty for padding.
 
-    A character whose bytes are shared by several tokens stands at the last of them.
+    A character whose bytes are shared by several tokens belongs to the last of them.
     """
     found, start, whole = [], 0, 0  # a token is decoded after those from `start`; those before `whole` are shown
     for end, token in enumerate(tokens, 1):
@@ -153,19 +151,15 @@ def of_tokens(
     )
 
 
-# ---- What chapter 2 keeps --------------------------------------------------------------------------------------
-#
-# Episodes of the batch of an update, and responses to queries that are the same each time, with the same noise: both
-# with the policy after the update. Every process must call this, as a method of run.Run. Arguments are named as in
-# the train() that calls, and `script` is its module: what it computes with is used here.
+# ---- What the scripts share -----------------------------------------------------------------------------------
 
 
 def scorer_of_traces(score: scorers.Scorer, function: str) -> scorers.Scorer:
-    """The scorer of responses that only a trace shows: `score`, or one that says NaN if that calls a user's function.
+    """The scorer for responses that only a trace shows: `score`, or one that says NaN where that calls a user's code.
 
-    A function may count its calls, or draw random numbers: it would give the run other scores after a trace.
+    Such a function may count its calls or draw random numbers, and a trace must not change a run's scores.
     """
-    return score if scorers.keeps_nothing(function) else lambda queries, *_: torch.full((len(queries),), math.nan)
+    return score if rewards.keeps_nothing(function) else lambda queries, *_: torch.full((len(queries),), math.nan)
 
 
 def after_update(
@@ -175,65 +169,3 @@ def after_update(
     ratio = torch.exp(new_logprobs - logprobs)
     clipped = advantages * (ratio.clamp(1 - cliprange, 1 + cliprange) - ratio) < 0
     return {"new_logprobs": new_logprobs, "entropies": entropies, "ratio": ratio, "clipped": clipped}
-
-
-@torch.no_grad()
-def of_posts(
-    this_run: Any,
-    args: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: posts.TaskIds,
-    held_out: dict[str, posts.Posts],
-    actor_critic: nn.Module,
-    reference: Any,
-    score: scorers.Scorer,
-    monitor: dict[str, scorers.Scorer],
-    update: int,
-    rollout: Any,
-    ref_logprobs: Tensor,
-    references: Tensor,
-    monitored: dict[str, Tensor],
-    kl_coef: float,
-) -> None:
-    """Chapter 2. Advantages are whitened over the whole batch, not over one minibatch."""
-    script, task, ppo, shaping = inspect.getmodule(type(args)), args.task, args.ppo, args.rewards
-    few = slice(TRACED)
-
-    def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool = False) -> None:
-        rows = posts.evaluation_rows(tokenizer, ids.pad, queries[few], responses[few], references[few])
-        summaries = [row["reference"] for row in rows]
-        this_run.trace(update, tokenizer, ids.pad, queries, responses, *numbers, again=again, reference=summaries)
-
-    query_responses, logprobs = rollout.query_responses[few], rollout.logprobs[few]
-    length = query_responses.shape[1] - task.response_length
-    new_logprobs, entropies, new_values = actor_critic(query_responses, ids.pad, length, task.temperature)
-    advantages, returns = script.compute_advantages(
-        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo),
-        reduce=partial(this_run.accelerator.reduce, reduction="sum"),
-    )
-    names = ("mask", "value_mask", "logprobs", "kl", "rewards", "values")
-    of_tokens = {name: getattr(rollout, name)[few] for name in names} | {"ref_logprobs": ref_logprobs[few]}
-    of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
-    of_tokens |= after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
-    of_episodes = {"scores": rollout.scores, "raw_scores": rollout.raw_scores, "stopped": rollout.finished}
-    queries, responses = rollout.query_responses.tensor_split([length], dim=1)
-    keep(queries, responses, references, of_tokens, of_episodes | monitored)
-
-    watched, device = held_out["validation"].first(TRACED), logprobs.device
-    queries, references = watched.queries.to(device), watched.references.to(device)
-    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
-    with actor_critic.sampling():
-        responses, logprobs, values, _ = script.respond(actor_critic, ids, task.temperature, queries, uniforms)
-        query_responses = torch.cat([queries, responses], dim=1)
-        ref_logprobs = reference.logprobs(ids, queries.shape[1], task.temperature, query_responses)
-        raw_scores = scorer_of_traces(score, shaping.function)(queries, responses, references).to(device)
-        stopped = lm.has_stop(responses, ids.stop, 0)
-        scores = script.punish_missing_eos(raw_scores, stopped, shaping.missing_eos, shaping.missing_eos_penalty)
-        mask, value_mask = script.response_masks(responses, ids.pad)
-        rewards, _, kl = script.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator)
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
-    of_tokens |= {"mask": mask, "value_mask": value_mask}
-    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
-    for name, function in monitor.items():
-        of_episodes[name] = scorer_of_traces(function, shaping.monitor)(queries, responses, references)
-    keep(queries, responses, references, of_tokens, of_episodes, again=True)

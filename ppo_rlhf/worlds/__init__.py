@@ -1,7 +1,7 @@
 """Small worlds with a known truth, and what a run's paths mean.
 
 A world is a plain folder, read like any local files. Its name may stand for what lies in it: `--base_model tales` is
-the language model of tales.py, `--task.posts tales` are the posts of posts.py. Scripts put the paths in place of the
+the language model of tales.py, `--task.posts posts` are the posts of posts.py. Scripts put the paths in place of the
 names (`find_paths`), so that nothing else needs to know of worlds.
 """
 
@@ -17,13 +17,13 @@ from ppo_rlhf.worlds import posts, sums, tales
 WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "base_model": {
         "tales": lambda: tales.find_world() / "model",
-        "tldr-tales": lambda: posts.find_world() / "model",
+        "posts": lambda: posts.find_world() / "model",
         "sums": lambda: sums.find_world() / "model",
     },
     "label_dataset": {},
     "task.query_dataset": {"tales": lambda: tales.find_world()},
-    "task.posts": {"tales": lambda: posts.find_world()},
-    "task.comparisons": {"tales": lambda: posts.find_world()},
+    "task.posts": {"posts": lambda: posts.find_world()},
+    "task.comparisons": {"posts": lambda: posts.find_world()},
     "task.problems": {"sums": lambda: sums.find_world()},
     "task.test_problems": {"sums": lambda: sums.find_world()},
     "rewards.trained_model": {},

@@ -336,7 +336,7 @@ def train_language_model(
         losses.append(step(rows[0], args.lm_lr * min(1, (number + 1) / 50)))
         if number >= 20 and statistics.fmean(losses[-20:]) < args.lm_quote_loss:
             break
-    print(f"tldr tales: quotes, {len(losses):,} steps, loss {statistics.fmean(losses[-20:]):.2f}", flush=True)
+    print(f"posts: quotes, {len(losses):,} steps, loss {statistics.fmean(losses[-20:]):.2f}", flush=True)
     for number in range(args.lm_thread_steps):
         losses.append(step(rows[1], args.lm_lr * (1 - number / args.lm_thread_steps)))
     return model.eval(), statistics.fmean(losses[-20:])
@@ -370,14 +370,14 @@ def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
 def build_world(folder: Path, args: PostsArgs) -> None:
     """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with building.new_world(folder, "tldr tales") as place:
-        print(f"tldr tales: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
+    with building.new_world(folder, "posts") as place:
+        print(f"posts: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
         facts = write_texts(place, args)
         rng = random.Random(f"{args.seed} threads")
         quotes = [write_quotes(rng) for _ in range(args.lm_quotes)]
         threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
         tokenizer = tales.train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
-        print("tldr tales: training a GPT-NeoX", flush=True)
+        print("posts: training a GPT-NeoX", flush=True)
         model, loss = train_language_model(quotes, threads, tokenizer, args, device)
         model.save_pretrained(place / "model")
         tokenizer.save_pretrained(place / "model")
@@ -401,7 +401,7 @@ def find_world(args: PostsArgs | None = None) -> Path:
         raise InputError(f"heads {args.heads} does not divide width {args.width} into even parts")
     grammar = [tales.SLOTS, tales.NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
     made_of = [dataclasses.asdict(args), *grammar]
-    return building.find("tldr-tales", made_of, lambda folder: build_world(folder, args))
+    return building.find("posts", made_of, lambda folder: build_world(folder, args))
 
 
 def main() -> None:

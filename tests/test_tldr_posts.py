@@ -293,7 +293,7 @@ def test_a_world_holds_posts_comparisons_model_and_facts(tiny_posts):
 
 def test_posts_and_summaries_fit_the_task(tiny_posts, posts, comparisons):
     """With the tokenizer of the default world, which sees as many texts."""
-    tokenizer, task, rng = AutoTokenizer.from_pretrained(tiny_posts / "model"), TASKS["tales"], random.Random(4)
+    tokenizer, task, rng = AutoTokenizer.from_pretrained(tiny_posts / "model"), TASKS["posts"], random.Random(4)
     lengths = defaultdict(int)
     for told, post in posts:
         query = f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}\n\nPOST: {post['post']}\n\nTL;DR:"
@@ -309,7 +309,7 @@ def test_posts_and_summaries_fit_the_task(tiny_posts, posts, comparisons):
     assert lengths["reference"] <= task.response_length
     assert lengths["summary"] <= task.comparison_length
     assert task.query_length + max(task.comparison_length, task.response_length) <= DEFAULT.max_positions
-    assert (task.posts, task.comparisons) == ("tales", "tales")
+    assert (task.posts, task.comparisons) == ("posts", "posts")
 
 
 SMALL = dataclasses.replace(
