@@ -498,7 +498,7 @@ def original_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
     replaced = [
         steered(case, case["temperature"], [update["responses"] for update in updates]),
         all_output_rows(case),
-        (tldr_policy.Reference, "logprobs", lambda *_: next(ref_logprobs)),
+        (tldr_policy, "reference_logprobs", lambda *_, **__: next(ref_logprobs)),
     ]
     if "X21" in case["differs"]:
         replaced += means_of_micro_batches_in_ppo(case["accumulation"])
@@ -545,7 +545,7 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         ),
     )
     whiten, load_critic = tldr_policy.whiten, networks.load_critic
-    reference, make_reference = language_model(case, under(arrays, "reference/")), tldr_policy.Reference.__init__
+    reference, make_reference = language_model(case, under(arrays, "reference/")), networks.Reference.__init__
 
     def unbiased_whiten(values, mask, *, keep_mean, reduce):
         count = mask.sum()
@@ -571,5 +571,5 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         all_output_rows(case),
         (tldr_policy, "whiten", unbiased_whiten),
         (networks, "load_critic", load_critic_without_bias),
-        (tldr_policy.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),
+        (networks.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),
     )

@@ -339,7 +339,7 @@ MISTAKES: dict[str, tuple[str, Callable, list[Callable]]] = {
     ),
     "losses of micro-batches are means": (
         "value_loss",
-        lambda *arguments: RIGHT["value_loss"](*arguments[:5]),
+        lambda *arguments: RIGHT["value_loss"](*arguments[:5], arguments[3].sum()),
         [check_update],
     ),
     "another controller": ("AdaptiveKLController", OtherController, [check_controller]),

@@ -31,7 +31,8 @@ from ppo_rlhf.lib.sources import load_texts
 from ppo_rlhf.lib.texts import task_ids
 
 STAGES = {train_both: ("reward", "policy"), tldr_all: ("sft", "reward", "policy")}
-NAMES = {script: set(flatten(dataclasses.asdict(script.PRESETS["tales"]))) for script in STAGES}
+PRESET = {train_both: "tales", tldr_all: "posts"}
+NAMES = {script: set(flatten(dataclasses.asdict(script.PRESETS[PRESET[script]]))) for script in STAGES}
 
 
 class Trains(Exception):
@@ -137,7 +138,7 @@ def changed(args, name: str, value):
 
 def wrong_values(script) -> Iterator[tuple[str, object]]:
     """Numbers of the stages' own arguments that few of them take, and texts that none does."""
-    for name, value in flatten(dataclasses.asdict(script.PRESETS["tales"])).items():
+    for name, value in flatten(dataclasses.asdict(script.PRESETS[PRESET[script]])).items():
         stage, _, own = name.partition(".")
         if stage in STAGES[script] and own.split(".")[0] not in (*script.SHARED, "resume"):
             if type(value) in (int, float):
@@ -154,7 +155,7 @@ def test_every_argument_in_a_message_is_one_of_the_script(script, until_training
     named = {}
     for name, value in wrong_values(script):
         try:
-            script.train(changed(script.PRESETS["tales"], name, value))
+            script.train(changed(script.PRESETS[PRESET[script]], name, value))
         except InputError as error:
             words = named[name, value] = re.findall(r"[a-z]\w+(?:\.[a-z]\w+)+|(?<=--)\w+", str(error))
             assert set(words) <= NAMES[script], error
@@ -175,7 +176,7 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
     with pytest.raises(InputError) as caught:
         tldr_all.train(args)
     assert re.fullmatch(
-        r"--policy\.upload_model: .*'owner/x--seed__tales__1__\d+-policy'\. "
+        r"--policy\.upload_model: .*'owner/x--seed__posts__1__\d+-policy'\. "
         r"--policy\.exp_name and --policy\.hf_entity say what it is called",
         str(caught.value),
     )

@@ -13,6 +13,7 @@ from functools import partial
 import golden_models
 import pytest
 import torch
+from accelerate import Accelerator
 from golden_models import (
     FLOAT32_EPS,
     PAD,
@@ -482,11 +483,15 @@ def check_reward_loss(name: str) -> None:
     weights |= {"reward_norm/gain": arrays["gain"], "reward_norm/bias": arrays["bias"]}
     reward_model = golden_reward_model(case["model"], weights)
     labels = labels_of(arrays)
-    scores = train_reward.score_samples(reward_model, labels.queries, labels.samples, PAD)
+    scores = train_reward.score_samples(
+        reward_model, labels.queries, labels.samples, PAD, labels.queries.shape[1] + labels.samples.shape[2]
+    )
     close(scores.detach(), arrays["rewards_per_sample"], atol=VALUE)
     optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)  # the gradients stay where they are
     inds = torch.arange(case["batch"])
-    stats = train_reward.reward_update(reward_model, optimizer, labels, inds, PAD, micro_batch=len(inds))
+    stats = train_reward.reward_update(
+        reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=len(inds), most_tokens=0
+    )
     statistics = under(arrays, "stats/")
     close(statistics.pop("error"), statistics["loss"], atol=0)
     for key, expected in statistics.items():
@@ -502,9 +507,7 @@ def test_reward_loss(name):
 
 def check_normalization(reward_model, samples: dict[str, torch.Tensor], event: dict) -> None:
     tokens = torch.cat([samples["queries"], samples["responses"]], dim=1)
-    train_reward.normalize(
-        reward_model, tokens, PAD, chunk=32, target_mean=event["new_mean"], target_std=event["new_std"]
-    )
+    train_reward.normalize(reward_model, tokens, PAD, 32, Accelerator(cpu=True), event["new_mean"], event["new_std"])
     assert reward_model.gain.item() == pytest.approx(event["gain"], rel=0, abs=REWARD_WEIGHT)
     assert reward_model.bias.item() == pytest.approx(event["bias"], rel=0, abs=REWARD_WEIGHT)
 
@@ -524,7 +527,9 @@ def check_reward_training(name: str = "best_of_4_norm_both") -> None:
     for step, inds in enumerate(arrays["batch_indices"].long()):
         optimizer.param_groups[0]["lr"] = train_reward.learning_rate_at(args, step)
         close(torch.tensor(optimizer.param_groups[0]["lr"]), arrays["batch_lr"][step], atol=1e-9)
-        stats = train_reward.reward_update(reward_model, optimizer, labels, inds, PAD, micro_batch=len(inds))
+        stats = train_reward.reward_update(
+            reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=len(inds), most_tokens=0
+        )
         close(stats["train/loss"], arrays["loss_per_step"][step], atol=STATISTIC)
         for key, number in meta["stats_per_step"][step].items():
             if key != "error":  # another name of the loss

@@ -698,8 +698,8 @@ def padding_predicts(tokens, pad_id):
     return tokens[:, 1:] != pad_id
 
 
-def unshifted(reward_model, posts, pad_id, chunk, accelerator):
-    results = RIGHT_SHIFT(reward_model, posts, pad_id, chunk, accelerator)
+def unshifted(reward_model, *arguments):
+    results = RIGHT_SHIFT(reward_model, *arguments)
     with torch.no_grad():
         reward_model.bias.zero_()
     return results

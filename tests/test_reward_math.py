@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification
@@ -110,10 +111,10 @@ def test_scores_that_cannot_be_normalised(scores):
         gain_and_bias(torch.tensor(scores), 0.0, 1.0)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 32])
-def test_normalize_gives_mean_0_and_variance_1(tiny_models, chunk):
+@pytest.mark.parametrize("rows", [1, 7, 32])
+def test_normalize_gives_mean_0_and_variance_1(tiny_models, rows):
     reward_model, tokens = tiny_reward_model(tiny_models), token_ids(3, 32, QUERY + RESPONSE)
-    normalize(reward_model, tokens, PAD, chunk)
+    normalize(reward_model, tokens, PAD, rows, Accelerator(cpu=True), 0.0, 1.0)
     scores = reward_model(tokens, PAD).detach().double().numpy()
     assert scores.mean() == pytest.approx(0, abs=1e-5)
     assert scores.std(ddof=0) == pytest.approx(1, abs=1e-5)
@@ -126,7 +127,7 @@ def test_normalize_discards_the_old_gain_and_bias(tiny_models):
         with torch.no_grad():
             reward_model.gain.fill_(gain)
             reward_model.bias.fill_(bias)
-        normalize(reward_model, tokens, PAD, chunk=32)
+        normalize(reward_model, tokens, PAD, 32, Accelerator(cpu=True), 0.0, 1.0)
         found.append((reward_model.gain.item(), reward_model.bias.item()))
     assert found[0] == found[1]
 
@@ -170,7 +171,7 @@ def test_score_is_affine_in_gain_and_bias(tiny_models):
 
 def test_scores_of_samples_equal_single_scores(tiny_models):
     reward_model, labels = tiny_reward_model(tiny_models), make_labels(3)
-    scores = score_samples(reward_model, labels.queries, labels.samples, PAD)
+    scores = score_samples(reward_model, labels.queries, labels.samples, PAD, QUERY + RESPONSE)
     for i in range(3):
         for j in range(4):
             tokens = [t for t in [*labels.queries[i].tolist(), *labels.samples[i, j].tolist()] if t != PAD]
@@ -181,7 +182,9 @@ def test_gain_is_trained_and_bias_stays(tiny_models):
     reward_model, labels = tiny_reward_model(tiny_models), make_labels(16)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-3)
     for _ in range(3):
-        reward_update(reward_model, optimizer, labels, torch.arange(16), PAD, 16)
+        reward_update(
+            reward_model, optimizer, labels, torch.arange(16), PAD, Accelerator(cpu=True), rows=16, most_tokens=0
+        )
     assert abs(reward_model.gain.item() - 1.7) > 1e-4
     assert abs(reward_model.bias.item() + 0.4) < 1e-4  # the choice does not depend on it
     assert reward_model.bias.grad.abs() < 1e-6
@@ -200,7 +203,9 @@ def test_micro_batches_give_the_same_step(tiny_models, micro_batch):
     for size in (8, micro_batch):
         reward_model = tiny_reward_model(tiny_models)
         optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-3)
-        stats = reward_update(reward_model, optimizer, labels, inds, PAD, size)
+        stats = reward_update(
+            reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=size, most_tokens=0
+        )
         results.append((gradients(reward_model), *stats.values()))
         results[-1] += (torch.nn.utils.parameters_to_vector(reward_model.parameters()).detach(),)
     for expected, actual in zip(*results, strict=True):
@@ -211,9 +216,11 @@ def test_update_uses_only_its_labels(tiny_models):
     labels, inds = make_labels(8), torch.tensor([6, 1, 3])
     reward_model = tiny_reward_model(tiny_models)
     optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)
-    stats = reward_update(reward_model, optimizer, labels, inds, PAD, 3)
+    stats = reward_update(reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=3, most_tokens=0)
     part = Labels(labels.queries[inds], labels.samples[inds], labels.targets[inds], None)
-    expected, _ = best_of_n_loss(score_samples(reward_model, part.queries, part.samples, PAD), part.targets)
+    expected, _ = best_of_n_loss(
+        score_samples(reward_model, part.queries, part.samples, PAD, QUERY + RESPONSE), part.targets
+    )
     assert_close(stats["train/loss"], expected.detach())
 
 
@@ -226,7 +233,9 @@ def test_training_learns_the_choices(tiny_models):
     reward_model = RewardModel(tiny_models("gpt2"))
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-2)
     for _ in range(60):
-        stats = reward_update(reward_model, optimizer, labels, torch.arange(64), PAD, 64)
+        stats = reward_update(
+            reward_model, optimizer, labels, torch.arange(64), PAD, Accelerator(cpu=True), rows=64, most_tokens=0
+        )
     assert stats["train/accuracy"] > 0.9
 
 

@@ -1029,11 +1029,11 @@ def test_without_adapters_the_reference_is_a_model_of_its_own(saved_models: Path
     assert not any(parameter.requires_grad for parameter in reference.lm_backbone.parameters())
     assert all(parameter.requires_grad for parameter in actor_critic.lm_backbone.parameters())
     rollout, mask = make_rollout(actor_critic, noise=0.0), masks_of(LENGTHS, RESPONSE)[0]
-    before = reference_logprobs(reference, rollout.query_responses)
+    before = reference_logprobs(actor_critic, reference, rollout.query_responses)
     assert torch.equal(before[mask], rollout.logprobs[mask])
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.1)
     update(actor_critic, rollout, EVERYTHING, PpoArgs(), optimizer=optimizer)
-    assert torch.equal(reference_logprobs(reference, rollout.query_responses), before)
+    assert torch.equal(reference_logprobs(actor_critic, reference, rollout.query_responses), before)
     with torch.no_grad():
         logprobs, _, _ = actor_critic(rollout.query_responses, rollout.responses, PAD, TEMPERATURE)
     assert ((logprobs - before).abs()[mask] > 1e-6).all()
@@ -1051,7 +1051,7 @@ def test_adapters_begin_the_same_on_every_process(saved_models: Path, tiny_token
     mask, tokens = masks_of(LENGTHS, RESPONSE)[0], ragged_rows()
     with torch.no_grad():
         logprobs, _, _ = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
-    assert_close(logprobs[mask], reference_logprobs(reference, tokens)[mask], atol=1e-12, rtol=0)
+    assert_close(logprobs[mask], reference_logprobs(actor_critic, reference, tokens)[mask], atol=1e-12, rtol=0)
 
 
 def test_the_critic_starts_as_the_reward_model(saved_models: Path, tiny_models, tiny_tokenizer):

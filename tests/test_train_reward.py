@@ -379,9 +379,9 @@ from ppo_rlhf.lib import cli, errors
 
 seen, right = [], train_reward.reward_update
 
-def recorded(reward_model, optimizer, labels, inds, *others):
+def recorded(reward_model, optimizer, labels, inds, *others, **limits):
     seen.append(inds.tolist())
-    return right(reward_model, optimizer, labels, inds, *others)
+    return right(reward_model, optimizer, labels, inds, *others, **limits)
 
 train_reward.reward_update = recorded
 errors.run_script(lambda: train_reward.train(cli.parse_args(train_reward.PRESETS)))
