@@ -1,7 +1,7 @@
 """Chapter 2 in a row: `tldr_sft.py`, `tldr_reward.py`, `tldr_policy.py`, and a win rate at the end.
 
-Preset, seed, base model and task are given once. All other arguments are given to a stage as --sft.*, --reward.* or
---policy.*, for example --sft.lr 1e-5 --policy.ppo.noptepochs 2.
+Preset, seed, base model and task are given once. All other arguments belong to one stage and
+begin with its name: --sft.*, --reward.* or --policy.*, for example --sft.lr 1e-5 --policy.ppo.noptepochs 2.
 
     python ppo_rlhf/tldr_all.py --preset posts                                         # no network, one CPU
     torchrun --nproc_per_node 2 ppo_rlhf/tldr_all.py --preset posts                    # two processes on a CPU

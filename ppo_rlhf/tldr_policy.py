@@ -15,9 +15,9 @@ starts as a copy of the reward model. Each update does eight things, and `train(
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own advantages. Before every
-`eval_interval`-th update, held-out posts are summarised. The sizes of batches come before `train()`, the functions of
-the algorithm after it in its order, and metrics, loading and saving last.
+Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own advantages. Every `eval_interval`
+updates, held-out posts are summarised first. The sizes of batches come before `train()`, the functions of the
+algorithm after it in its order, and metrics, loading and saving last.
 
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
 ee77a9a, which reproduced OpenAI's; files and lines beside marks are the original's. Marks like [D54] are details of

@@ -581,11 +581,11 @@ def check_trl_run(name: str) -> None:
         language_model(case, under(arrays, "after/policy/")),
         scalar_model(case, under(arrays, "after/value/")),
     )
-    tokens = torch.cat([updates[-1]["queries"], updates[-1]["postprocessed_responses"]], dim=1)
-    masks = tldr_policy.response_masks(updates[-1]["postprocessed_responses"], PAD)
+    responses = updates[-1]["postprocessed_responses"]
+    tokens, masks = torch.cat([updates[-1]["queries"], responses], dim=1), tldr_policy.response_masks(responses, PAD)
     with torch.no_grad():
         ours, theirs = (
-            tldr_policy.ActorCritic(*models, case["output_rows"])(tokens, PAD, QUERY, 0.7)
+            tldr_policy.ActorCritic(*models, case["output_rows"])(tokens, responses, PAD, 0.7)
             for models in ((run.policy, run.critic), after)
         )
     close(ours[0][masks[0]], theirs[0][masks[0]], atol=LOGPROB)
