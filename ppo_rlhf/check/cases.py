@@ -116,6 +116,15 @@ def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
     return torch.autograd.grad((sampler.sum(1).exp().detach() * losses.sum(1)).sum(), logits)[0]
 
 
+def pull(function: Callable, arguments: Arguments) -> Tensor:
+    """Which way the gradient of the estimate points at each token: -1, 0 or 1."""
+    logprobs = arguments["logprobs"].detach().requires_grad_()
+    values = function(**(arguments | {"logprobs": logprobs}))
+    if not getattr(values, "requires_grad", False):
+        raise calls.LeftOut("no gradient")
+    return torch.autograd.grad(values.sum(), logprobs)[0].sign()
+
+
 def gradient_in_reward(function: Callable, arguments: Arguments) -> Tensor:
     """Gradient (4, 3) of the penalty: over all sequences, grad log p of a token times minus its rewards to go."""
     logits = arguments["logits"].detach().requires_grad_()
@@ -400,6 +409,9 @@ def chapter_3() -> list[Case]:
             expected = {"result": x[f"out/{form}/value"], "gradient": x[f"out/{form}/grad"]}
             case = golden("kl_estimate", f"{stored}, {form}", expected, **given, gradient_of="logprobs", name=form)
             found.append(case)
+    d = torch.tensor([[-12.0, -4.0, -1.0], [1.0, 4.0, 12.0]])  # beyond clamps that some code has
+    given = {"logprobs": d - 20, "ref_logprobs": torch.full_like(d, -20.0), "mask": full(d), "name": "k3"}
+    found.append(golden("kl_estimate", "k3 pulls back", d.sign(), pull, "far from the reference", **given))
     x = verl("adaptive_kl")
     given = {"kl_coef": 0.2, "kl": x["kl"].double(), "target": 6.0, "episodes": x["n"], "horizon": 10000}
     found.append(golden("kl_controller", "adaptive_kl", x["out/coef"], controlled, **given))

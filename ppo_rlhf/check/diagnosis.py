@@ -59,10 +59,10 @@ def distance(given: Tensor, expected: Tensor, mask: Tensor | None) -> float:
     return gap.max().item() / scale
 
 
-def agree(answer: Answer, other: Answer, case: Case) -> bool:
-    """Whether two functions gave the same numbers, as far as both gave some. Both may have failed."""
-    if isinstance(answer, str) or isinstance(other, str):
-        return isinstance(answer, str) and isinstance(other, str)
+def agree(answer: dict[str, Tensor], other: Answer, case: Case) -> bool:
+    """Whether two functions gave the same numbers, as far as both gave some."""
+    if isinstance(other, str):
+        return False
     names = [name for name in answer if name in other]
     if any(answer[name].isnan().any() and other[name].isnan().any() for name in names):
         return True  # how far NaN spreads depends on the order of operations
@@ -145,7 +145,9 @@ def difference(given: Tensor, expected: Tensor, mask: Tensor | None, most: int =
 def diagnose(report: Report, answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> None:
     """Look for one fault, then two, then three that explain every answer; else for faults that explain some."""
     report.hints = list(hints(answers, wrong))
-    if all(isinstance(answers[index][1], str) for index in answers):
+    answers = {index: pair for index, pair in answers.items() if not isinstance(pair[1], str)}
+    wrong = [index for index in wrong if index in answers]  # what raises an error speaks for itself
+    if not wrong:
         return
     known = faults.of(report.function)
     order = [*wrong, *(index for index in answers if index not in wrong)]  # those that exclude most come first
@@ -172,8 +174,7 @@ def diagnose(report: Report, answers: dict[int, tuple[Case, Answer]], wrong: lis
 
 
 def agrees_where_wrong(fault: faults.Fault, case: Case, answer: Answer) -> bool:
-    found = answer_of(fault, case)
-    return not isinstance(found, str) and agree(answer, found, case)
+    return agree(answer, answer_of(fault, case), case)
 
 
 def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator[str]:

@@ -713,7 +713,10 @@ def reward_to_go_discounts_in_holes():
 @fault("reward_to_go", "V29", "OpenRLHF 0.11.2")
 def reward_to_go_multiplied_by_the_mask():
     """Rewards are multiplied by the mask: gamma acts in holes, and NaN times 0 is NaN."""
-    return "torch.where(mask[:, t], rewards[:, t] + gamma * later, later)", "rewards[:, t] * mask[:, t] + gamma * later"
+    return (
+        "torch.where(mask[:, t], rewards[:, t] + gamma * later, later)",
+        "rewards[:, t] * mask[:, t] + gamma * later",
+    )
 
 
 @fault("reward_to_go", "V39")
@@ -1186,10 +1189,17 @@ def aggregate_ignores_the_mask():
     )
 
 
-@fault("aggregate", "V11", "verl b178a3c and 1dda039")
+@fault("aggregate", "V11", "TRL 1.16; OpenRLHF 0.11.2")
 def aggregate_NaN_times_the_mask():
     """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
     return "losses.masked_fill(~mask, 0), mask.sum(1)", "losses * mask, mask.sum(1)"
+
+
+@fault("aggregate", "V11", "verl b178a3c, 1dda039 and 0.9.1")
+def aggregate_NaN_times_the_mask_by_rows():
+    """Except in the token mean, masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    masked = 'losses.masked_fill(~mask, 0) if mode == "token-mean" else losses * mask'
+    return "losses.masked_fill(~mask, 0), mask.sum(1)", f"({masked}), mask.sum(1)"
 
 
 @fault("accumulate", "V61", GITHUB + "PrimeIntellect-ai/prime-rl/pull/583")

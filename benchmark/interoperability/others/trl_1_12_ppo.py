@@ -1,4 +1,7 @@
-"""What can be called of PPOTrainer of TRL 1.12.0, for `python -m ppo_rlhf.check`. Its GAE and losses are inside train()."""
+"""What can be called of PPOTrainer of TRL 1.12.0, for `python -m ppo_rlhf.check`.
+
+Its GAE and losses are inside train(), and can't be called.
+"""
 
 import torch
 from trl.experimental.ppo import ppo_trainer

@@ -19,10 +19,12 @@ def loss(loss_type, new_logprobs, logprobs, advantages, mask, tokens=None, ref_l
         num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, gather_for_metrics=lambda x: x
     )
     trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=True, steps_per_generation=1)
-    trainer.args.__dict__.update({key: settings.pop(key) for key in ("delta", "use_bias_correction_kl") if key in settings})
+    own = ("delta", "use_bias_correction_kl")
+    trainer.args.__dict__.update({key: settings.pop(key) for key in own if key in settings})
     values = {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "aux_loss_enabled": False, "beta": 0.0}
     values |= {"importance_sampling_level": "token", "use_vllm": False, "_entropy_bonus_enabled": False}
-    values |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "loss_type": loss_type, "max_completion_length": mask.shape[1]}
+    values |= {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    values |= {"loss_type": loss_type, "max_completion_length": mask.shape[1]}
     trainer.configure_mock(**(values | settings))
     trainer.model.training = False
     ids = torch.zeros(mask.shape, dtype=torch.long)
@@ -67,7 +69,8 @@ def kl_loss(logprobs, ref_logprobs, sampler_logprobs):
     one = torch.ones(1, 1, dtype=torch.bool)
     columns = []
     for t in range(logprobs.shape[1]):
-        given = [[x[i : i + 1, t : t + 1] for x in (logprobs, sampler_logprobs, ref_logprobs)] for i in range(len(logprobs))]
+        of_tokens = (logprobs, sampler_logprobs, ref_logprobs)
+        given = [[x[i : i + 1, t : t + 1] for x in of_tokens] for i in range(len(logprobs))]
         rows = [loss("dapo", p, q, torch.zeros(1, 1), one, ref_logprobs=r, beta=1.0) for p, q, r in given]
         columns.append(torch.stack(rows))
     return torch.stack(columns, dim=1)

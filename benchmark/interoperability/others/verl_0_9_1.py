@@ -1,16 +1,16 @@
-"""Functions of verl 0.9.1 (core_algos.py, torch_functional.py, rollout_corr_helper.py), for `python -m ppo_rlhf.check`."""
+"""Functions of verl 0.9.1 for `python -m ppo_rlhf.check`: of core_algos, torch_functional, rollout_corr_helper."""
 
 from types import SimpleNamespace
 
 import torch
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils import torch_functional
+from verl.workers.config import ActorConfig
 
 
 class Config(SimpleNamespace):
     def get(self, name, default=None):
         return getattr(self, name, default)
-
 
 
 def whiten(values, mask, keep_mean):
@@ -63,10 +63,11 @@ def group_advantages(scores, groups, name):
 
 def config_of(cliprange, cliprange_high, dual_clip=None, tokens=None):
     high = cliprange if cliprange_high is None else cliprange_high
-    counts = {} if tokens is None else {"batch_num_tokens": tokens, "dp_size": 1}
-    # Its dual clip is always on.
     bounds = {"clip_ratio": cliprange, "clip_ratio_low": cliprange, "clip_ratio_high": high}
-    return Config(**bounds, clip_ratio_c=1e6 if dual_clip is None else dual_clip, global_batch_info=counts)
+    bounds |= {"clip_ratio_c": 1e6 if dual_clip is None else dual_clip}  # its dual clip is always on
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **bounds)
+    config.global_batch_info.update({} if tokens is None else {"batch_num_tokens": tokens, "dp_size": 1})
+    return config
 
 
 def policy_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high, dual_clip, tokens):
