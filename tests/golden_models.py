@@ -1,4 +1,4 @@
-"""The numbers in tests/golden, how ours are compared with them, and tiny GPT-2s with the weights stored there."""
+"""The golden numbers, how ours are compared with them, and tiny GPT-2s with the weights stored there."""
 
 import contextlib
 import json
@@ -12,20 +12,27 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.check import cases as check
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = (Path(__file__).parent / "golden", check.GOLDEN)  # what `python -m ppo_rlhf.check` needs is in the package
 PAD = 27  # the padding id of the golden models; their vocabulary is 0..26
 ACTIVATION = "gelu_new"
 FLOAT32_EPS = 2**-23
 
 
+def golden(name: str) -> Path:
+    """The golden file of this name, such as verl/cases.json."""
+    (path,) = [folder / name for folder in GOLDEN if (folder / name).is_file()]
+    return path
+
+
 def load_json(name: str) -> dict:
-    return json.loads((GOLDEN / f"{name}.json").read_text())
+    return json.loads(golden(f"{name}.json").read_text())
 
 
 def load_arrays(name: str) -> dict[str, torch.Tensor]:
     """The arrays of a file, those of real numbers in float64: what we compute from them then adds no rounding."""
-    with np.load(GOLDEN / f"{name}.npz") as file:
+    with np.load(golden(f"{name}.npz")) as file:
         arrays = {key: torch.from_numpy(file[key]) for key in file.files}
     return {key: array.double() if array.is_floating_point() else array for key, array in arrays.items()}
 
@@ -36,8 +43,8 @@ def under(arrays: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tenso
 
 
 def cases(prefix: str) -> list[str]:
-    """The names of the files tests/golden/<prefix><name>.npz."""
-    return sorted(path.stem.removeprefix(prefix) for path in GOLDEN.glob(f"{prefix}*.npz"))
+    """The names of the golden files <prefix><name>.npz."""
+    return sorted(path.stem.removeprefix(prefix) for folder in GOLDEN for path in folder.glob(f"{prefix}*.npz"))
 
 
 def golden_name(name: str) -> str:

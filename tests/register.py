@@ -41,6 +41,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 README = "README.md"
 PAGES = "docs/details/"
+GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
 DETAILS += [f"V{number:02d}" for number in range(1, 100)]
@@ -94,13 +95,14 @@ class Row:
 
 def read_files() -> Files:
     found = [ROOT / README, *ROOT.glob(f"{PAGES}*.md"), *ROOT.glob("ppo_rlhf/**/*.py"), *ROOT.glob("tests/test_*.py")]
-    golden = [path for path in ROOT.glob("tests/golden/**/*") if path.is_file() and path.name != "README.md"]
+    golden = [path for folder in GOLDEN for path in ROOT.glob(f"{folder}**/*")]
+    golden = [path for path in golden if path.is_file() and path.name != "README.md"]
     files = {path: path.read_text() for path in sorted(found)} | dict.fromkeys(sorted(golden), "")
     return {path.relative_to(ROOT).as_posix(): text for path, text in files.items()}
 
 
 def ours(files: Files) -> list[str]:
-    return [path for path in files if path.startswith("ppo_rlhf/")]
+    return [path for path in files if path.startswith("ppo_rlhf/") and path.endswith(".py")]
 
 
 def pages(files: Files) -> list[str]:
@@ -326,10 +328,13 @@ def problems(files: Files) -> list[str]:
             found.append(f"{README} names {path}, which does not exist")
         elif lines != nearest_fifty(files[path]):
             found.append(f"{path} has about {nearest_fifty(files[path])} lines, not {lines}")
-    golden = [path.removeprefix("tests/golden/") for path in files if path.startswith("tests/golden/")]
+    golden = {path: path.partition("golden/")[2] for path in files if path.startswith(GOLDEN)}
     patterns = {pattern.strip("`") for cell in GOLDEN_ROW.findall(text) for pattern in cell.split(", ")}
-    found += [f"tests/golden/{name} has no row" for name in golden if not any(fnmatch(name, p) for p in patterns)]
-    found += [f"tests/golden has no {p}" for p in sorted(patterns) if not any(fnmatch(name, p) for name in golden)]
+    found += [f"{path} has no row" for path in golden if not any(fnmatch(golden[path], p) for p in patterns)]
+    present = golden.values()
+    found += [
+        f"no golden file is called {p}" for p in sorted(patterns) if not any(fnmatch(name, p) for name in present)
+    ]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Chapter 3 against numbers that verl computed (tests/golden/verl): those to match, and those that differ on purpose.
+"""Chapter 3 against numbers that verl computed (check/golden/verl): those to match, and those that differ on purpose.
 
 As in test_golden.py each check is a plain function that reads ours from its module when it runs: a negative control
 puts a wrong one there.
@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from golden_models import GOLDEN, close, load_json
+from golden_models import close, golden, load_json
 from test_rlvr_math import StandIn, rollout_of, updated_stand_in
 from torch import Tensor
 
@@ -26,7 +26,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 def case(name: str) -> tuple[dict[str, Tensor], dict]:
     """Inputs, masks as bool; verl's results under out/, those asked for instead under spec/; the arguments."""
-    with np.load(GOLDEN / f"verl/{name}.npz") as file:
+    with np.load(golden(f"verl/{name}.npz")) as file:
         stored = {key.removeprefix("in/"): file[key] for key in file.files}
     groups = np.unique(stored.pop("index", []), return_inverse=True)[1]
     arrays = {"groups": torch.from_numpy(groups)} | {key: torch.from_numpy(x) for key, x in stored.items()}

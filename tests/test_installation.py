@@ -17,8 +17,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONSTRAINTS = ROOT / ".ci/constraints.py"
 
 OTHER_NAMES = {"yaml": "pyyaml"}  # of modules whose package has another name
-# Other environments run the scripts that import these: a vLLM worker, and TRL as a peer.
-ELSEWHERE = {"vllm", "trl"}
+# Other environments run the scripts that import these: a vLLM worker, and other libraries as peers.
+ELSEWHERE = {"vllm", "trl", "verl", "openrlhf"}
 # Functions that need them say so in one line where they are missing; Python 3.14 has no openrlbenchmark.
 EXTRAS = {"ppo_rlhf": ["math", "report", "async"], "benchmark": ["benchmark"]}
 EXTRAS["tests"] = ["math", "report", "async", "dev", "benchmark"]

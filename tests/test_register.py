@@ -257,12 +257,17 @@ DAMAGE = {
     "a test that has moved": (GOLDEN, '"""Our', '"""\nOur', "test_whiten stands in line"),
     "a row without a test": ("D54", "[test_", "[the_test_", "D54 is not proven"),
     "a row that lacks a test": ("D54", "[test_whiten]", "MISSING: all, [test_whiten]", "D54 is not proven"),
-    "a row without a golden file": (CHAPTER1, "`case1_whiten.npz`", "`case0.npz`", "tests/golden has no case0.npz"),
+    "a row without a golden file": (
+        CHAPTER1,
+        "`case1_whiten.npz`",
+        "`case0.npz`",
+        "no golden file is called case0.npz",
+    ),
     "a golden file without a row": (
         CHAPTER1,
         "`case1_whiten.npz`",
         "`x`",
-        "tests/golden/case1_whiten.npz has no row",
+        "ppo_rlhf/check/golden/case1_whiten.npz has no row",
     ),
 }
 

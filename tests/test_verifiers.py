@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from golden_models import golden, load_json
 from hypothesis import given, settings, strategies as st
 
 from ppo_rlhf.lib import math_worker, rewards
 from ppo_rlhf.lib.errors import InputError
 
-GOLDEN = Path(__file__).parent / "golden"
-TABLES = json.loads((GOLDEN / "verl" / "scorers.json").read_text())
+TABLES = load_json("verl/scorers")
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def test_the_table_of_scorers(row):
 @pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
 def test_all_reference_solutions_of_gsm8k_are_right(split, rows):
     """By the part behind the hashes, which is split off here, and not by a pattern."""
-    solutions = json.loads(lzma.decompress((GOLDEN / "gsm8k" / f"solutions_{split}.json.xz").read_bytes()))
+    solutions = json.loads(lzma.decompress(golden(f"gsm8k/solutions_{split}.json.xz").read_bytes()))
     assert len(solutions) == rows
     for solution in solutions:
         _, _, answer = solution.rpartition("#### ")
@@ -516,7 +516,7 @@ def test_what_the_prompt_ended_with_belongs_to_the_response():
 
 
 def test_overlong_punishment_is_the_original_s():
-    case = np.load(GOLDEN / "verl" / "overlong_punishment.npz")
+    case = np.load(golden("verl/overlong_punishment.npz"))
     ours = rewards.overlong_punishment(torch.tensor(case["in/lengths"]), response_length=20, buffer=4, factor=1.0)
     assert ours.dtype == torch.float64
     assert (1.0 + ours).tolist() == pytest.approx(case["out/reward"].tolist(), abs=1e-9)

@@ -1,0 +1,304 @@
+"""Hold anybody's RLHF code against golden numbers, exact enumeration and properties. docs/check.md explains it.
+
+    python -m ppo_rlhf.check adapter.py            # every function of the adapter that has a known name
+    python -m ppo_rlhf.check adapter.py --json     # for programs; --quiet: only what is wrong
+    python -m ppo_rlhf.check --list                # functions, and the known faults with their numbers
+    python -m ppo_rlhf.check --exercise 7          # writes a broken function, and says later whether it is fixed
+
+The adapter's code runs in a process of its own, which is stopped if a call takes longer than --timeout seconds. Exit
+status: 0 if everything matches, 1 if something does not, 2 if the adapter cannot be used.
+"""
+
+import argparse
+import inspect
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ppo_rlhf
+from ppo_rlhf.check import cases, diagnosis, faults, forms
+from ppo_rlhf.check.diagnosis import Report
+from ppo_rlhf.lib.errors import InputError
+
+PACKAGE = Path(ppo_rlhf.__file__).parent
+IMPORT_SECONDS = 300  # some libraries take long
+MOST = 3  # diagnoses, failed cases, and so on that are printed of one function
+EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
+
+
+# ---- Asking the child ------------------------------------------------------------------------------------------
+
+
+def messages(adapter: Path, names: list[str], timeout: float, python: str) -> Iterator[dict[str, Any]]:
+    """What the child says. The last message is `done`, `failed`, or `stopped` with a reason."""
+    command = [python, "-m", "ppo_rlhf.check.child", str(adapter), *names]
+    found = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": found})
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in child.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        limit = IMPORT_SECONDS
+        while True:
+            line = lines.get(timeout=limit)
+            if line is None:
+                yield {"stopped": f"ended its process with status {child.wait()}"}
+                return
+            message = json.loads(line)
+            yield message
+            if "done" in message or "failed" in message:
+                return
+            limit = timeout if "function" in message else IMPORT_SECONDS
+    except queue.Empty:
+        yield {"stopped": f"took longer than {limit:g} seconds"}
+    finally:
+        child.kill()
+        child.wait()
+
+
+def ask(
+    adapter: Path, timeout: float, only: list[str] | None = None, python: str = sys.executable
+) -> tuple[list[Report], list[str]]:
+    """A report of each function of the adapter, and the names of those that mean nothing here."""
+    answers: dict[str, dict[int, diagnosis.Answer]] = {}
+    left_out: dict[str, dict[str, int]] = {}
+    todo, others = only, []
+    while todo is None or todo:
+        at = None
+        for message in messages(adapter, todo or [], timeout, python):
+            if "failed" in message:
+                raise InputError(f"{adapter} {message['failed']}")
+            if "provided" in message:
+                others = message["others"]
+                todo = message["provided"] if todo is None else [name for name in todo if name in message["provided"]]
+                if not todo:
+                    raise InputError(nothing_to_check(adapter, only, others))
+            elif "function" in message:
+                at = message["function"], message["case"]
+                answers.setdefault(at[0], {})
+                left_out.setdefault(at[0], {})
+            elif "outputs" in message:
+                answers[at[0]][at[1]] = numbers(message["outputs"])
+            elif "left_out" in message:
+                left_out[at[0]][message["left_out"]] = left_out[at[0]].get(message["left_out"], 0) + 1
+            elif "wrong" in message:
+                answers[at[0]][at[1]] = message["wrong"]
+            elif "stopped" in message:
+                if at is None:
+                    raise InputError(f"{adapter} {message['stopped']} while it was imported")
+                answers[at[0]][at[1]] = message["stopped"]
+                todo = todo[todo.index(at[0]) + 1 :]  # the function's other cases are not tried
+            elif "done" in message:
+                todo = []
+    return [diagnosis.judge(name, found, left_out[name]) for name, found in answers.items()], others
+
+
+def numbers(outputs: dict[str, list]) -> dict[str, torch.Tensor]:
+    """The tensors of a message."""
+    return {name: torch.tensor(x, dtype=torch.float64).reshape(shape) for name, (shape, x) in outputs.items()}
+
+
+def nothing_to_check(adapter: Path, only: list[str] | None, others: list[str]) -> str:
+    if only:
+        return f"{adapter} has no function {only[0]}"
+    found = f", only {', '.join(others[:5])}" if others else ""
+    return f"{adapter} has none of the functions that can be checked{found}; --list names them"
+
+
+# ---- Output ----------------------------------------------------------------------------------------------------
+
+
+def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:
+    return json.dumps(
+        {
+            "adapter": adapter,
+            "ok": all(report.ok for report in reports),
+            "functions": [
+                {
+                    "function": report.function,
+                    "ok": report.ok,
+                    "cases": report.cases,
+                    "matches": report.matches,
+                    "largest_error": report.error if math.isfinite(report.error) else None,
+                    "left_out": report.left_out,
+                    "gradients": report.gradients,
+                    "failed": report.failed,
+                    "diagnoses": [[described(fault) for fault in found] for found in report.diagnoses],
+                    "nearest": [described(fault) | {"cases": count} for fault, count in report.nearest],
+                    "hints": report.hints,
+                }
+                for report in reports
+            ],
+            "not_checked": others,
+        },
+        indent=1,
+    )
+
+
+def described(fault: faults.Fault) -> dict[str, Any]:
+    fields = ("name", "says", "mark", "page", "source", "choice")
+    return {"number": faults.FAULTS.index(fault) + 1} | {name: getattr(fault, name) for name in fields}
+
+
+def print_table(reports: list[Report], others: list[str], quiet: bool, *, solve: bool = True) -> None:
+    """A row for each function, and below it what is wrong. quiet: only what does not match."""
+    shown = [report for report in reports if not (quiet and report.ok)]
+    width = max([len(report.function) for report in shown], default=0)
+    if shown:
+        print(f"{'function':{width}}  cases  match  largest error")
+    for report in shown:
+        error = "-" if not report.cases else f"{report.error:.1e}" if math.isfinite(report.error) else "no number"
+        row = f"{report.function:{width}}  {report.cases:5}  {report.matches:5}  {error:>13}"
+        print(f"{row}  {'; '.join(remarks(report))}".rstrip())
+        if not report.ok:
+            for line in findings(report, solve):
+                print(
+                    textwrap.fill(
+                        line,
+                        116,
+                        initial_indent="  ",
+                        subsequent_indent="    ",
+                        break_on_hyphens=False,
+                        break_long_words=False,
+                    )
+                )
+    if others and not quiet:
+        print(f"Not checked, because the names are not known: {', '.join(others)}")
+
+
+def remarks(report: Report) -> Iterator[str]:
+    if report.left_out:
+        reasons = [f"{reason}: {count}" for reason, count in report.left_out.items()]
+        yield f"{sum(report.left_out.values())} left out ({', '.join(reasons)})"
+    if not report.gradients:
+        yield "values only, because the results have no gradient"
+
+
+def findings(report: Report, solve: bool) -> Iterator[str]:
+    """Lines about a function whose numbers do not match."""
+    same: dict[str, list[dict]] = {}  # cases in which the same is wrong
+    for entry in report.failed:
+        same.setdefault(entry["wrong"], []).append(entry)
+    for wrong, entries in list(same.items())[:MOST]:
+        name, kind = entries[0]["case"], entries[0]["source"]
+        what = f"{len(entries)} cases" if len(entries) > 1 else name if kind in name else f"{name} ({kind})"
+        yield f"{what}: {wrong}"
+    if len(same) > MOST:
+        yield f"and {sum(len(entries) for entries in list(same.values())[MOST:])} more cases"
+    yield from (hint[0].upper() + hint[1:] + "." for hint in report.hints)
+    if not solve:
+        return
+    for found in report.diagnoses[:MOST]:
+        together = " together with ".join(f'"{fault.name}"' for fault in found)
+        yield f"These are the numbers of {together}."
+        for fault in found:
+            yield explained(fault)
+    if len(report.diagnoses) > MOST:
+        yield f"The same numbers have {len(report.diagnoses) - MOST} more."
+    if (not report.diagnoses and report.error < math.inf) or report.nearest:
+        yield "No known fault has these numbers."
+        for fault, count in report.nearest:
+            yield f'{count} of the {len(report.failed)} are those of "{fault.name}". {explained(fault)}'
+
+
+def explained(fault: faults.Fault) -> str:
+    kind = "A choice, not a fault: " if fault.choice else ""
+    return f"{kind}{fault.says} [{fault.mark}] {fault.page}{f'; see {fault.source}' if fault.source else ''}"
+
+
+def print_list() -> None:
+    for name in cases.NAMES:
+        print(f"{name}{inspect.signature(getattr(forms, name))}")
+        for fault in faults.of(name):
+            number = f"{EXERCISES.index(fault) + 1:5}" if not fault.choice else "     "
+            print(f"{number}  {fault.name} [{fault.mark}]{' (a choice)' if fault.choice else ''}")
+
+
+# ---- Exercises -------------------------------------------------------------------------------------------------
+
+
+def exercise(number: int, timeout: float) -> int:
+    """Write a broken function to a file, or say whether the one in the file is fixed. Returns the exit status."""
+    if not 1 <= number <= len(EXERCISES):
+        raise InputError(f"--exercise {number}: there are exercises 1 to {len(EXERCISES)}")
+    fault, path = EXERCISES[number - 1], Path(f"exercise_{number}.py")
+    command = f"python -m ppo_rlhf.check --exercise {number}"
+    if not path.exists():
+        text = f"# Exercise {number}: {fault.function} is broken. Fix it, then run: {command}\n\n{source_of(fault)}"
+        path.write_text(text)
+        print(f"{text}\nThis is in {path}. Fix it there, then run the command again.")
+        return 1
+    (report,), _ = ask(path, timeout, [fault.function])
+    print_table([report], [], False, solve=False)
+    if report.ok:
+        print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {fault.page}")
+        if fault.source:
+            print(f"Whom it happened to: {fault.source}")
+        return 0
+    print(f"{fault.function} is not fixed yet. `python -m ppo_rlhf.check {path}` says what is wrong.")
+    return 1
+
+
+def source_of(fault: faults.Fault) -> str:
+    """A file that can be imported, with the faulty function in it."""
+    used = [name for name in ("whiten", "reward_to_go") if name != fault.function and f"{name}(" in fault.text]
+    needed = f"\nfrom ppo_rlhf.check.forms import {', '.join(used)}\n" if used else ""
+    maths = "import math\n\n" if "math." in fault.text else ""
+    return f"{maths}import torch\nfrom torch import Tensor\n{needed}\n\n{fault.text}"
+
+
+# ---- The command -----------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m ppo_rlhf.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("adapter", nargs="?", type=Path, help="Python file with the functions to check")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="print only what does not match")
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds that a call may take; default: 10")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that runs the adapter; it needs torch")
+    parser.add_argument("--list", action="store_true", help="print the functions and the known faults")
+    parser.add_argument("--exercise", type=int, metavar="N", help="write broken function N, or check your correction")
+    args = parser.parse_args()
+    if args.list:
+        print_list()
+        return 0
+    try:
+        if args.exercise is not None:
+            return exercise(args.exercise, args.timeout)
+        if args.adapter is None:
+            parser.error("name an adapter, or --list or --exercise N")
+        if not args.adapter.is_file():
+            raise InputError(f"{args.adapter} is no file")
+        reports, others = ask(args.adapter, args.timeout, python=args.python)
+        if not any(report.cases for report in reports):
+            raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.json:
+        print(as_json(str(args.adapter), reports, others))
+    else:
+        print_table(reports, others, args.quiet)
+    return 0 if all(report.ok for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,663 @@
+"""What an adapter's functions are held against: golden numbers, exact enumeration, and properties.
+
+The golden numbers were computed by openai/lm-human-preferences at cbfd210, vwxyzjn/summarize_from_feedback_details
+at ee77a9a and verl at b178a3c. A property repeats a case in another way that must not change its result, or compares
+with forms.py, which the tests hold against the golden numbers.
+
+Inputs are float32, as in most code. So numbers agree if they differ by less than 1e-5 of the largest expected one.
+"""
+
+import inspect
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppo_rlhf.check import calls, forms
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = [name for name, form in vars(forms).items() if inspect.isfunction(form)]
+TOLERANCE = 1e-5
+Arguments = dict[str, Any]
+Outputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    function: str
+    name: str
+    """what is special about it"""
+    source: str
+    """where the expected numbers come from: golden, enumeration, or the property that must hold"""
+    arguments: Arguments
+    expected: Outputs
+    run: Callable[[Callable, Arguments], Any]
+    """calls the function, once or several times, and returns what is compared, in the order of `expected`"""
+    mask: Tensor | None = None
+    """entries that are compared; None: all"""
+    tolerance: float = TOLERANCE
+    gradient_of: str = ""
+    """argument for which the gradient of the result is compared too, if the function gives one"""
+
+
+# ---- Ways to call ----------------------------------------------------------------------------------------------
+
+
+def once(function: Callable, arguments: Arguments) -> Any:
+    return function(**arguments)
+
+
+def in_parts(function: Callable, arguments: Arguments) -> Any:
+    """The sum over the first row and the others, each with the counts of all."""
+    rows = {name: x for name, x in arguments.items() if getattr(x, "ndim", 0) == 2}
+    others = {name: x for name, x in arguments.items() if name not in rows}
+    parts = [{name: x[part] for name, x in rows.items()} for part in (slice(0, 1), slice(1, None))]
+    return sum(function(**part, **others) for part in parts)
+
+
+def controlled(function: Callable, arguments: Arguments) -> list[float]:
+    """The coefficients after each of several batches."""
+    found, coefficient = [], arguments["kl_coef"]
+    for kl, episodes in zip(arguments["kl"].tolist(), arguments["episodes"].tolist(), strict=True):
+        coefficient = float(
+            function(
+                kl_coef=coefficient,
+                kl=kl,
+                target=arguments["target"],
+                episodes=int(episodes),
+                horizon=arguments["horizon"],
+            )
+        )
+        found.append(coefficient)
+    return found
+
+
+def descended(function: Callable, arguments: Arguments) -> list[Tensor]:
+    """The parameters after each step on the loss sum of curvature / 2 * (x - target)^2."""
+    x, curvature, target = (arguments[name] for name in ("x0", "curvature", "target"))
+    m, v, found = x * 0, x * 0, []
+    for step, lr in enumerate(arguments["lr"].tolist(), start=1):
+        gradient = curvature * (x - target)
+        x, m, v = function(  # which may write into what it is given
+            parameter=x.clone(), gradient=gradient, m=m, v=v, step=step, lr=lr, eps=1e-5, style=arguments["style"]
+        )
+        x, m, v = (torch.as_tensor(each) for each in (x, m, v))
+        found.append(x)
+    return torch.stack(found)
+
+
+SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=2)))  # all of two tokens out of three
+STATES = torch.stack([torch.zeros(9, dtype=torch.long), 1 + SEQUENCES[:, 0]], 1)  # row of the table at each token
+
+
+def of_sequences(logits: Tensor) -> Tensor:
+    """Log-probs (9, 2) of the tokens of all sequences under a table of logits (4, 3)."""
+    return logits.log_softmax(1)[STATES].gather(2, SEQUENCES.unsqueeze(2)).squeeze(2)
+
+
+def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
+    """Expected gradient (4, 3) of a loss per token, over all sequences as often as the sampler draws them."""
+    logits = arguments["logits"].detach().requires_grad_()
+    logprobs, ref_logprobs, sampler = (of_sequences(x) for x in (logits, *(arguments[n] for n in TABLES[1:])))
+    given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
+    given |= {"name": arguments["name"]} if "name" in arguments else {"sampler_logprobs": sampler}
+    losses = function(**given, mask=torch.ones(9, 2, dtype=torch.bool))
+    if not getattr(losses, "requires_grad", False):
+        raise calls.LeftOut("no gradient")
+    return torch.autograd.grad((sampler.sum(1).exp().detach() * losses.sum(1)).sum(), logits)[0]
+
+
+def pull(function: Callable, arguments: Arguments) -> Tensor:
+    """Which way the gradient of the estimate points at each token: -1, 0 or 1."""
+    logprobs = arguments["logprobs"].detach().requires_grad_()
+    values = function(**(arguments | {"logprobs": logprobs}))
+    if not getattr(values, "requires_grad", False):
+        raise calls.LeftOut("no gradient")
+    return torch.autograd.grad(values.sum(), logprobs)[0].sign()
+
+
+def gradient_in_reward(function: Callable, arguments: Arguments) -> Tensor:
+    """Gradient (4, 3) of the penalty: over all sequences, grad log p of a token times minus its rewards to go."""
+    logits = arguments["logits"].detach().requires_grad_()
+    logprobs, ref_logprobs = of_sequences(logits), of_sequences(arguments["ref_logits"])
+    rewards = function(
+        scores=torch.zeros(9, dtype=logprobs.dtype),
+        logprobs=logprobs.detach(),
+        ref_logprobs=ref_logprobs,
+        mask=torch.ones(9, 2, dtype=torch.bool),
+        kl_coef=1.0,
+    )
+    to_go = torch.as_tensor(rewards).flip(1).cumsum(1).flip(1).detach()
+    objective = (logprobs.detach().sum(1).exp() * (logprobs * to_go).sum(1)).sum()
+    return -torch.autograd.grad(objective, logits)[0]
+
+
+TABLES = ("logits", "ref_logits", "sampler_logits")
+
+
+def read_by_model(function: Callable, arguments: Arguments) -> Any:
+    """Log-probs under a tiny GPT-2 with stored weights."""
+    arguments = dict(arguments)
+    model = language_model(arguments.pop("weights"), arguments.pop("heads"))
+    return function(model=model, **arguments)
+
+
+def language_model(weights: dict[str, Tensor], heads: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, and only this function needs it
+
+    (vocab_size, width), positions = weights["wte.weight"].shape, len(weights["wpe.weight"])
+    layers = sum(name.endswith("ln_1.weight") for name in weights)
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    missing, unexpected = model.transformer.load_state_dict(weights, strict=False)
+    if unexpected or [name for name in missing if not name.endswith("attn.bias")]:
+        raise ValueError(f"weights of another model: {missing} {unexpected}")
+    return model
+
+
+# ---- Golden numbers --------------------------------------------------------------------------------------------
+
+
+@cache
+def arrays(name: str) -> dict[str, Tensor]:
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        return {key: torch.from_numpy(file[key]) for key in file.files if file[key].dtype.kind not in "US"}
+
+
+@cache
+def table(name: str) -> Any:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+def under(name: str, prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): x for key, x in arrays(name).items() if key.startswith(prefix)}
+
+
+def golden(
+    function: str,
+    name: str,
+    expected: Tensor | Outputs,
+    run: Callable[[Callable, Arguments], Any] = once,
+    source: str = "golden",
+    /,
+    **settings: Any,
+) -> Case:
+    """A case whose numbers are stored. settings: the arguments, and fields of Case."""
+    fields = {key: settings.pop(key) for key in ("mask_of", "tolerance", "gradient_of") if key in settings}
+    mask = settings.get("mask") if fields.pop("mask_of", False) else None
+    expected = {"result": expected} if isinstance(expected, Tensor) else expected
+    return Case(function, name, source, settings, expected, run, mask, **fields)
+
+
+def chapter_1() -> list[Case]:
+    """Numbers of openai/lm-human-preferences."""
+    found = []
+    for name in sorted({key.partition("/")[0] for key in arrays("case1_whiten")}):
+        if name == "near_constant_8x8":  # depends on the order of summation
+            continue
+        x = under("case1_whiten", f"{name}/")
+        for keep_mean in (False, True):
+            expected = x["shift_mean_false" if keep_mean else "shift_mean_true"]
+            tolerance = 1e-3 if name == "large_mean_16x4" else TOLERANCE
+            found.append(
+                golden("whiten", name, expected, values=x["input"], mask=full(x["input"]), keep_mean=keep_mean)
+            )
+            found[-1] = replace(found[-1], tolerance=tolerance)
+    for name in ("default", "gamma_lam", "no_whiten", "no_noise_first_epoch", "constant_rewards", "rlen1"):
+        x, settings = arrays(f"case2_loss_{name}"), table("case2_loss_meta")[name]
+        mask = full(x["values"])
+        expected = {"advantages": x["advantages_raw"], "returns": x["returns"]}
+        rewards, gamma, lam = x["rewards_after_whitening"], float(settings["gamma"]), settings["lam"]
+        found.append(
+            golden("gae", name, expected, rewards=rewards, values=x["values"], mask=mask, gamma=gamma, lam=lam)
+        )
+        clip = settings["cliprange"]
+        given = {"logprobs": x["logprobs"], "new_logprobs": x["new_logprobs"], "advantages": x["advantages"]}
+        found.append(golden("policy_loss", name, x["stats/loss/policy"], **given, mask=mask, cliprange=clip))
+        given = {key: x[key] for key in ("new_values", "values", "returns")}
+        clip = settings["cliprange_value"]
+        found.append(golden("value_loss", name, x["stats/loss/value"], **given, mask=mask, cliprange=clip))
+    x = arrays("case1b_logits_helpers")
+    found.append(
+        golden("token_logprobs", "temperature 1", x["logprobs"], logits=x["logits"], tokens=x["labels"].long())
+    )
+    found.append(golden("entropy", "temperature 1", x["entropies"], logits=x["logits"]))
+    for name in ("test_nopad_t07", "test_nopad_t1"):
+        x = arrays(f"case3_forward_{name}")
+        weights, tokens = openai_weights("weights_test_policy"), x["full_tokens"].long()
+        context, temperature = x["queries"].shape[1], round(x["temperature"].item(), 6)
+        given = {"tokens": tokens, "attention_mask": full(tokens), "context_length": context}
+        given |= {"weights": weights, "heads": table("models")["test"]["hparams"]["n_head"]}
+        found.append(
+            golden("response_logprobs", name, x["logprobs"], read_by_model, **given, temperature=temperature)
+        )
+        logits, responses = x["full_logits"][:, context - 1 : -1], x["responses"].long()
+        given = {"logits": logits, "temperature": temperature}
+        found.append(golden("token_logprobs", name, x["logprobs"], **given, tokens=responses))
+        found.append(golden("entropy", name, x["entropies"], **given))
+    x = arrays("case4_reward_loss_best_of_4_test")
+    found.append(
+        golden(
+            "best_of_n_loss",
+            "best of 4",
+            x["stats/loss"],
+            scores=x["rewards_per_sample"],
+            best=x["labels/best"].long(),
+        )
+    )
+    responses = arrays("case5_postprocess")["responses"].long()
+    for name, settings in table("case5_postprocess_meta").items():
+        if name != "crafted_rows" and settings["truncate_token"] is not None:
+            x = under("case5_postprocess", f"{name}/")
+            given = {
+                "responses": responses,
+                "stop_id": settings["truncate_token"],
+                "after": settings["truncate_after"],
+            }
+            pad_id = settings["padding_token"]
+            found.append(golden("truncate", name, x["postprocessed"], **given, pad_id=pad_id))
+            found.append(golden("has_stop", name, x["filter_on_raw"], **given))
+    for name, x in table("case6_kl_controller").items():
+        if x.get("target"):
+            kl = torch.tensor(x["kl"], dtype=torch.float64)
+            episodes = torch.tensor(x["n_steps"]).expand(len(kl)).clone()
+            given = {
+                "kl_coef": x["init"],
+                "kl": kl,
+                "target": x["target"],
+                "episodes": episodes,
+                "horizon": x["horizon"],
+            }
+            values = torch.tensor(x["values"][1:], dtype=torch.float64)
+            found.append(golden("kl_controller", name, values, controlled, **given))
+    for name in sorted({key.partition("/")[0] for key in arrays("case7_adam")}):
+        x = under("case7_adam", f"{name}/")
+        for style, key in (("tensorflow", "trajectory_tf"), ("torch", "trajectory_torch_adam_eps1e-5")):
+            given = {key: x[key] for key in ("x0", "target", "curvature", "lr")} | {"style": style}
+            found.append(golden("adam_step", f"{style}, {name}", x[key][1:], descended, **given))
+    for name in ("coef015", "coef0", "coef02_len1"):
+        x = under("case8_compute_rewards", f"{name}/")
+        given = {key: x[key] for key in ("scores", "logprobs", "ref_logprobs")}
+        coef = round(x["kl_coef"].item(), 6)
+        found.append(golden("token_rewards", name, x["rewards"], **given, mask=full(given["logprobs"]), kl_coef=coef))
+    return found
+
+
+def openai_weights(name: str) -> dict[str, Tensor]:
+    """Weights of the language model under the names of GPT2Model."""
+    found = {}
+    for key, x in arrays(name).items():
+        if key.startswith("model/") and "/heads/" not in key:
+            parts = key.removeprefix("model/").split("/")
+            if parts[-1] in ("wte", "wpe"):
+                parts += ["w"]
+            leaf = {"g": "weight", "w": "weight", "b": "bias"}[parts.pop()]
+            parts = [f"h.{part[1:]}" if part[0] == "h" and part[1:].isdigit() else part for part in parts]
+            found[".".join([*parts, leaf])] = x[0] if x.ndim == 3 else x
+    return found
+
+
+def chapter_2() -> list[Case]:
+    """Numbers of vwxyzjn/summarize_from_feedback_details."""
+    found = []
+    for i in range(4):
+        x = under("tldr/helpers", f"whiten{i}/")
+        given = {"values": x["values"], "mask": x["mask"], "mask_of": True}
+        found.append(golden("whiten", f"masked {i}", x["shifted"], **given))
+        found.append(golden("whiten", f"masked {i}", x["kept"], **given, keep_mean=True))
+        x = under("tldr/helpers", f"truncate{i}/")
+        given = {"responses": x["responses"].long(), "stop_id": 0, "pad_id": 40}
+        found.append(golden("truncate", f"responses {i}", x["truncated"], **given))
+    for name in ("default", "gamma_lam", "full", "all_missing", "one_token", "whiten_rewards", "no_penalty"):
+        x, settings = arrays(f"tldr/advantages_{name}"), table("tldr/cases")[f"advantages_{name}"]["ppo"]
+        mask, value_mask = ~x["out/padding_mask"], ~x["out/padding_mask_p1"]
+        if not settings["whiten_rewards"]:  # those that are stored are whitened
+            given = {"scores": x["out/scores"], "kl_coef": settings["kl_coef"], "score_at": "next"}
+            given |= {key: x[f"in/{key}"] for key in ("logprobs", "ref_logprobs")}
+            found.append(golden("token_rewards", name, x["out/rewards"], **given, mask=mask))
+        given = {"rewards": x["out/rewards"], "values": x["in/values"], "mask": value_mask, "mask_of": True}
+        expected = {"advantages": x["out/returns"] - x["out/values"], "returns": x["out/returns"]}
+        gamma, lam = float(settings["gamma"]), settings["lam"]
+        found.append(golden("gae", f"chapter 2, {name}", expected, **given, gamma=gamma, lam=lam))
+    for name in ("default", "wide", "full"):
+        x, settings = arrays(f"tldr/losses_{name}"), table("tldr/cases")[f"losses_{name}"]["ppo"]
+        context = table("tldr/cases")[f"losses_{name}"]["context"]
+        mask, value_mask = ~x["in/padding_mask"], ~x["in/padding_mask_p1"]
+        given = {
+            "logprobs": x["in/logprobs"],
+            "new_logprobs": x["out/new_logprobs"],
+            "advantages": x["in/advantages"],
+        }
+        clip = settings["cliprange"]
+        found.append(golden("policy_loss", name, x["out/pg_loss_stats"], **given, mask=mask, cliprange=clip))
+        new_values = x["in/vpred"][:, context - 1 : -1, 0]
+        given = {"new_values": new_values, "values": x["in/values"], "returns": x["in/returns"], "mask": value_mask}
+        clip, loss = settings["cliprange_value"], x["out/vf_loss_stats"]
+        found.append(golden("value_loss", name, loss, **given, cliprange=clip))
+    x = arrays("tldr/forward_gpt2_leftpad")
+    tokens = torch.cat([x["in/queries"], x["in/responses"]], 1).long()
+    mask = tokens != 40
+    given = {"tokens": tokens.masked_fill(~mask, 0), "attention_mask": mask, "temperature": 0.7}
+    given |= {"context_length": x["in/queries"].shape[1], "heads": 2}
+    given |= {
+        "weights": {key.removeprefix("policy/transformer."): w for key, w in x.items() if "policy/trans" in key}
+    }
+    counts = mask[:, given["context_length"] :]
+    case = golden("response_logprobs", "padded on the left", x["out/unpadded_logprobs"], read_by_model, **given)
+    found.append(replace(case, mask=counts))
+    return found
+
+
+def verl(name: str) -> dict[str, Tensor]:
+    """A stored case: masks as bool, numbers in float32 and expected ones in float64."""
+    found = {key.removeprefix("in/"): x for key, x in arrays(f"verl/{name}").items()}
+    inputs = {key: x.float() if x.is_floating_point() else x for key, x in found.items() if "/" not in key}
+    masks = {key: x.bool() for key, x in inputs.items() if "mask" in key}
+    with np.load(GOLDEN / f"verl/{name}.npz") as file:
+        if "in/index" in file:
+            masks["groups"] = torch.from_numpy(np.unique(file["in/index"], return_inverse=True)[1])
+    return found | inputs | masks
+
+
+def chapter_3() -> list[Case]:
+    """Numbers of verl. Where verl differs on purpose, those that the specification asks for."""
+    found = []
+    for name, keep_mean in (("whiten_shift", False), ("whiten_keep_mean", True), ("whiten_one_token", False)):
+        x = verl(name)
+        given = {"values": x["values"], "mask": x["mask"], "keep_mean": keep_mean, "mask_of": True}
+        found.append(golden("whiten", name, x["spec/whitened"], **given))
+    for name, lam in (("gae_ragged", 0.95), ("gae_gamma1_lam1", 1.0)):
+        x = verl(name)
+        given = {"rewards": x["token_level_rewards"], "values": x["values"], "mask": x["response_mask"]}
+        expected = {"advantages": x["spec/advantages_raw"], "returns": x["out/returns"]}
+        found.append(golden("gae", name, expected, **given, lam=lam, mask_of=True))
+    for name in ("reinforce_pp", "reinforce_pp_interior_mask"):
+        x = verl(name)
+        given = {"rewards": x["token_level_rewards"], "mask": x["response_mask"], "mask_of": True}
+        expected = x["spec/returns"]
+        found.append(golden("reward_to_go", name, expected, **given))
+        given |= {"values": x["token_level_rewards"] * 0, "gamma": 1.0, "lam": 1.0}
+        found.append(golden("gae", f"{name}, values 0", {"advantages": expected, "returns": expected}, **given))
+    for name, form in (("grpo_std", "grpo"), ("grpo_no_std", "dr_grpo"), ("rloo", "rloo")):
+        x = verl(name)
+        scores = x["token_level_rewards"].masked_fill(~x["response_mask"], 0).sum(1)
+        expected = x["spec/advantages"].gather(1, x["response_mask"].long().argmax(1, keepdim=True)).squeeze(1)
+        found.append(golden("group_advantages", name, expected, scores=scores, groups=x["groups"], name=form))
+    for stored in ("kl_values_and_gradients", "kl_extreme"):
+        x = verl(stored)
+        given = {"logprobs": x["logprob"], "ref_logprobs": x["ref_logprob"], "mask": full(x["logprob"])}
+        for form in ("k1", "abs", "k2", "k3"):
+            if (stored, form) == ("kl_extreme", "k3"):  # where a slope is a choice
+                continue
+            expected = {"result": x[f"out/{form}/value"], "gradient": x[f"out/{form}/grad"]}
+            case = golden("kl_estimate", f"{stored}, {form}", expected, **given, gradient_of="logprobs", name=form)
+            found.append(case)
+    d = torch.tensor([[-12.0, -4.0, -1.0], [1.0, 4.0, 12.0]])  # beyond clamps that some code has
+    given = {"logprobs": d - 20, "ref_logprobs": torch.full_like(d, -20.0), "mask": full(d), "name": "k3"}
+    found.append(golden("kl_estimate", "k3 pulls back", d.sign(), pull, "far from the reference", **given))
+    x = verl("adaptive_kl")
+    given = {"kl_coef": 0.2, "kl": x["kl"].double(), "target": 6.0, "episodes": x["n"], "horizon": 10000}
+    found.append(golden("kl_controller", "adaptive_kl", x["out/coef"], controlled, **given))
+    losses = {
+        "policy_vanilla": ("policy_loss", {"dual_clip": 3.0}),
+        "policy_dual_clip": ("policy_loss", {"dual_clip": 1.5}),
+    }
+    losses |= {"policy_gspo": ("gspo_loss", {"cliprange": 0.05, "cliprange_high": 0.08})}
+    losses |= {"policy_cispo": ("cispo_loss", {})}
+    for name, (function, settings) in losses.items():
+        x = verl(name)
+        given = {"new_logprobs": x["log_prob"], "logprobs": x["old_log_prob"], "advantages": x["advantages"]}
+        expected = {"result": x["out/loss"], "gradient": x["out/grad_log_prob"]}
+        given |= {"mask": x["response_mask"], "gradient_of": "new_logprobs"} | settings
+        found.append(golden(function, name, expected, **given))
+    x = verl("value_loss")
+    given = {"new_values": x["vpreds"], "values": x["values"], "returns": x["returns"], "mask": x["response_mask"]}
+    expected = {"result": x["out/loss"], "gradient": x["out/grad_vpreds"]}
+    found.append(golden("value_loss", "verl", expected, **given, cliprange=0.5, gradient_of="new_values"))
+    for name in ("agg_modes", "agg_all_masked"):
+        x = verl(name)
+        for mode in MODES:
+            expected = x.get(f"spec/{mode}", x[f"out/{mode}"])
+            found.append(
+                golden("aggregate", f"{name}, {mode}", expected, losses=x["loss_mat"], mask=x["loss_mask"], mode=mode)
+            )
+    x = verl("agg_micro_batches")
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        counts = {"tokens": int(x["loss_mask"].sum()), "sequences": int(x["loss_mask"].any(1).sum())}
+        given = {"losses": x["loss_mat"], "mask": x["loss_mask"], "mode": mode} | counts
+        found.append(golden("aggregate", f"in parts, {mode}", x[f"out/{mode}"], in_parts, "parts add up", **given))
+    given = {"losses": list(x["loss_mat"].split([1, 3])), "masks": list(x["loss_mask"].split([1, 3]))}
+    found.append(golden("accumulate", "parts of 1 and 3 rows", x["out/token-mean"], **given, generation_tokens=50))
+    for kind in ("token", "sequence"):
+        x = verl(f"is_{kind}")
+        given = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
+        case = golden("importance_weights", kind, x["out/weights"], **given, kind=kind, cap=2.0, mask_of=True)
+        found.append(case)
+    for name, kind, low, high in (
+        ("reject_token_k1", "token", 0.5, 2.0),
+        ("reject_seq_mean_k1", "sequence", 0.8, 1.25),
+        ("reject_token_k1_asymmetric", "token", 1 / 3, 1 / 0.9),
+    ):
+        x = verl(name)
+        given = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
+        found.append(golden("rejection_mask", name, x["out/mask"].bool(), **given, kind=kind, low=low, high=high))
+    x = verl("response_mask_one_eos")
+    found.append(golden("response_mask", "one stop id", x["out/mask"].bool(), responses=x["response_id"], stop_id=2))
+    x = verl("overlong_punishment")
+    given = {"lengths": x["lengths"].long(), "max_length": 20, "buffer": 4, "factor": 1.0}
+    found.append(golden("overlong_penalty", "verl", x["out/reward"] - 1, **given))
+    return found
+
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def enumeration() -> list[Case]:
+    """Expected gradients over all 9 sequences of two tokens out of three, in closed form."""
+    stored = table("verl/kl_enumeration")
+    tables = {name: torch.tensor(stored[name]) for name in TABLES}
+    on_policy = tables | {"sampler_logits": tables["logits"]}
+
+    def gradient(where: str, name: str) -> Tensor:
+        (found,) = [one for one in stored[where] if one["name"] == name]
+        return torch.tensor(found["grad"], dtype=torch.float64)
+
+    forms_of = {"k1": "k1 per token as loss", "abs": "abs per token as loss", "k2": "k2 per token as loss"}
+    forms_of |= {"k3": "k3 per token as loss", "k1+": "k1+ (value of k1, gradient of k2) as loss"}
+    forms_of |= {"k3+": "k3+ (value of k3, gradient of k2) as loss"}
+    found = []
+    for form, name in forms_of.items():
+        given = on_policy | {"name": form}
+        expected = gradient("on_policy", name)
+        found.append(golden("kl_estimate", f"{form} as a loss", expected, expected_gradient, "enumeration", **given))
+    expected = gradient("on_policy", "k1 in the reward, gamma = lambda = 1")
+    found.append(golden("token_rewards", "the penalty", expected, gradient_in_reward, "enumeration", **on_policy))
+    expected = gradient("off_policy", "true gradient, prefixes of the sampler held fixed")
+    found.append(golden("kl_loss", "another sampler", expected, expected_gradient, "enumeration", **tables))
+    expected = gradient("on_policy", "true gradient, prefixes held fixed")
+    found.append(golden("kl_loss", "the policy samples", expected, expected_gradient, "enumeration", **on_policy))
+    return found
+
+
+# ---- Properties ------------------------------------------------------------------------------------------------
+
+
+def full(x: Tensor) -> Tensor:
+    return torch.ones(x.shape, dtype=torch.bool)
+
+
+SHAPES = {
+    "B < T": (3, 5),
+    "B > T": (6, 4),
+    "B = T": (4, 4),
+    "one row": (1, 5),
+    "one token": (5, 1),
+}
+HOLES = torch.tensor(
+    [[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0]]
+).bool()
+RAGGED = torch.arange(6) < torch.tensor([[6], [2], [4], [1], [6]])
+LOGPROBS = ("logprobs", "ref_logprobs", "new_logprobs", "sampler_logprobs")
+SETTINGS: dict[str, list[Arguments]] = {  # of each function for its properties
+    "whiten": [{}, {"keep_mean": True}],
+    "gae": [{"gamma": 0.9, "lam": 0.8}, {}],
+    "reward_to_go": [{"gamma": 0.9}, {}],
+    "token_rewards": [{"kl_coef": 0.3}],
+    "kl_estimate": [{"name": name} for name in ("k1", "abs", "k2", "k3", "k1+", "k2+", "k3+")],
+    "policy_loss": [{}, {"cliprange": 0.2, "cliprange_high": 0.3}, {"dual_clip": 1.5}],
+    "gspo_loss": [{"cliprange": 0.05}, {"cliprange": 0.05, "cliprange_high": 0.08}],
+    "cispo_loss": [{}, {"cliprange": 1.0, "cliprange_high": 0.1}],
+    "value_loss": [{}],
+    "aggregate": [{"mode": mode} for mode in MODES],
+    "importance_weights": [{}, {"cap": 1.5}, {"kind": "sequence"}, {"kind": "sequence", "cap": 1.5}],
+    "rejection_mask": [{"kind": kind, "low": 0.6, "high": 1.4} for kind in ("token", "sequence")],
+}
+GRADIENT_OF = {"kl_estimate": "logprobs", "policy_loss": "new_logprobs", "gspo_loss": "new_logprobs"}
+GRADIENT_OF |= {"cispo_loss": "new_logprobs", "value_loss": "new_values", "aggregate": "losses"}
+PARTS = {"policy_loss", "value_loss", "aggregate"}
+PER_TOKEN = {"whiten", "gae", "reward_to_go", "kl_estimate", "importance_weights"}  # what is masked is not compared
+
+
+def random_arguments(function: str, shape: tuple[int, int], generator: torch.Generator) -> Arguments:
+    """Float32 tensors for the function's arguments that are (batch, response_length), and scores (batch,)."""
+    found, base = {}, -3 * torch.rand(shape, generator=generator) - 0.1
+    for name, parameter in inspect.signature(getattr(forms, function)).parameters.items():
+        if parameter.annotation is Tensor:
+            x = torch.randn(shape[0] if name == "scores" else shape, generator=generator)
+            found[name] = (base + 0.3 * x).clamp(max=-0.01) if name in LOGPROBS else x
+    if function == "gspo_loss":
+        found["advantages"] = found["advantages"][:, :1].expand(shape).clone()
+    return found
+
+
+def properties() -> list[Case]:
+    found = []
+    for function, settings in SETTINGS.items():
+        for shape_name, shape in SHAPES.items():
+            x = random_arguments(function, shape, torch.Generator().manual_seed(sum(map(ord, function))))
+            found += [
+                like_the_form(function, shape_name, x | {"mask": full(next(iter(x.values())).new_zeros(shape))} | s)
+                for s in settings
+            ]
+        for mask_name, mask in (("padding", RAGGED), ("holes in the mask", HOLES)):
+            x = random_arguments(function, mask.shape, torch.Generator().manual_seed(1 + len(function)))
+            for s in settings:
+                case = like_the_form(function, mask_name, {**x, "mask": mask, **s})
+                found += [
+                    case,
+                    with_masked(case, "masked entries don't matter", 1e3),
+                    with_masked(case, "NaN in padding", torch.nan),
+                ]
+        if function in PARTS:
+            for s in settings:
+                x = random_arguments(function, RAGGED.shape, torch.Generator().manual_seed(2)) | {"mask": RAGGED} | s
+                case = like_the_form(function, "parts add up", x)
+                counts = {"tokens": int(RAGGED.sum())}
+                if function == "aggregate":
+                    counts |= {"sequences": len(RAGGED)}
+                expected = {"result": case.expected["result"]}
+                found.append(replace(case, arguments=x | counts, expected=expected, run=in_parts, gradient_of=""))
+    return found + other_properties()
+
+
+def like_the_form(function: str, name: str, arguments: Arguments, source: str = "") -> Case:
+    """A case whose numbers forms.py computes in float64."""
+    mask = arguments.get("mask") if function in PER_TOKEN else None
+    case = Case(function, name, source or name, arguments, {}, once, mask, gradient_of=GRADIENT_OF.get(function, ""))
+    return replace(case, expected=calls.outputs_of(getattr(forms, function), case, torch.float64))
+
+
+def with_masked(case: Case, name: str, value: float) -> Case:
+    """The same case with something else in the masked entries."""
+    mask = case.arguments["mask"]
+    changed = {
+        key: x.masked_fill(~mask, value)
+        for key, x in case.arguments.items()
+        if isinstance(x, Tensor) and x.shape == mask.shape and x.is_floating_point()
+    }
+    return replace(case, name=name, source=name, arguments=case.arguments | changed)
+
+
+def other_properties() -> list[Case]:
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randint(0, 3, (12,), generator=generator).float()
+    consecutive, mixed = torch.arange(12) // 4, torch.tensor([2, 0, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1])
+    pairs = torch.arange(12) // 2
+    equal, sizes = torch.ones(12), torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 4])
+    found = []
+    for name in ("grpo", "dr_grpo", "rloo"):
+        for what, x, groups, size in (
+            ("consecutive groups", scores, consecutive, 4),
+            ("groups of two", scores, pairs, 2),
+            ("mixed groups", scores, mixed, None),
+            ("groups of different sizes, one of one", scores, sizes, None),
+            ("equal scores", equal, consecutive, 4),
+            ("one row", scores[2:3], consecutive[:1], 1),
+        ):
+            given = {"scores": x, "groups": groups, "group_size": size, "name": name}
+            found.append(like_the_form("group_advantages", what, given))
+    # The stop id is also the padding, responses are shorter than the width, and one does not end.
+    responses = torch.tensor(
+        [[5, 6, 2, 2, 2, 2], [5, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 5], [2, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 2]]
+    )
+    inner = torch.tensor([[5, 2, 6, 2, 9, 9], [2, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 5], [5, 5, 5, 5, 5, 2]])
+    for name, x in (("the stop id is the padding", responses), ("tokens after the stop id", inner)):
+        found.append(like_the_form("response_mask", name, {"responses": x, "stop_id": 2}))
+        found.append(like_the_form("has_stop", name, {"responses": x, "stop_id": 2, "after": 0}))
+        found.append(like_the_form("truncate", name, {"responses": x, "stop_id": 2, "pad_id": 2, "after": 0}))
+    lost = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 2, 0, 0, 0], [5, 6, 7, 8, 9, 2], [5, 6, 7, 8, 9, 3]])
+    found.append(like_the_form("has_stop", "cut off, then padded", {"responses": lost, "stop_id": 2, "after": 0}))
+    empty = RAGGED & (torch.arange(5) != 1).unsqueeze(1)
+    x = random_arguments("aggregate", empty.shape, generator)["losses"]
+    for mode in MODES:
+        found.append(like_the_form("aggregate", "an empty row", {"losses": x, "mask": empty, "mode": mode}))
+    x = random_arguments("token_rewards", empty.shape, generator)
+    found.append(like_the_form("token_rewards", "an empty row", x | {"mask": empty, "kl_coef": 0.3}))
+    losses = torch.randn(RAGGED.shape, generator=generator)
+    for name, sizes in (("one part", [5]), ("a part for each row", [1] * 5), ("parts of 2 and 3 rows", [2, 3])):
+        given = {"losses": list(losses.split(sizes)), "masks": list(RAGGED.split(sizes)), "generation_tokens": 40}
+        found.append(like_the_form("accumulate", name, given, "parts add up"))
+        masks = [full(x) for x in given["masks"]]
+        found.append(like_the_form("accumulate", f"{name}, all full", given | {"masks": masks}, "parts add up"))
+        returns, values = (
+            torch.randn(RAGGED.shape, generator=generator),
+            torch.randn(RAGGED.shape, generator=generator),
+        )
+        given = {"values": list((returns + values / 2).split(sizes)), "returns": list(returns.split(sizes))}
+        given |= {"masks": list(RAGGED.split(sizes))}
+        found.append(like_the_form("explained_variance", name, given, "parts add up"))
+    lengths = torch.tensor([0, 5, 15, 16, 17, 18, 20])
+    given = {"lengths": lengths, "max_length": 20, "buffer": 5, "factor": 0.5}
+    found.append(like_the_form("overlong_penalty", "factor 0.5", given))
+    for name, shape in SHAPES.items():
+        logits, tokens = torch.randn(*shape, 4, generator=generator), torch.randint(0, 4, shape, generator=generator)
+        given = {"logits": logits, "temperature": 0.7}
+        found.append(like_the_form("token_logprobs", name, given | {"tokens": tokens}))
+        found.append(like_the_form("entropy", name, given))
+        best = torch.randint(0, shape[1], shape[:1], generator=generator)
+        found.append(like_the_form("best_of_n_loss", name, {"scores": logits[..., 0], "best": best}))
+    return found
+
+
+@cache
+def all_cases() -> dict[str, list[Case]]:
+    """The cases of each function."""
+    found = [*chapter_1(), *chapter_2(), *chapter_3(), *enumeration(), *properties()]
+    return {name: [case for case in found if case.function == name] for name in NAMES}

@@ -1,0 +1,89 @@
+"""The process that runs somebody else's code: it calls the functions of an adapter and writes what they return.
+
+    python -m ppo_rlhf.check.child adapter.py [function ...]
+
+A line of JSON goes out for each case, before it is called and after. What the adapter prints goes to stderr.
+"""
+
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ppo_rlhf.check import calls, cases
+
+
+def load(path: Path) -> ModuleType:
+    """The adapter as a module; what is beside it can be imported."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("adapter", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["adapter"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def provided(module: ModuleType) -> dict[str, Callable]:
+    return {name: vars(module)[name] for name in cases.NAMES if callable(vars(module).get(name))}
+
+
+def others(module: ModuleType) -> list[str]:
+    """Functions that were written in the adapter under names that mean nothing here."""
+    found = {name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == "adapter"}
+    return sorted(name for name in found - set(cases.NAMES) if not name.startswith("_"))
+
+
+def answer(function: Callable, case: cases.Case) -> dict[str, Any]:
+    """The message about a case: its outputs, why it was left out, or what is wrong."""
+    try:
+        outputs = calls.outputs_of(function, case)
+        return {"outputs": {name: [list(x.shape), x.flatten().tolist()] for name, x in outputs.items()}}
+    except calls.LeftOut as reason:
+        return {"left_out": str(reason)}
+    except calls.Wrong as reason:
+        return {"wrong": str(reason)}
+    except BaseException as error:  # an adapter may also call sys.exit()
+        return {"wrong": f"raises {one_line(error)}"}
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    name = sys.modules["adapter"].__file__ if "adapter" in sys.modules else None
+    lines = [frame.lineno for frame in frames if frame.filename == name]
+    return f"{type(error).__name__}{f': {text[:160]}' if text else ''}{f' (line {lines[-1]})' if lines else ''}"
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+
+    def say(**message: Any) -> None:
+        print(json.dumps(message), file=out, flush=True)
+
+    path, names = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    try:
+        module = load(path)
+    except BaseException as error:
+        say(failed=f"cannot be imported: {one_line(error)}")
+        return
+    functions = provided(module)
+    say(provided=list(functions), others=others(module))
+    for name in names or functions:
+        for index, case in enumerate(cases.all_cases()[name]):
+            say(function=name, case=index)
+            say(**answer(functions[name], case))
+    say(done=True)
+
+
+if __name__ == "__main__":
+    main()

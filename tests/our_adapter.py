@@ -1,0 +1,129 @@
+"""Our own functions under the names and signatures that `python -m ppo_rlhf.check` asks for."""
+
+import torch
+from torch import Tensor
+
+from ppo_rlhf import rlvr_math, tldr_policy, train_policy, train_reward
+from ppo_rlhf.lib import lm, rewards
+from ppo_rlhf.rlvr_math import importance_weights, kl_estimate, rejection_mask  # noqa: F401 the signatures are the same
+
+
+def truncate(responses, stop_id, pad_id, after):
+    return lm.truncate_at(responses, stop_id, after, pad_id)
+
+
+def response_mask(responses, stop_id):
+    return rlvr_math.response_mask(responses, {stop_id})[0]
+
+
+def has_stop(responses, stop_id, after):
+    return train_policy.has_stop(responses, stop_id, after)
+
+
+def token_logprobs(logits, tokens, temperature):
+    return rlvr_math.read_logits(logits / temperature, tokens, entropy_learns=False)[0]
+
+
+def entropy(logits, temperature):
+    tokens = torch.zeros(logits.shape[:2], dtype=torch.long)
+    return rlvr_math.read_logits(logits / temperature, tokens, entropy_learns=False)[1]
+
+
+def response_logprobs(model, tokens, attention_mask, context_length, temperature):
+    vocab_size = model.config.vocab_size
+    tokens = tokens.masked_fill(~attention_mask, vocab_size)
+    return train_policy.response_logprobs(model, tokens, vocab_size, context_length, temperature, vocab_size)[0]
+
+
+def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, score_at):
+    if score_at == "next":
+        return tldr_policy.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)[0]
+    return rlvr_math.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
+
+
+def overlong_penalty(lengths, max_length, buffer, factor):
+    return rewards.overlong_punishment(lengths, max_length, buffer, factor)
+
+
+def kl_controller(kl_coef, kl, target, episodes, horizon):
+    controller = train_policy.AdaptiveKLController(kl_coef, target, horizon)
+    controller.update(kl, episodes)
+    return controller.value
+
+
+def best_of_n_loss(scores, best):
+    return train_reward.best_of_n_loss(scores, best)
+
+
+def whiten(values, mask, keep_mean):
+    return rlvr_math.whiten(values, mask, keep_mean=keep_mean)
+
+
+def gae(rewards, values, mask, gamma, lam):
+    return rlvr_math.gae(rewards, mask, torch.arange(len(mask)), values=values, gamma=gamma, lam=lam)
+
+
+def reward_to_go(rewards, mask, gamma):
+    return rlvr_math.reinforce_pp(rewards, mask, torch.arange(len(mask)), gamma=gamma)[0]
+
+
+def group_advantages(scores, groups, name):
+    mask = torch.ones(len(scores), 1, dtype=torch.bool)
+    return rlvr_math.ESTIMATORS[name](scores.unsqueeze(1), mask, groups)[0].squeeze(1)
+
+
+def token_loss(
+    name, mode, new_logprobs, logprobs, advantages, mask, low, high, dual_clip=None, tokens=None
+) -> Tensor:
+    bounds = {"low": low, "high": low if high is None else high, "dual_clip": dual_clip}
+    losses = rlvr_math.token_losses(new_logprobs, logprobs, advantages, mask, name, **bounds)[0]
+    return rlvr_math.aggregate(losses, mask, mode, tokens=tokens)
+
+
+def policy_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high, dual_clip, tokens):
+    given = (new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high, dual_clip, tokens)
+    return token_loss("ppo", "token-mean", *given)
+
+
+def gspo_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high):
+    given = (new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high)
+    return token_loss("gspo", "seq-mean-token-mean", *given)
+
+
+def cispo_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high):
+    return token_loss("cispo", "token-mean", new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high)
+
+
+def value_loss(new_values, values, returns, mask, cliprange, tokens):
+    losses, _ = rlvr_math.value_losses(new_values, values, returns, mask, cliprange)
+    return rlvr_math.aggregate(losses, mask, "token-mean", tokens=tokens)
+
+
+def aggregate(losses, mask, mode, tokens, sequences, length):
+    lengths = mask.sum(1) > 0
+    episodes = lengths.sum() if sequences is None else sequences
+    counts = {"tokens": tokens, "sequences": sequences, "episodes": episodes, "length": length}
+    return rlvr_math.aggregate(losses, mask, mode, **counts)
+
+
+def accumulate(losses, masks):
+    tokens = sum(int(mask.sum()) for mask in masks)
+    parts = zip(losses, masks, strict=True)
+    return sum(rlvr_math.aggregate(part, mask, "token-mean", tokens=tokens) for part, mask in parts)
+
+
+def kl_loss(logprobs, ref_logprobs, sampler_logprobs, mask):
+    ratio = torch.exp(logprobs - sampler_logprobs).detach()
+    return ratio * rlvr_math.kl_estimate(logprobs, ref_logprobs, mask, "k3+")
+
+
+def adam_step(parameter, gradient, m, v, step, lr, beta1, beta2, eps, style):
+    parameter = torch.nn.Parameter(parameter)
+    kind = train_policy.AdamTensorFlowStyle if style == "tensorflow" else torch.optim.Adam
+    optimizer = kind([parameter], lr=lr, betas=(beta1, beta2), eps=eps)
+    state = {"step": torch.tensor(step - 1.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    optimizer.state[parameter] = state
+    optimizer.param_groups[0]["steps"] = step - 1
+    parameter.grad = gradient
+    optimizer.step()
+    return parameter.detach(), state["exp_avg"], state["exp_avg_sq"]

@@ -1,0 +1,345 @@
+"""`python -m ppo_rlhf.check`: ours matches, each known fault is rejected and named, and nothing crashes it."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import our_adapter
+import pytest
+import torch
+
+from benchmark.interoperability import others
+from ppo_rlhf.check import __main__ as command, calls, cases, child, diagnosis, faults, forms
+from ppo_rlhf.check.diagnosis import Report
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/check.md").read_text()
+
+
+def report_of(name: str, function: Callable) -> Report:
+    """What the command says of a function, without a process of its own."""
+    answers, left_out = {}, {}
+    for index, case in enumerate(cases.all_cases()[name]):
+        message = child.answer(function, case)
+        if "left_out" in message:
+            left_out[message["left_out"]] = left_out.get(message["left_out"], 0) + 1
+        else:
+            answers[index] = command.numbers(message["outputs"]) if "outputs" in message else message["wrong"]
+    return diagnosis.judge(name, answers, left_out)
+
+
+def run(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess:
+    given = [sys.executable, "-m", "ppo_rlhf.check", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+# ---- What matches ----------------------------------------------------------------------------------------------
+
+
+def test_every_function_has_cases_of_several_kinds():
+    kinds = {name: {case.source for case in found} for name, found in cases.all_cases().items()}
+    assert min(len(found) for found in cases.all_cases().values()) >= 2
+    assert sum("golden" in of_one for of_one in kinds.values()) >= 22
+    assert {"golden", "enumeration", "NaN in padding", "masked entries don't matter"} <= kinds["kl_estimate"]
+    assert {"B = T", "B < T", "parts add up", "holes in the mask"} <= kinds["policy_loss"]
+
+
+@pytest.mark.parametrize("name", cases.NAMES)
+def test_the_plain_forms_match(name):
+    """They are held to the golden numbers here; the numbers of properties are theirs."""
+    report = report_of(name, getattr(forms, name))
+    assert report.ok and report.cases == len(cases.all_cases()[name]) and not report.left_out, report
+
+
+@pytest.mark.parametrize("name", sorted(set(cases.NAMES) & vars(our_adapter).keys()))
+def test_our_functions_match(name):
+    report = report_of(name, getattr(our_adapter, name))
+    assert report.ok and report.cases == len(cases.all_cases()[name]), report
+
+
+def test_we_have_every_function_but_one():
+    assert set(cases.NAMES) - vars(our_adapter).keys() == {"explained_variance"}  # ours comes from sums over a batch
+
+
+# ---- What does not ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: f"{fault.function}: {fault.name}")
+def test_a_fault_is_rejected_and_named(fault):
+    report = report_of(fault.function, fault)
+    assert not report.ok and [fault] in report.diagnoses, (report.diagnoses, report.failed[:3])
+
+
+PAIRS = [
+    ("policy_loss", "mean over padding", "ratio upside down"),
+    ("gae", "next value 0", "returns without values"),
+    ("whiten", "with n minus 1", "over padding"),
+    ("value_loss", "without its half", "mean of each part"),
+    ("kl_estimate", "k3 upside down", "k2 without its half"),
+    ("group_advantages", "std with n", "raw score of a group of one"),
+    ("token_rewards", "penalty is a reward", "score in the last column"),
+    ("adam_step", "without bias correction", "epsilon 1e 8"),
+]
+
+
+@pytest.mark.parametrize(("name", "one", "other"), PAIRS)
+def test_two_faults_are_both_named(name, one, other):
+    pair = [next(fault for fault in faults.of(name) if fault.name == each) for each in (one, other)]
+    report = report_of(name, faults.together(pair))
+    assert {frozenset(x.name for x in found) for found in report.diagnoses} >= {frozenset((one, other))}
+
+
+def test_an_unknown_fault_is_described():
+    def whiten(values, mask, keep_mean):
+        return forms.whiten(values, mask, keep_mean) * 1.5
+
+    report = report_of("whiten", whiten)
+    assert not report.ok and not report.diagnoses
+    assert report.hints == ["where it fails, every number is 1.5 times the expected one"]
+    assert re.match(r"result \[0, 0\] is -?\d\.\d+, not -?\d\.\d+; ", report.failed[0]["wrong"])
+
+
+def test_marks_have_entries_and_parts_of_the_text_are_found():
+    """The register has each mark; each edit is of one place, and the numbers of exercises are those of the list."""
+    pages = {path.name: path.read_text() for path in (ROOT / "docs/details").glob("chapter*.md")}
+    for fault in faults.FAULTS:
+        page, _, mark = fault.page.removeprefix("docs/details/").partition("#")
+        assert f'<a id="{mark}"></a>' in pages[page], fault
+        assert fault.text != inspect.getsource(getattr(forms, fault.function)) and fault.says.endswith(".")
+    assert len(faults.FAULTS) == len({(fault.function, fault.name) for fault in faults.FAULTS}) > 150
+
+
+PUBLISHED = {  # faults that were published, by project and number of the report
+    *("PrimeIntellect-ai/prime-rl/pull/583", "huggingface/trl/pull/6024", "modelscope/ms-swift/issues/10117"),
+    *("verl-project/verl/issues/3741", "natolambert/rlhf-book", "areal-project/AReaL/pull/408"),
+    *("radixark/miles/pull/1827", "THUDM/slime/pull/1372", "natolambert/rlhf-book/pull/216"),
+    *("areal-project/AReaL/pull/1346", "areal-project/AReaL/pull/1637", "NVIDIA-NeMo/Automodel/issues/1336"),
+    *("huggingface/trl/issues/4159", "huggingface/trl/pull/6095", "RLinf/RLinf/pull/1297"),
+    *("deepspeedai/DeepSpeed/pull/7967", "allenai/open-instruct/pull/1161"),
+}
+
+
+def test_published_faults_are_among_them():
+    assert {fault.source.removeprefix(faults.GITHUB) for fault in faults.FAULTS} >= PUBLISHED
+
+
+# ---- Correct code in another form ------------------------------------------------------------------------------
+
+
+def whiten_in_numpy(values, mask, keep_mean):
+    x = np.asarray(values, dtype=np.float64)[np.asarray(mask)]
+    out = np.zeros(values.shape)
+    out[np.asarray(mask)] = (x - x.mean()) / np.sqrt(x.var() + 1e-8) + (x.mean() if keep_mean else 0) if len(x) else 0
+    return out
+
+
+def whiten_of_arrays_only(values, mask, keep_mean):
+    if not isinstance(values, np.ndarray):
+        raise TypeError("give me arrays")
+    return whiten_in_numpy(values, mask, keep_mean)
+
+
+def gae_transposed(rewards, values, mask, gamma, lam):
+    return tuple(x.T.contiguous().T.double() for x in forms.gae(rewards, values, mask, gamma, lam))
+
+
+def gae_without_a_mask(rewards, values, gamma=0.99, lam=0.95):
+    return forms.gae(rewards, values, None, gamma, lam)
+
+
+def policy_loss_in_float64(new_logprobs, logprobs, advantages, mask, **rest):
+    return forms.policy_loss(new_logprobs.double(), logprobs.double(), advantages.double(), mask, **rest)
+
+
+def policy_loss_of_one_bound(advantages, logprobs, new_logprobs, cliprange):
+    return float(forms.policy_loss(new_logprobs, logprobs, advantages, None, cliprange))
+
+
+def kl_estimate_of_two(logprobs, ref_logprobs, name):
+    return {"k1": logprobs - ref_logprobs, "k2": (logprobs - ref_logprobs) ** 2 / 2}[name]
+
+
+def whiten_by_position(values, mask, keep_mean, /):
+    return forms.whiten(values, mask, keep_mean)
+
+
+def group_advantages_of_equal_sizes(scores, group_size):
+    x = scores.view(-1, group_size)
+    return ((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-6)).nan_to_num(0).flatten().tolist()
+
+
+def kl_controller_in_numpy(kl_coef, kl, target, episodes, horizon):
+    return np.float64(kl_coef) * (1 + np.clip(kl / target - 1, -0.2, 0.2) * episodes / horizon)
+
+
+def has_stop_of_ints(responses, stop_id, after):
+    return [int(stop_id in row[after:]) for row in responses.tolist()]
+
+
+UNUSUAL = {
+    whiten_in_numpy: set(),
+    whiten_of_arrays_only: set(),
+    whiten_by_position: set(),
+    gae_transposed: set(),
+    gae_without_a_mask: {"no mask"},
+    policy_loss_in_float64: set(),
+    policy_loss_of_one_bound: {"no mask", "no cliprange_high", "no dual_clip", "no tokens"},
+    kl_estimate_of_two: {"no mask", *(f"name {name} is refused" for name in ("abs", "k3", "k1+", "k2+", "k3+"))},
+    group_advantages_of_equal_sizes: {"no groups", "no name"},
+    kl_controller_in_numpy: set(),
+    has_stop_of_ints: set(),
+}
+
+
+@pytest.mark.parametrize("function", UNUSUAL, ids=lambda function: function.__name__)
+def test_correct_code_in_an_unusual_form_matches(function):
+    name = next(name for name in cases.NAMES if function.__name__.startswith(name))
+    report = report_of(name, function)
+    assert report.ok and report.cases >= 2 and set(report.left_out) == UNUSUAL[function], report
+
+
+def test_a_function_that_gives_no_gradient_is_held_to_its_values():
+    assert not report_of("policy_loss", policy_loss_of_one_bound).gradients
+    assert report_of("policy_loss", forms.policy_loss).gradients
+
+
+# ---- The command -----------------------------------------------------------------------------------------------
+
+CRASHES = """
+import os, sys, time
+import torch
+
+def whiten(values, mask, keep_mean): raise RuntimeError("no")
+def gae(rewards, values, mask, gamma, lam): return rewards[:, :1], values[:, :1]
+def reward_to_go(rewards, mask): time.sleep(60)
+def truncate(responses, stop_id, pad_id, after): responses[:] = 0; return responses
+def response_mask(responses, stop_id): sys.exit(0)
+def has_stop(responses, stop_id): os._exit(5)
+def entropy(logits): return "many"
+def token_logprobs(x, y): return x
+def value_loss(new_values, values, returns): print("noise"); return None
+def kl_controller(kl_coef, kl, target, episodes, horizon):
+    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * episodes / horizon)
+def helper(): pass
+"""
+
+
+def test_what_raises_hangs_or_ends_is_a_row(tmp_path):
+    (tmp_path / "adapter.py").write_text(CRASHES)
+    done = run("adapter.py", "--json", "--timeout", "1", folder=tmp_path)
+    found = json.loads(done.stdout)
+    said = {row["function"]: row["failed"][0]["wrong"] if row["failed"] else "" for row in found["functions"]}
+    assert done.returncode == 1 and not found["ok"] and found["not_checked"] == ["helper"]
+    assert said == {
+        "whiten": "raises RuntimeError: no (line 5)",
+        "gae": "shape (16, 1) where (16, 4) is expected",
+        "reward_to_go": "took longer than 1 seconds",
+        "truncate": "it changed its argument responses",
+        "response_mask": "raises SystemExit: 0 (line 9)",
+        "has_stop": "ended its process with status 5",
+        "entropy": "it returned str, which holds no numbers",
+        "token_logprobs": "it takes x, y; the arguments of token_logprobs are logits, tokens, temperature",
+        "value_loss": "it returned None",
+        "kl_controller": "",
+    }
+
+
+def test_the_tutorial_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
+    blocks = [re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "text")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
+    for adapter, printed, status in zip(*blocks, (1, 0), strict=True):
+        Path("adapter.py").write_text(adapter)
+        assert command.main() == status
+        assert capsys.readouterr().out == printed
+
+
+def test_quiet_prints_only_what_does_not_match(capsys):
+    right, wrong = report_of("entropy", forms.entropy), report_of("entropy", faults.of("entropy")[0])
+    command.print_table([right], ["helper"], True)
+    assert capsys.readouterr().out == ""
+    command.print_table([right, wrong], ["helper"], True)
+    assert capsys.readouterr().out.count("\nentropy") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "adapter.py is no file"),
+        ("import nothing_of_this_name", "adapter.py cannot be imported: ModuleNotFoundError"),
+        ("def gea(): pass", "adapter.py has none of the functions that can be checked, only gea"),
+        ("def whiten(values):\n    raise NotImplementedError", "nothing could be compared"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_status_2(text, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("adapter.py").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
+    assert command.main() == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_an_exercise_is_written_and_found_to_be_fixed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.exercise(7, 10.0) == 1
+    path, fault = Path("exercise_7.py"), command.EXERCISES[6]
+    assert path.read_text() in capsys.readouterr().out and fault.says not in path.read_text()
+    assert command.exercise(7, 10.0) == 1
+    assert "is not fixed yet" in capsys.readouterr().out
+    path.write_text(
+        "import math\n\nimport torch\nfrom torch import Tensor\n\n"
+        + inspect.getsource(getattr(forms, fault.function))
+    )
+    assert command.exercise(7, 10.0) == 0
+    assert f"{fault.function} is fixed. What was wrong: {fault.says}" in capsys.readouterr().out
+
+
+def test_each_exercise_can_be_imported_and_is_broken():
+    for fault in command.EXERCISES:
+        namespace = {}
+        exec(command.source_of(fault), namespace)
+        assert fault.function in namespace
+
+
+def test_numbers_that_differ_are_told_apart():
+    """A control: the comparison sees an error of twice the tolerance, NaN, and what is not compared."""
+    case = cases.all_cases()["whiten"][0]
+    right = case.expected["result"].double()
+    for wrong, seen in ((right + 4e-5, True), (right + 1e-7, False), (right * torch.nan, True)):
+        assert (diagnosis.distance(wrong, case.expected["result"], None) > case.tolerance) == seen
+    assert diagnosis.distance(right + 1, right, torch.zeros_like(right).bool()) == 0
+    assert calls.same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+
+
+# ---- The page --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_lists_every_function_with_its_arguments():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", PAGE, re.MULTILINE))
+    assert rows.keys() == set(cases.NAMES)
+    for name, cell in rows.items():
+        assert re.findall(r"`(\w+)", cell) == list(inspect.signature(getattr(forms, name)).parameters), name
+
+
+def test_the_page_about_other_libraries_has_the_committed_results():
+    page = (ROOT / "docs/others.md").read_text()
+    for adapter, (library, _, _) in others.PACKAGES.items():
+        found = json.loads((others.RESULTS / f"{adapter}.json").read_text())
+        assert found["library"] == library and re.fullmatch("[0-9a-f]{40}", found["commit"])
+        assert others.table(found) in page
+        assert all(function["ok"] or function["diagnoses"] for function in found["functions"])  # as the page says
+    assert page.count("| function | cases |") == len(others.PACKAGES) == len(list(others.ADAPTERS.glob("*.py")))
+
+
+def test_the_golden_numbers_in_the_package_are_few():
+    files = [path for path in cases.GOLDEN.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 1_000_000
