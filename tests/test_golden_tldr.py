@@ -20,7 +20,6 @@ from golden_tldr import (
     CASES,
     EOS,
     PAD,
-    QUERY,
     Arrays,
     PolicyRun,
     case_and_arrays,

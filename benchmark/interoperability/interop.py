@@ -43,7 +43,7 @@ from ppo_rlhf.lib.run import commit, cpu_name
 from ppo_rlhf.tldr_policy import ActorCritic, response_masks
 
 ROOT = Path(__file__).resolve().parents[2]
-TASK = TASKS["tales"]
+TASK = TASKS["posts"]
 TOLERANCE = 1e-4  # of scores, values and log-probs, float32 on both sides
 SFT = ("--num_train", "4096", "--eval_posts", "16")  # with fewer posts, hardly a summary ends
 REWARD = ("--num_train", "512", "--normalize_posts", "256")
@@ -173,7 +173,7 @@ def run_logged(command: list[str], folder: Path, log: str, **environment: str) -
 def train_here(folder: Path, script: str, *flags: str) -> Path:
     """Run one of our scripts with the preset of tales. Returns models/<run> that it made."""
     before = set(folder.glob("models/*"))
-    command = [sys.executable, str(ROOT / "ppo_rlhf" / f"{script}.py"), "--preset", "tales", *flags]
+    command = [sys.executable, str(ROOT / "ppo_rlhf" / f"{script}.py"), "--preset", "posts", *flags]
     run_logged(command, folder, script, PYTHONPATH=str(ROOT))
     (made,) = set(folder.glob("models/*")) - before
     return made
