@@ -353,13 +353,18 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
-def train(args: Args, joint: dict | None = None) -> Path:
+def train(
+    args: Args, joint: dict | None = None, generator: Callable[[Setup], Callable[..., Sampled]] | None = None
+) -> Path:
     """Train a policy, and a critic if the estimator has one; return the folder models/<run>/policy, on every process.
 
-    joint: of a script that runs this as one of several stages. Raises InputError, a ValueError: on bad arguments
-    before anything is written; later if a disk or a verifier fails.
+    joint: of a script that runs this as one of several stages. generator: gives what samples in place of
+    lm.generate_until, with the same arguments; a log-prob of NaN marks a token that the policy did not write. Raises
+    InputError, a ValueError: on bad arguments before anything is written; later if a disk or a verifier fails.
     """
     setup, actor_critic, reference = load(args, joint)
+    if generator:
+        actor_critic.generate = generator(setup)
     args, sizes, ppo, accelerator = setup.args, setup.sizes, setup.args.ppo, setup.accelerator
     rank, reduce = accelerator.process_index, partial(accelerator.reduce, reduction="sum")
     optimizers = make_optimizers(actor_critic, ppo)
@@ -478,6 +483,8 @@ def rollout(
     n, device, queries = args.ppo.samples_per_prompt, setup.accelerator.device, draw.requests[0].contexts
     (responses, sampler_logprobs), *greedy = sampled
     mask, stopped = response_mask(responses, ids.stops)
+    # [V101] What a tool has said is in the context of later tokens, but it is in no loss, no KL and no advantage.
+    mask = mask & ~sampler_logprobs.isnan()
 
     # 3. Compute log-probs, values and the reference's log-probs.
     # [V76] [V82] These are the numbers that the first step of training will compute again, so that the ratio starts
@@ -758,6 +765,7 @@ class ActorCritic(models.MixedPrecision):
     """The policy and, if the estimator has one, the critic; they share nothing."""
 
     entropy_learns = True  # whether the entropy has a gradient
+    generate = staticmethod(lm.generate_until)
 
     def __init__(
         self,
@@ -780,7 +788,7 @@ class ActorCritic(models.MixedPrecision):
         self, ids: problems.TaskIds, contexts: Tensor, uniforms: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """The built-in sampler: responses, padding after the stop id, and their log-probs; within `sampling`."""
-        return lm.generate_until(self.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
+        return self.generate(self.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
 
     def forward(
         self, tokens: Tensor, responses: Tensor, mask: Tensor, pad_id: int, reference: Reference | None = None
