@@ -239,4 +239,6 @@ def panels(args: Any, verifiers: list[str], evaluation: list[str]) -> dict[str, 
     }
     if args.ppo.samples_per_prompt == 1:
         found.pop("groups without a signal")
+    if hasattr(args, "tools"):
+        found["answers of the tool per response"] = ["val/tool_calls"]
     return found

@@ -15,7 +15,7 @@ from runs import TINY_SUMS, build_tiny_sums, metrics_of, only
 from transformers import AutoTokenizer
 
 from ppo_rlhf import report, rlvr_data, rlvr_math, rlvr_policy, rlvr_tools
-from ppo_rlhf.lib import cli, lm, problems, tools, traces
+from ppo_rlhf.lib import cli, errors, lm, problems, processes, tools, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import sums
 
@@ -154,10 +154,10 @@ def test_conversations_made_by_hand(monkeypatch, tiny_models):
 # ---- What is trained on ----------------------------------------------------------------------------------------
 
 ARGUMENTS = (
-    "--preset sums-tools --dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --save_interval 1 --log_interval 1 "
-    "--eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 24 --trace_interval 1 "
-    "--ppo.advantage gae --ppo.samples_per_prompt 2 --ppo.lam 0.9 --ppo.gamma 0.95 --ppo.critic_lr 1e-3 "
-    "--rewards.kl_coef 0.1 --rewards.verifier letters:letters --ppo.lr 1e-3"
+    "--preset sums-tools --dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --save_interval 1 "
+    "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 24 "
+    "--trace_interval 1 --ppo.advantage gae --ppo.samples_per_prompt 2 --ppo.lam 0.9 --ppo.gamma 0.95 "
+    "--ppo.critic_lr 1e-3 --rewards.kl_coef 0.1 --rewards.verifier letters:letters --ppo.lr 1e-3"
 )
 LETTERS = """
 def letters(prompts, responses, answers):
@@ -175,7 +175,7 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("letters.py").write_text(LETTERS)
     args = cli.parse_args(rlvr_tools.PRESETS, arguments(tiny_tools))
-    setup, actor_critic, reference = rlvr_policy.load(args)
+    setup, actor_critic, reference = rlvr_tools.load(args)
     with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
         actor_critic.critic.reward_head.weight.copy_(torch.linspace(-1, 1, 16)[None])
         actor_critic.lm_backbone.base_model.embed_tokens.weight.mul_(1.2)
@@ -187,7 +187,6 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
     error = talk.answer(own[2])
     assert tokenizer.decode(error) == "error: failed" or tokenizer.decode(error) == "7"
     draw = rlvr_policy.draw_problems(setup, 0, 0)
-    actor_critic.generate = rlvr_tools.with_tool(setup)
     with actor_critic.sampling():
         ((responses, logprobs),) = rlvr_policy.generate(setup, actor_critic, draw)
         written = [one + tokenizer.encode("12") + own[1], own[2] + error]
@@ -325,7 +324,9 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
     texts = ["".join(pieces) for pieces in trace.responses]
     shown = report.traced_episodes(trace)
-    assert ["".join(episode["pieces"]) for episode in shown] == texts  # the tool's words too
+    assert ["".join(episode["pieces"]) for episode in shown] == list(
+        map(errors.visible, texts)
+    )  # the tool's words too
     assert [sum(episode["tokens"]["tool"]) for episode in shown] == trace.tokens["tool"].sum(1).tolist()
 
 
@@ -444,6 +445,7 @@ def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypa
     [
         ({"call_end": "]]"}, "--tools.call_end ']]' is 2 tokens"),
         ({"call_start": ""}, "--tools.call_start is empty"),
+        ({"call_end": "<|endoftext|>"}, "--tools.call_end '<|endoftext|>' ends a response"),
         ({"max_answer": 2}, "--tools.max_answer 2: error texts have up to"),
     ],
 )
@@ -456,8 +458,14 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, w
 @pytest.mark.parametrize("name", ["max_calls", "max_answer", "time_limit"])
 def test_numbers_that_mean_nothing_are_refused(name):
     args = rlvr_tools.PRESETS["sums-tools"]
-    with pytest.raises(InputError, match=f"--tools.{name}"):
+    with pytest.raises(InputError, match=f"^tools.{name} is 0; it must be"):
         rlvr_tools.train(dataclasses.replace(args, tools=dataclasses.replace(args.tools, **{name: 0})))
+
+
+def test_a_tool_does_not_go_with_sharded_weights(monkeypatch):
+    monkeypatch.setattr(processes, "sharding", lambda: True)
+    with pytest.raises(InputError, match=r"^a tool does not go with FSDP$"):
+        rlvr_tools.train(rlvr_tools.PRESETS["sums-tools"])
 
 
 # ---- The world -------------------------------------------------------------------------------------------------
@@ -514,7 +522,7 @@ def test_a_language_model_reads_answers_but_does_not_learn_them(tiny_tools):
         ("1?\n", "2?\n"), map(sums.split_answers, (s for _, s in pairs)), strict=True
     ):
         ids = [tokenizer.encode(text) for text in (prompt + own, said, rest)]
-        p = model(torch.tensor([sum(ids, [])])).logits[0].softmax(1)
+        p = model(torch.tensor([[*ids[0], *ids[1], *ids[2]]])).logits[0].softmax(1)
         start = len(ids[0])
         assert p[start - 1, ids[1][0]] < 0.5  # the answer
         assert all(p[start + i, token] > 0.8 for i, token in enumerate(ids[2]))  # what comes after it

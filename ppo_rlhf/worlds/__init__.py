@@ -29,7 +29,10 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
         "sums": lambda: sums.find_world(),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
     },
-    "task.test_problems": {"sums": lambda: sums.find_world()},
+    "task.test_problems": {
+        "sums": lambda: sums.find_world(),
+        "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
+    },
     "rewards.trained_model": {},
     "rewards.value_model": {},
 }

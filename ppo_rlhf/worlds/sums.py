@@ -209,7 +209,7 @@ def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float,
 
 
 def solve_with_calculator(rng: random.Random, problem: Problem, args: ToolsArgs) -> str:
-    """The solution of a pupil who may call the calculator; an answer goes from the end of a call to that of a line."""
+    """The solution of a pupil who may call the calculator, whose answer is the rest of a line after `]`."""
     speaks, number, lines = rng.random() < args.wordy, problem.first, []
     most = HURRIED if rng.random() < args.hasty else len(problem.steps)
     for step, sentence in zip(problem.steps[:most], problem.sentences[1 : most + 1], strict=True):
