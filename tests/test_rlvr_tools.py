@@ -228,6 +228,21 @@ def test_masks_scores_and_kl_of_conversations(episodes):
         assert (getattr(rollout, name)[~rollout.mask] == 0).all() and getattr(rollout, name)[rollout.mask].all()
 
 
+def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
+    """response_length includes them, too. The punishment rises to 3 at 24 tokens."""
+    setup, actor_critic, reference, rollout, expected = episodes
+    shaping = dataclasses.replace(setup.args.rewards, overlong_buffer=24, overlong_factor=3.0)
+    setup = dataclasses.replace(setup, args=dataclasses.replace(setup.args, rewards=shaping))
+    draw, sampled = rlvr_policy.draw_problems(setup, 0, 0), [(rollout.responses, rollout.sampler_logprobs)]
+    again = rlvr_policy.rollout(setup, actor_critic, reference, draw, sampled, version=0)
+    own = expected.sum(1).tolist()
+    from_tool = [2, int(rollout.sampler_logprobs[1].isnan().sum())]  # `12`, and an error or `7`
+    assert from_tool[1] >= 1
+    for row in range(2):
+        punishment = (again.raw_scores[row] - again.scores[row]).item()
+        assert punishment == pytest.approx(3 * (own[row] + from_tool[row]) / 24)
+
+
 def slow_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """Advantages of a response without its holes, by the sum of (gamma lambda)^k delta_(t+k)."""
     n, values = len(rewards), np.array([*values, 0.0])
@@ -370,7 +385,7 @@ def test_the_calculator(call, value):
 
 
 BAD = """
-import os, sys, time
+import os, signal, sys, time
 def tool(call):
     print("noise"); print("more", file=sys.stderr)
     if call == "raise": raise RuntimeError("secret")
@@ -382,6 +397,9 @@ def tool(call):
     if call == "sleep": time.sleep(60)
     if call == "power": return str(9 ** 9 ** 9)
     if call == "die": os._exit(0)
+    if call == "deaf":
+        signal.alarm(0)
+        while True: pass
     if call == "long": return "7" * 10**6
     if call == "half": return "7" + chr(0xd800)
     return call.upper()
@@ -394,7 +412,7 @@ def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, mon
     Path("bad_tools.py").write_text(BAD)
     tool = tools.load_tool("bad_tools:tool", "tools.tool", seconds=0.3)
     expected = dict.fromkeys(("raise", "exit", "interrupt", "nothing", "die"), tools.FAILED)
-    expected |= dict.fromkeys(("loop", "sleep", "power"), tools.TOO_SLOW) | {"long": tools.TOO_LONG}
+    expected |= dict.fromkeys(("loop", "sleep", "power", "deaf"), tools.TOO_SLOW) | {"long": tools.TOO_LONG}
     for call, text in expected.items():
         assert (call, tool(call)) == (call, text) and tool("again\n\0") == "AGAIN\n\0"
     tool.close()
