@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ppo_rlhf.lib.errors import InputError, flag
 
+# [V104] These are the answers to calls that fail. No call raises an exception.
 SYNTAX, FAILED, TOO_SLOW, TOO_LONG = (f"error: {why}" for why in ("syntax", "failed", "too slow", "too long"))
 ERRORS = (SYNTAX, FAILED, TOO_SLOW, TOO_LONG)
 Tool = Callable[[str], str]
