@@ -522,7 +522,9 @@ def test_what_a_tool_wrote_has_a_wavy_line(opened, tmp_path):
     page = opened(folder / "report.html")
     tokens = page.locator("#left-response .token").all()
     assert [token.get_attribute("class") for token in tokens] == ["token", "token masked cut tool", "token stop"]
-    line = tokens[1].evaluate("e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).textDecorationLine]")
+    line = tokens[1].evaluate(
+        "e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).textDecorationLine]"
+    )
     assert line == ["wavy", "underline"] and tokens[1].evaluate("e => getComputedStyle(e).opacity") == "1"
 
 
