@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from processes import launch_together
-from runs import TINY_SUMS, build_tiny_sums, metrics_of, only
+from runs import TINY_SUMS, build_tiny_sums, explained_metrics, metrics_of, only
 from transformers import AutoTokenizer
 
 from ppo_rlhf import report, rlvr_data, rlvr_math, rlvr_policy, rlvr_tools
@@ -333,6 +333,9 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     rows = metrics_of(whole_run)
     assert len(rows) == 3 and all(row["val/tool_tokens"] > row["val/tool_calls"] > 0 for row in rows)
     assert all(row["objective/sampler_gap"] < 1e-9 and row["val/first_ratio_gap"] < 1e-9 for row in rows)
+    assert (
+        {name for name in rows[0] if "tool" in name} == {"val/tool_calls", "val/tool_tokens"} <= explained_metrics(3)
+    )
     solved = [json.loads(line) for line in (whole_run / "evaluation.jsonl").read_text().splitlines()]
     assert any(re.search(r"\](error: |\d)", str(row)) for row in solved)
     trace = traces.read(whole_run, 0)

@@ -14,8 +14,7 @@ from processes import launch
 
 from benchmark.experiments import tools
 from ppo_rlhf import rlvr_policy, rlvr_tools
-from ppo_rlhf.lib import cli
-from ppo_rlhf.lib import tools as lib_tools
+from ppo_rlhf.lib import cli, tools as lib_tools
 from ppo_rlhf.lib.errors import InputError
 
 UPDATES = 4
@@ -168,7 +167,12 @@ def test_numbers_of_the_mistake():
     }
     lost = [tools.cell(100 * (x["masked"] - x["in-the-loss"]), ".1f") for x in differences.values()]
     said = " ".join(RESULTS[RESULTS.index("## What a tool") :].split())
-    assert f"{lost[0]} points fewer while it learns, and {lost[1]} after it" in said
+    assert f"{lost[0]} points fewer while it learns, and {lost[1]} after it, among samples" in said
+    assert f"cost {lost[1]} points of correct samples" in RESULTS
+    means = runs.groupby("variant")[["policy/grad_norm", "policy/clipfrac_avg"]].mean()
+    norms, clipped = (means[column][["masked", "in-the-loss"]] for column in means)
+    assert "rises from {:.2f} to {:.2f},".format(*norms) in said
+    assert "{1:.2f} % of the tokens are clipped, not {0:.2f} %".format(*(100 * clipped)) in said
 
 
 def test_the_tool_of_the_page_is_one(tmp_path, monkeypatch):
