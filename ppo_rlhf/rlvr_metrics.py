@@ -179,10 +179,10 @@ def keep_trace(
     )
     of_tokens = {name: getattr(episodes, name) for name in names}
     of_tokens |= {"kl": batch.kl, "rewards": batch.rewards, "mask": batch.loss_mask, "scored": episodes.mask}
-    if hasattr(setup.args, "tools"):
-        of_tokens["tool"] = episodes.sampler_logprobs.isnan()
     of_episodes = {name: getattr(episodes, name) for name in ("scores", "raw_scores", "stopped", "groups")}
     of_episodes |= {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
+    if hasattr(setup.args, "tools"):
+        of_tokens["tool"] = episodes.sampler_logprobs.isnan()
     tokens = episodes.query_responses.tensor_split([-episodes.mask.shape[1]], dim=1)
     answers = [setup.problems.answers[i] for i in episodes.problems.tolist()]
     told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens | found, of_episodes)
