@@ -1,5 +1,6 @@
 # make demo: the whole of chapter 1 on the tales world, offline once installed.
-# make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3, on word problems.    make test: the tests.
+# make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3, on word problems.
+# make demo-tools: the same with a calculator.    make test: the tests.
 # make fresh: both on a fresh Debian (root, Linux). make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 TORCH_OPTIONS ?=
 THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: demo demo-tldr demo-rlvr hub-check test check lint install fresh
+.PHONY: demo demo-tldr demo-rlvr demo-tools hub-check test check lint install fresh
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -26,6 +27,10 @@ demo-tldr: $(VENV)/installed
 demo-rlvr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/sums.py
 	$(LAUNCH) ppo_rlhf/rlvr_policy.py --preset sums
+	$(BIN)/python ppo_rlhf/report.py
+
+demo-tools: $(VENV)/installed
+	$(LAUNCH) ppo_rlhf/rlvr_tools.py --preset sums-tools
 	$(BIN)/python ppo_rlhf/report.py
 
 # Is everything that the presets take from the hub there?

@@ -227,7 +227,7 @@ NUMBERS = {  # of an episode: title
     "groups": "group",
     "verifier": "by the verifier (above 0: right)",
 }
-MARKS = ("mask", "value_mask", "scored")
+MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
 
 
 def traced_update(folder: Path, kept: list[tuple[int, bool]]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Rows:
 class Rollout(Rows):
     """What was sampled, and what was found out about it: steps 1 to 4."""
 
-    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn
+    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn; NaN: a tool wrote the token
     exact_kl: Tensor  # (rows, response_length), where the reward needs it, otherwise 0
     parts: Tensor  # (rows, sources), what verifiers and reward model say
     raw_scores: Tensor  # (rows,), their weighted sum

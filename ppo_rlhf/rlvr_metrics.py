@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ppo_rlhf import rlvr_data, rlvr_math
@@ -54,7 +55,7 @@ def update_metrics(
     returned. Raises a NumericalError if the numbers cannot be right.
     """
     accelerator, generated = setup.accelerator, generated or [episodes]
-    names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores")
+    names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores", "sampler_logprobs")
     one = {name: torch.cat([getattr(part, name) for part in generated]) for name in names}
     live, lengths, right = one["mask"].any(1), one["mask"].sum(1), one["parts"][:, 0] > 0
     # [V79] Scores, lengths and the like are of all that was generated, as is the count of episodes.
@@ -68,6 +69,10 @@ def update_metrics(
         "val/groups_all_right": rlvr_math.by_group((right | ~live).double(), one["groups"], "amin"),
         "val/groups_all_wrong": rlvr_math.by_group((~right | ~live).double(), one["groups"], "amin"),
     }
+    if hasattr(setup.args, "tools"):  # of rlvr_tools.py
+        from_tool = one["sampler_logprobs"].isnan()
+        of_responses["val/tool_tokens"] = from_tool.sum(1)
+        of_responses["val/tool_calls"] = (from_tool & ~F.pad(from_tool, (1, 0))[:, :-1]).sum(1)
     # [V55] A row without a token is in no mean.
     of_episodes = {
         "objective/kl": batch.kl.sum(1),
@@ -176,6 +181,8 @@ def keep_trace(
     of_tokens |= {"kl": batch.kl, "rewards": batch.rewards, "mask": batch.loss_mask, "scored": episodes.mask}
     of_episodes = {name: getattr(episodes, name) for name in ("scores", "raw_scores", "stopped", "groups")}
     of_episodes |= {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
+    if hasattr(setup.args, "tools"):
+        of_tokens["tool"] = episodes.sampler_logprobs.isnan()
     tokens = episodes.query_responses.tensor_split([-episodes.mask.shape[1]], dim=1)
     answers = [setup.problems.answers[i] for i in episodes.problems.tolist()]
     told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens | found, of_episodes)
@@ -232,4 +239,6 @@ def panels(args: Any, verifiers: list[str], evaluation: list[str]) -> dict[str, 
     }
     if args.ppo.samples_per_prompt == 1:
         found.pop("groups without a signal")
+    if hasattr(args, "tools"):
+        found["answers of the tool per response"] = ["val/tool_calls"]
     return found

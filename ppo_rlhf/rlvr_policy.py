@@ -366,13 +366,14 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
-def train(args: Args, joint: dict | None = None) -> Path:
+def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | None = None) -> Path:
     """Train a policy, and a critic if the estimator has one; return the folder models/<run>/policy, on every process.
 
-    joint: of a script that runs this as one of several stages. Raises InputError, a ValueError: on bad arguments
-    before anything is written; later if a disk or a verifier fails.
+    joint: of a script that runs this as one of several stages. loader: what to call in place of `load`, such as a
+    function that changes how the policy samples. Raises InputError, a ValueError: on bad arguments before anything is
+    written; later if a disk or a verifier fails.
     """
-    setup, actor_critic, reference = load(args, joint)
+    setup, actor_critic, reference = (loader or load)(args, joint)
     args, sizes, ppo, accelerator = setup.args, setup.sizes, setup.args.ppo, setup.accelerator
     rank, reduce = accelerator.process_index, partial(accelerator.reduce, reduction="sum")
     optimizers = make_optimizers(actor_critic, ppo)
@@ -491,6 +492,9 @@ def rollout(
     n, device, queries = args.ppo.samples_per_prompt, setup.accelerator.device, draw.requests[0].contexts
     (responses, sampler_logprobs), *greedy = sampled
     mask, stopped = response_mask(responses, ids.stops)
+    # [V101] A tool's tokens are context for later tokens, but they are in no loss, no KL and no advantage. Nor is the
+    #        padding of a response that ends without a stop id, at one call too many.
+    mask = mask & ~sampler_logprobs.isnan() & (responses != ids.pad)
 
     # 3. Compute log-probs, values and the reference's log-probs.
     # [V76] [V82] These are the numbers that the first step of training will compute again, so that the ratio starts
@@ -510,15 +514,16 @@ def rollout(
     # [V22] What cannot be scored has no token that counts.
     mask = mask & raw_scores.isfinite().unsqueeze(1)
     parts, raw_scores = parts.nan_to_num(0), raw_scores.nan_to_num(0)
-    scores = punish(raw_scores, mask.sum(1), stopped, shaping, task.response_length)
+    lengths = (responses != ids.pad).sum(1)  # (rows,), with a tool's tokens, as response_length
+    scores = punish(raw_scores, lengths, stopped, shaping, task.response_length)
     baselines = torch.zeros_like(scores)
     for likeliest, _ in greedy:
-        greedy_mask, greedy_stopped = response_mask(likeliest, ids.stops)
+        greedy_lengths, greedy_stopped = (likeliest != ids.pad).sum(1), response_mask(likeliest, ids.stops)[1]
         _, raw = score_responses(setup, prompts[::n], answers[::n], queries[::n], likeliest)
-        baselines = punish(raw.nan_to_num(0), greedy_mask.sum(1), greedy_stopped, shaping, task.response_length)
+        baselines = punish(raw.nan_to_num(0), greedy_lengths, greedy_stopped, shaping, task.response_length)
         baselines = baselines.repeat_interleave(n)
         mask = mask & raw.isfinite().repeat_interleave(n).unsqueeze(1)
-    cut = shaping.mask_truncated & ~has_ended(mask.sum(1), stopped, shaping)
+    cut = shaping.mask_truncated & ~has_ended(lengths, stopped, shaping)
     per_row = {"parts": parts, "raw_scores": raw_scores, "scores": scores, "baselines": baselines, "stopped": stopped}
     per_row |= {"problems": draw.problems, "groups": draw.groups, "versions": torch.full_like(draw.groups, version)}
     return Rollout(
@@ -771,6 +776,7 @@ class ActorCritic(models.MixedPrecision):
     """The policy and, if the estimator has one, the critic; they share nothing."""
 
     entropy_learns = True  # whether the entropy has a gradient
+    generate = staticmethod(lm.generate_until)  # rlvr_tools.py has another
 
     def __init__(
         self,
@@ -793,7 +799,7 @@ class ActorCritic(models.MixedPrecision):
         self, ids: problems.TaskIds, contexts: Tensor, uniforms: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """The built-in sampler: responses, padding after the stop id, and their log-probs; within `sampling`."""
-        return lm.generate_until(self.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
+        return self.generate(self.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
 
     def forward(
         self, tokens: Tensor, responses: Tensor, mask: Tensor, pad_id: int, reference: Reference | None = None

@@ -44,7 +44,7 @@ PAGES = "docs/details/"
 GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
-DETAILS += [f"V{number:02d}" for number in range(1, 100)]
+DETAILS += [f"V{number:02d}" for number in range(1, 100)] + [f"V{number}" for number in range(101, 105)]
 FIELDS = {
     "detail": ["original", "here", "proven by", "without it"],
     "deviation": ["original", "why", "here", "proven by"],
@@ -56,7 +56,7 @@ ORIGINALS = {
     "verl-project/verl": "b178a3cd56f58b2d502255daba591e92833930a7",
 }
 
-MARK = re.compile(r"\[([DTVX]\d\d)\]")
+MARK = re.compile(r"\[([DTVX]\d{2,3})\]")
 LINES = r"[\w./-]+#L\d+(?:-L\d+)?"
 REFERENCE = re.compile(rf"({'|'.join(ORIGINALS)}) ({LINES}(?:, {LINES})*) @([0-9a-f]{{7}})\b")
 SHORT_NAME = r"[A-Z]{2,}"
@@ -314,7 +314,7 @@ def problems(files: Files) -> list[str]:
         wrong = row_problems(row, places.get(row.id, []), references.get(row.id, set()))
         found += [f"{row.id} {problem}" for problem in wrong]
     names = [row.id for row in rows(files)]
-    without_row = re.findall(r"^([DTV]\d\d) has no row", text, re.MULTILINE)
+    without_row = re.findall(r"^([DTV]\d{2,3}) has no row", text, re.MULTILINE)
     found += [f"{name} is marked at {links(places[name])}, but has no row" for name in places if name not in names]
     found += [f"{name} has no row" for name in DETAILS if name not in [*names, *without_row, *places]]
     found += [f"{name} has two rows" for name in set(names) if [*names, *without_row].count(name) > 1]

@@ -24,6 +24,7 @@ from ppo_rlhf import (
     judge,
     rlvr_async,
     rlvr_policy,
+    rlvr_tools,
     sample,
     tldr_all,
     tldr_policy,
@@ -681,7 +682,7 @@ def test_flags_exist():
         (train_both, train_policy, train_reward, sample),
         (tldr_all, tldr_sft, tldr_reward, tldr_policy),
     )
-    scripts = (*chapter1, *chapter2, rlvr_policy, rlvr_async, judge)
+    scripts = (*chapter1, *chapter2, rlvr_policy, rlvr_async, rlvr_tools, judge)
     flags = {module.__name__.split(".")[1]: flags_of(module) for module in scripts} | {
         "report": {"run", "with", "out"}
     }

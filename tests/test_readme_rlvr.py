@@ -12,6 +12,7 @@ from ppo_rlhf import (
     rlvr_async,
     rlvr_math,
     rlvr_policy,
+    rlvr_tools,
     tldr_policy,
     tldr_reward,
     tldr_sft,
@@ -93,7 +94,7 @@ def test_the_table_of_arguments_has_all_that_are_new_in_this_chapter():
     other_scripts = train_reward, train_policy, tldr_sft, tldr_reward, tldr_policy
     here, elsewhere = (
         {name for script in scripts for name in flatten(dataclasses.asdict(script.Args()))}
-        for scripts in ((rlvr_policy, rlvr_async), other_scripts)
+        for scripts in ((rlvr_policy, rlvr_async, rlvr_tools), other_scripts)
     )
     named = set(re.findall(r"`--([\w.]+)`", " ".join(row[0] for row in rows("| argument |"))))
     assert here - elsewhere <= named <= here

@@ -509,6 +509,25 @@ def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
     assert counts != masked == page.locator("#left-query").evaluate(shade)
 
 
+def test_what_a_tool_wrote_has_a_wavy_line(opened, tmp_path):
+    """It is in no mask, and it is shown all the same, but not struck."""
+    folder = make_run(tmp_path, "a", chapter=3)
+    for update in UPDATES:
+        trace = traces.read(folder, update)
+        trace.tokens["tool"] = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+        trace.tokens["mask"] &= ~trace.tokens["tool"]
+        trace.tokens["scored"] = trace.tokens["mask"].clone()
+        traces.write(folder, trace)
+    write_report(folder)
+    page = opened(folder / "report.html")
+    tokens = page.locator("#left-response .token").all()
+    assert [token.get_attribute("class") for token in tokens] == ["token", "token masked cut tool", "token stop"]
+    line = tokens[1].evaluate(
+        "e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).textDecorationLine]"
+    )
+    assert line == ["wavy", "underline"] and tokens[1].evaluate("e => getComputedStyle(e).opacity") == "1"
+
+
 def test_two_runs_stand_side_by_side(opened, tmp_path):
     one, two = make_run(tmp_path, "a"), make_run(tmp_path, "b", seed=1)
     data = data_of(write_report(one, other=str(two)))

@@ -18,12 +18,17 @@ Somebody has some things, and a few things happen. A solution shows its steps an
 
 The problems are written in GSM8K's format, and read by the same code.
 
+In the variant sums-tools, for rlvr_tools.py, pupils may call a calculator instead of calculating: `[7+5]`, and the
+calculator adds `12`. What it says is always right, but pupils rarely call it. Some calls have an error in their
+syntax; then the calculator says so, and the pupil calculates after all. By themselves pupils err often.
+
     python ppo_rlhf/worlds/sums.py    # build the world, unless it is there, and read a little of it
 """
 
 import dataclasses
 import json
 import random
+import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +39,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, lm, problems, rewards, texts
+from ppo_rlhf.lib import cli, errors, lm, problems, rewards, texts, tools
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building, tales
 
@@ -83,6 +88,18 @@ class SumsArgs:
     """learning rate of language-model training (AdamW); on all solutions it falls linearly to zero"""
     start_problems: int = 512
     """held-out problems on which the start is measured"""
+
+
+@dataclass(frozen=True)
+class ToolsArgs(SumsArgs):
+    """The settings of the variant in which pupils have a calculator."""
+
+    error_rate: float = 0.25
+    """how likely a pupil errs in a step without the calculator"""
+    calls: float = 0.4
+    """share of steps for which a pupil calls the calculator"""
+    misuse: float = 0.4
+    """share of calls whose syntax is wrong"""
 
 
 # ---- Problems --------------------------------------------------------------------------------------------------
@@ -191,6 +208,35 @@ def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float,
     return "\n".join([*lines, f"#### {number}"])
 
 
+def solve_with_calculator(rng: random.Random, problem: Problem, args: ToolsArgs) -> str:
+    """The solution of a pupil who may call the calculator, whose answer is the rest of a line after `]`."""
+    speaks, number, lines = rng.random() < args.wordy, problem.first, []
+    most = HURRIED if rng.random() < args.hasty else len(problem.steps)
+    for step, sentence in zip(problem.steps[:most], problem.sentences[1 : most + 1], strict=True):
+        result = apply(step, number)
+        call, possible = f"{number}{step[0]}{step[1]}", 0 <= result <= MOST_OF_PUPILS
+        said = [sentence] if speaks else []
+        calls = possible and rng.random() < args.calls
+        if calls and rng.random() < args.misuse:
+            wrong = rng.choice([f"{call}=", f"{call}{step[0]}", f"{step[0]}{call}{step[0]}", f"{number} {step[1]}"])
+            lines.append(" ".join([*said, f"[{wrong}]{tools.calculator(wrong)}"]))
+            said, calls = [], False
+        if calls:
+            line, number = f"[{call}]{tools.calculator(call)}", result
+        elif not possible or rng.random() < args.error_rate:
+            line, number = err(rng, step, number)
+        else:
+            line, number = f"{call}={result}", result
+        if line:
+            lines.append(" ".join([*said, line]))
+    return "\n".join([*lines, f"#### {number}"])
+
+
+def split_answers(solution: str) -> list[str]:
+    """A solution in pieces: what the pupil wrote and what the calculator said, in turn, beginning with the pupil."""
+    return re.split(r"(?<=\])([^\n]*)", solution)
+
+
 def row_of(problem: Problem) -> dict[str, Any]:
     """A row as GSM8K has them, with the right solution, and the number of steps."""
     answer = solve(random.Random(0), problem, error_rate=0.0, wordy=0.0)
@@ -222,17 +268,25 @@ def train_language_model(
 ) -> tuple[LlamaForCausalLM, float]:
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
-    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution.
+    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. What a calculator says
+    is read, but not learned; its tokens are those that rlvr_tools.py inserts.
 
     To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
     initial weights. So it begins with the shortest fifth of the pairs.
     """
     noise = torch.Generator().manual_seed(args.seed)
-    prompts, solutions = (tokenizer(list(part))["input_ids"] for part in zip(*pairs, strict=True))
+    whole = [[prompt, *split_answers(solution)] for prompt, solution in pairs]
+    encoded = iter(tokenizer([piece for pieces in whole for piece in pieces])["input_ids"])
     rows = []  # token ids and labels, the shortest first
-    for prompt, solution in sorted(zip(prompts, solutions, strict=True), key=lambda row: len(row[0]) + len(row[1])):
-        answer = [*solution, tokenizer.eos_token_id]
-        rows.append((torch.tensor(prompt + answer), torch.tensor([-100] * len(prompt) + answer)))
+    for pieces in whole:
+        ids, labels = [], []
+        for number in range(len(pieces)):
+            tokens = next(encoded)
+            ids += tokens
+            labels += tokens if number % 2 else [-100] * len(tokens)  # the pupil's are the pieces 1, 3, 5 ...
+        end = [tokenizer.eos_token_id]
+        rows.append((torch.tensor(ids + end), torch.tensor(labels + end)))
+    rows.sort(key=lambda row: len(row[0]))
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -314,7 +368,11 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         others = write_problems(rng, args.lm_solutions, args, taken)
         suffix = problems.TASKS["sums"].prompt_suffix
         habits = args.error_rate, args.wordy, args.hasty
-        pairs = [(other.question + suffix, solve(rng, other, *habits)) for other in others]
+        with_tools = isinstance(args, ToolsArgs)
+        solutions = (
+            solve_with_calculator(rng, other, args) if with_tools else solve(rng, other, *habits) for other in others
+        )
+        pairs = [(other.question + suffix, solution) for other, solution in zip(others, solutions, strict=True)]
         tokenizer = train_tokenizer([prompt + solution for prompt, solution in pairs[:4_000]], args.vocab_size)
         print(f"sums: training a Llama on {len(pairs):,} solutions, {args.lm_steps} steps", flush=True)
         model, loss = train_language_model(pairs, tokenizer, args, device)
@@ -324,7 +382,8 @@ def build_world(folder: Path, args: SumsArgs) -> None:
             "settings": dataclasses.asdict(args),
             "parameters": model.num_parameters(),
             "lm_loss": loss,
-            "start": measure_start(place, model, tokenizer, args),
+            # With tools, the first evaluation of a run shows it: nothing here answers calls.
+            "start": {} if with_tools else measure_start(place, model, tokenizer, args),
         }
         (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
 
@@ -336,7 +395,9 @@ def find_world(args: SumsArgs | None = None) -> Path:
     sizes = {name for name, value in dataclasses.asdict(args).items() if type(value) is int} - {"seed"}
     cli.at_least(1, "", args, *sorted(sizes))
     cli.above_zero("", args, "lm_lr")
-    for name in ("error_rate", "wordy", "hasty"):
+    for name in ("error_rate", "wordy", "hasty", "calls", "misuse"):
+        if not hasattr(args, name):
+            continue
         if not 0 <= getattr(args, name) <= 1:
             raise InputError(f"{name} is {getattr(args, name)}; it must be in 0..1")
     if not 2 <= args.largest <= MOST:
@@ -344,7 +405,8 @@ def find_world(args: SumsArgs | None = None) -> Path:
     if args.width % (4 * args.heads):
         raise InputError(f"width {args.width} is no multiple of 4 x heads {args.heads}")
     words = [tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS, HURRIED]
-    return building.find("sums", [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
+    name = "sums-tools" if isinstance(args, ToolsArgs) else "sums"
+    return building.find(name, [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
 
 
 def main() -> None:

@@ -1,0 +1,225 @@
+"""A response may call a tool, such as a calculator: chapter 3 with responses of several turns.
+
+This is rlvr_policy.py with another step 2. The policy writes a call, such as `[7+5]`. Generation stops at the end of
+the call, the tool's answer is inserted, and generation continues:
+
+    Petra has 7 apples. Felix gives her 5. She loses 3. How many apples does Petra have?
+    [7+5]12
+    [12-3]9           the policy wrote `[12-3]` and the line break, the tool wrote `9`
+    #### 9
+
+`converse` below is the whole method. Three things matter:
+
+    1. Token ids go in, token ids come out. Only the tool reads text. What the policy wrote is never tokenised again,
+       because the tokenizer might choose other ids for the same text, which the policy has not sampled.
+    2. The tool's tokens are context for all later tokens, and nothing else: they are in no loss, no KL and no
+       advantage, because the policy did not choose them. Their log-prob is NaN, and `rollout` removes such tokens
+       from the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is followed by
+       the first token after the answer.
+    3. A tool never ends a run. A call that fails is answered by a short error text, from which the policy can learn
+       to call correctly. See lib/tools.py.
+
+A response ends at its stop id, at response_length tokens (the tool's included), or at one call too many.
+
+Your own tool is a function `(call text) -> text`. Its answer must depend on the call alone, otherwise a resumed run
+differs from one that was not interrupted. Evaluations call it, too.
+
+    python ppo_rlhf/rlvr_tools.py --preset sums-tools           # no network: word problems and a calculator, minutes
+    python ppo_rlhf/rlvr_tools.py --preset sums-tools --tools.tool my_tools:calculate
+    python ppo_rlhf/rlvr_tools.py --resume runs/<run>           # go on after an interruption
+
+Marks like [V101] name an implementation detail; see docs/details.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_rlhf import rlvr_policy
+from ppo_rlhf.lib import cli, lm, passes, problems, processes, texts, tools
+from ppo_rlhf.lib.errors import InputError
+
+# ---- Arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ToolsArgs:
+    tool: str = "calculator"
+    """what answers calls: calculator, or package.module:name of a function (call text) -> text"""
+    call_start: str = "["
+    """text before a call. The call is the text between the last call_start of a turn and call_end"""
+    call_end: str = "]"
+    """text that ends a call: exactly one token, at which generation stops"""
+    max_calls: int = 8
+    """calls that are answered in a response; it ends at the next one"""
+    max_answer: int = 12
+    """the most tokens of an answer; a longer one is replaced by an error text"""
+    time_limit: float = 5.0
+    """seconds for a call of your own function, after which the answer is an error text"""
+
+
+@dataclass(frozen=True)
+class Args(rlvr_policy.Args):
+    preset: str = "sums-tools"
+    """names a set of defaults: sums-tools"""
+    exp_name: str = "rlvr_tools"
+    tools: ToolsArgs = field(default_factory=ToolsArgs)
+    """the tool and how it is called"""
+
+
+SUMS_TOOLS = {
+    part.name: getattr(rlvr_policy.PRESETS["sums-grpo"], part.name) for part in dataclasses.fields(rlvr_policy.Args)
+}
+SUMS_TOOLS |= {
+    "preset": "sums-tools",
+    "exp_name": Args.exp_name,
+    "base_model": "sums-tools",
+    "task": problems.TASKS["sums-tools"],
+    "ppo": rlvr_policy.PpoArgs(
+        total_episodes=60 * 256,
+        samples_per_prompt=8,
+        nminibatches=2,
+        lr=3e-4,
+        beta2=0.95,
+        weight_decay=0.0,
+        advantage="grpo",
+    ),
+}
+PRESETS = {"sums-tools": Args(**SUMS_TOOLS)}
+
+# ---- Train -----------------------------------------------------------------------------------------------------
+
+
+def train(args: Args) -> Path:
+    """As `train` of rlvr_policy.py, where responses may call a tool."""
+    return rlvr_policy.train(args, loader=load)
+
+
+def load(args: Args, joint: dict | None = None) -> tuple:
+    """As `load` of rlvr_policy.py, but the policy samples by `converse`."""
+    cli.at_least(1, "tools.", args.tools, "max_calls", "max_answer")
+    cli.above_zero("tools.", args.tools, "time_limit")
+    if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
+        raise InputError("a tool does not go with FSDP")
+    setup, actor_critic, reference = rlvr_policy.load(args, joint)
+    actor_critic.generate = partial(converse, talk=conversation(setup))
+    return setup, actor_critic, reference
+
+
+# ---- Step 2: generate, call, continue --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What `converse` needs to know about calls."""
+
+    call_end: int  # the id that ends a call
+    max_calls: int
+    answer: Callable[[list[int]], list[int]]  # from the ids of the policy's turn, up to call_end, to the answer's ids
+
+
+@torch.no_grad()
+def converse(
+    lm_backbone: PreTrainedModel,
+    contexts: Tensor,
+    uniforms: Tensor,
+    pad_id: int,
+    vocab_size: int,
+    temperature: float,
+    stop_ids: Collection[int],
+    talk: Conversation,
+) -> tuple[Tensor, Tensor]:
+    """Sample responses as lm.generate_until does, with the tool's answers in them.
+
+    contexts: (rows, context_length); uniforms: (rows, response_length). Returns responses and their log-probs, (rows,
+    response_length). The log-prob of a token from the tool is NaN; after the end of a response it is 0.
+    """
+    width, pauses = uniforms.shape[1], {*stop_ids, talk.call_end}
+    responses = contexts.new_full(uniforms.shape, pad_id)
+    logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
+    lengths = torch.zeros(len(contexts), dtype=torch.long, device=contexts.device)  # tokens of each response so far
+    rows = torch.arange(len(contexts), device=contexts.device)  # those that go on
+    for turn in range(talk.max_calls + 1):
+        # [V102] Read the ids of prompt and response so far as they are, then generate up to a call or the end.
+        so_far = torch.cat([contexts[rows], responses[rows]], 1)
+        so_far = passes.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
+        # [V103] The noise of a token belongs to its place in the response, so it depends neither on the number of
+        #        turns before it nor on the rows that are sampled together.
+        places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens
+        room = width - int(lengths[rows].min())
+        noise = uniforms[rows].gather(1, places.clamp(max=width - 1))[:, :room]
+        new, new_logprobs = lm.generate_until(lm_backbone, so_far, noise, pad_id, vocab_size, temperature, pauses)
+        fits = (places[:, :room] < width) & (new != pad_id)  # (rows, room)
+        responses[rows] = put(responses[rows], places, new, fits)
+        logprobs[rows] = put(logprobs[rows], places, new_logprobs, fits)
+        begun, lengths[rows] = lengths[rows], lengths[rows] + fits.sum(1)
+
+        # Answer the rows that have called and have room for more.
+        last = responses[rows, lengths[rows] - 1]  # (rows,); each row has a new token
+        calls = (last == talk.call_end) & (lengths[rows] < width)
+        rows, begun = rows[calls], begun[calls]
+        if turn == talk.max_calls or not len(rows):
+            break
+        for row, start in zip(rows.tolist(), begun.tolist(), strict=True):
+            end = int(lengths[row])
+            answer = talk.answer(responses[row, start:end].tolist())[: width - end]
+            responses[row, end : end + len(answer)] = torch.tensor(answer, dtype=responses.dtype)
+            logprobs[row, end : end + len(answer)] = math.nan
+            lengths[row] += len(answer)
+        rows = rows[lengths[rows] < width]
+        if not len(rows):
+            break
+    return responses, logprobs
+
+
+def put(whole: Tensor, places: Tensor, new: Tensor, fits: Tensor) -> Tensor:
+    """A copy of `whole` (rows, width) with the new numbers (rows, room) that fit at their places (rows, width)."""
+    spare = F.pad(whole, (0, 1))  # what does not fit goes to a column that is dropped
+    targets = places[:, : new.shape[1]].masked_fill(~fits, whole.shape[1])
+    return spare.scatter(1, targets, new.to(whole.dtype))[:, :-1]
+
+
+# ---- The tool --------------------------------------------------------------------------------------------------
+
+
+def conversation(setup: rlvr_policy.Setup) -> Conversation:
+    """Load the tool and find the id that ends a call. Raises an InputError if something does not fit."""
+    args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
+    with cli.typed_as({"task.call_end": "tools.call_end"}):
+        call_end = texts.one_token(tokenizer, args.call_end, "call_end")
+    if call_end in ids.stops:
+        raise InputError(f"{cli.flag('tools.call_end')} {args.call_end!r} ends a response; a call must end otherwise")
+    if not args.call_start:
+        raise InputError(f"{cli.flag('tools.call_start')} is empty; a call begins with a text, such as [")
+
+    def encode(text: str) -> list[int]:
+        return [i for i in texts.encode_text(tokenizer, text) if i not in ids.stops]
+
+    most = max(len(encode(error)) for error in tools.ERRORS)
+    if args.max_answer < most:
+        raise InputError(f"{cli.flag('tools.max_answer')} {args.max_answer}: error texts have up to {most} tokens")
+    tool = tools.load_tool(args.tool, "tools.tool", args.time_limit)
+
+    def answer(written: list[int]) -> list[int]:
+        turn = tokenizer.decode(written).removesuffix(args.call_end)
+        _, start, call = turn.rpartition(args.call_start)
+        said = tool(call) if start else tools.SYNTAX
+        # [V104] An answer is plain text of bounded length. Whatever it says, it holds no id that ends a response.
+        tokens = encode(said.encode(errors="replace").decode())
+        return tokens if len(tokens) <= args.max_answer else encode(tools.TOO_LONG)
+
+    return Conversation(call_end, args.max_calls, answer)
+
+
+if __name__ == "__main__":
+    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))

@@ -1,0 +1,549 @@
+"""rlvr_tools.py: conversations with a tool, what they leave out of the training, and tools that misbehave."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import launch_together
+from runs import TINY_SUMS, build_tiny_sums, explained_metrics, metrics_of, only
+from transformers import AutoTokenizer
+
+from ppo_rlhf import report, rlvr_data, rlvr_math, rlvr_policy, rlvr_tools
+from ppo_rlhf.lib import cli, errors, lm, problems, processes, tools, traces
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.worlds import sums
+
+TINY_TOOLS = sums.ToolsArgs(**dataclasses.asdict(TINY_SUMS) | {"lm_steps": 40, "lm_lr": 1e-2, "calls": 1.0})
+
+
+@pytest.fixture(scope="module")
+def tiny_tools(tmp_path_factory) -> Path:
+    """The folder of a very small world with a calculator, whose model often writes the end of a call."""
+    return build_tiny_sums(tmp_path_factory.mktemp("sums"), TINY_TOOLS)
+
+
+# ---- Conversations ---------------------------------------------------------------------------------------------
+
+PAD, END, STOP, WIDTH = 29, 4, 28, 14  # 29 ids; END ends a call
+
+
+def odd_answer(written: list[int]) -> list[int]:
+    """Answers of 0 to 3 tokens, which depend on all that was written."""
+    total = sum((place + 1) * token for place, token in enumerate(written))
+    return [(total + i) % 20 + 5 for i in range(total % 4)]
+
+
+def slow_conversation(model, prompt: list[int], noise: np.ndarray, max_calls: int, temperature: float) -> tuple:
+    """A response token by token, each from a forward pass over everything before it."""
+    response, logprobs, begun, calls = [], [], 0, 0
+    while len(response) < WIDTH:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1, :PAD].numpy() / temperature
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        token = int(np.searchsorted(np.cumsum(p), noise[len(response)] * np.cumsum(p)[-1], side="right"))
+        response.append(token)
+        logprobs.append(math.log(p[token]))
+        if token == STOP or (token == END and calls == max_calls):
+            break
+        if token == END:
+            calls += 1
+            answer = odd_answer(response[begun:])[: WIDTH - len(response)]
+            response += answer
+            logprobs += [math.nan] * len(answer)
+            begun = len(response)
+    padding = WIDTH - len(response)
+    return response + [PAD] * padding, logprobs + [0.0] * padding
+
+
+def eager_model(tiny_models):
+    """A model that ends one token in four with the end of a call."""
+    model = tiny_models("llama").double().eval()
+    with torch.no_grad():
+        model.lm_head.weight[END] *= 3
+    return model
+
+
+@pytest.mark.parametrize("max_calls", [1, 3])
+def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models, max_calls):
+    model, generator = eager_model(tiny_models), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(5, 28, (n,), generator=generator).tolist() for n in (1, 4, 2, 6, 3, 5) * 4]
+    contexts = torch.tensor([[PAD] * (6 - len(prompt)) + prompt for prompt in prompts])
+    uniforms = torch.rand(len(prompts), WIDTH, generator=generator, dtype=torch.float64)
+    talk = rlvr_tools.Conversation(END, max_calls, odd_answer)
+
+    def converse(rows: list[int]) -> tuple:
+        return rlvr_tools.converse(model, contexts[rows], uniforms[rows], PAD, PAD, 1.5, [STOP], talk)
+
+    everyone = list(range(len(prompts)))
+    responses, logprobs = converse(everyone)
+    for row, prompt in enumerate(prompts):
+        expected, expected_logprobs = slow_conversation(model, prompt, uniforms[row].numpy(), max_calls, 1.5)
+        assert responses[row].tolist() == expected
+        assert logprobs[row].numpy() == pytest.approx(expected_logprobs, abs=1e-9, nan_ok=True)
+    # Whoever is sampled together, and in which order, changes nothing.
+    for rows in (everyone[::-1], everyone[:5], [7]):
+        again, _ = converse(rows)
+        assert torch.equal(again, responses[rows])
+    # All that can happen has happened.
+    calls = (responses == END) & ~logprobs.isnan()
+    assert logprobs.isnan().any() and (calls.sum(1) > max_calls).any() and (responses == STOP).any()
+    assert (responses[:, -1] != PAD).any() and (calls.sum(1) == 0).any()
+    assert max_calls == 1 or logprobs[:, -1].isnan().any()  # an answer that is cut off by the greatest length
+
+
+def scripted(lines: dict[int, list[list[int]]], monkeypatch) -> list[list[int]]:
+    """Let lm.generate_until write given tokens, for each first id of a prompt; returns what it will have read."""
+    read, left = [], {first: list(turns) for first, turns in lines.items()}
+
+    def generate_until(model, contexts, uniforms, pad_id, *_):
+        responses = torch.full(uniforms.shape, pad_id)
+        for row, context in enumerate(contexts.tolist()):
+            tokens = [token for token in context if token != pad_id]
+            read.append(tokens)
+            said = left[tokens[0]].pop(0)
+            responses[row, : len(said)] = torch.tensor(said)[: responses.shape[1]]
+        return responses, torch.where(responses == pad_id, 0.0, -1.0)
+
+    monkeypatch.setattr(lm, "generate_until", generate_until)
+    return read
+
+
+def test_conversations_made_by_hand(monkeypatch, tiny_models):
+    """Two calls and an end; a call too many; an empty answer; a response that is full within an answer."""
+    answers = {(7, END): [20, 21], (8, END): [], (9, END): [22, 23, 24], (6, END): [25]}
+    lines = {
+        10: [[7, END], [8, 5, STOP]],
+        11: [[6, END], [6, END], [6, END]],
+        12: [[8, END], [5, STOP]],
+        13: [[5, 5, 5, 5, 5, 9, END]],
+        14: [[5, STOP]],
+        15: [[5] * 7 + [END]],  # it is full with the call, so nobody answers
+    }
+    read = scripted(lines, monkeypatch)
+    called = []
+
+    def answer(written: list[int]) -> list[int]:
+        called.append(written)
+        return answers[tuple(written[-2:])]
+
+    talk = rlvr_tools.Conversation(END, 2, answer)
+    contexts, model = torch.tensor([[PAD, first] for first in lines]), tiny_models("gpt2")
+    found = rlvr_tools.converse(model, contexts, torch.rand(6, 8), PAD, PAD, 1.0, [STOP], talk)
+    responses, own = found[0].tolist(), (~found[1].isnan()).int().tolist()
+    assert responses == [
+        [7, END, 20, 21, 8, 5, STOP, PAD],
+        [6, END, 25, 6, END, 25, 6, END],
+        [8, END, 5, STOP, PAD, PAD, PAD, PAD],
+        [5, 5, 5, 5, 5, 9, END, 22],
+        [5, STOP, PAD, PAD, PAD, PAD, PAD, PAD],
+        [5, 5, 5, 5, 5, 5, 5, END],
+    ]
+    assert own == [[1, 1, 0, 0] + [1] * 4, [1, 1, 0, 1, 1, 0, 1, 1], [1] * 8, [1] * 7 + [0], [1] * 8, [1] * 8]
+    # What the policy reads in its second turn are the ids of its first, and of the answer.
+    assert read[6:] == [[10, 7, END, 20, 21], [11, 6, END, 25], [12, 8, END], [11, 6, END, 25, 6, END, 25]]
+    assert called == [[7, END], [6, END], [8, END], [5, 5, 5, 5, 5, 9, END], [6, END]]
+
+
+# ---- What is trained on ----------------------------------------------------------------------------------------
+
+ARGUMENTS = (
+    "--preset sums-tools --dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --save_interval 1 "
+    "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 24 "
+    "--trace_interval 1 --ppo.advantage gae --ppo.samples_per_prompt 2 --ppo.lam 0.9 --ppo.gamma 0.95 "
+    "--ppo.critic_lr 1e-3 --rewards.kl_coef 0.1 --rewards.verifier letters:letters --ppo.lr 1e-3"
+)
+LETTERS = """
+def letters(prompts, responses, answers):
+    return [float(sum(map(str.isalpha, response)) % 2) for response in responses]
+"""
+
+
+def arguments(world: Path) -> list[str]:
+    return [*ARGUMENTS.split(), "--base_model", f"{world}/model", "--task.problems", str(world)]
+
+
+@pytest.fixture
+def episodes(tiny_tools, tmp_path, monkeypatch):
+    """A rollout of sixteen episodes, of which the first two were written by hand, with its setup and networks."""
+    monkeypatch.chdir(tmp_path)
+    Path("letters.py").write_text(LETTERS)
+    args = cli.parse_args(rlvr_tools.PRESETS, arguments(tiny_tools))
+    setup, actor_critic, reference = rlvr_tools.load(args)
+    with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
+        actor_critic.critic.reward_head.weight.copy_(torch.linspace(-1, 1, 16)[None])
+        actor_critic.lm_backbone.base_model.embed_tokens.weight.mul_(1.2)
+    tokenizer, talk = setup.tokenizer, rlvr_tools.conversation(setup)
+    ids = [talk.call_end, *setup.ids.stops]
+    one, two = (tokenizer.encode(text) for text in ("[7+5]", "#### 12"))
+    own = [one, two + ids[1:], tokenizer.encode("[7]")]
+    assert one[-1] == ids[0] and talk.answer(one) == tokenizer.encode("12")
+    error = talk.answer(own[2])
+    assert tokenizer.decode(error) == "error: failed" or tokenizer.decode(error) == "7"
+    draw = rlvr_policy.draw_problems(setup, 0, 0)
+    with actor_critic.sampling():
+        ((responses, logprobs),) = rlvr_policy.generate(setup, actor_critic, draw)
+        written = [one + tokenizer.encode("12") + own[1], own[2] + error]
+        masks = [[1] * len(one) + [0, 0] + [1] * len(own[1]), [1] * len(own[2]) + [0] * len(error)]
+        for row, tokens in enumerate(written):
+            responses[row] = setup.ids.pad
+            responses[row, : len(tokens)] = torch.tensor(tokens)
+        # The log-probs that the sampler would have recorded of what was written by hand.
+        whole = torch.cat([draw.requests[0].contexts, responses], 1)
+        context = whole.shape[1] - 24
+        read = lm.response_statistics(actor_critic.lm_backbone, whole, setup.ids.pad, context, 1.0, setup.ids.pad)[0]
+        for row, mask in enumerate(masks):
+            of_tool = ~torch.tensor(mask).bool()
+            logprobs[row] = read[row].masked_fill(torch.arange(24) >= len(mask), 0)
+            logprobs[row, : len(mask)].masked_fill_(of_tool, math.nan)
+        rollout = rlvr_policy.rollout(setup, actor_critic, reference, draw, [(responses, logprobs)], version=0)
+    expected = torch.zeros(2, 24, dtype=torch.bool)
+    for row, mask in enumerate(masks):
+        expected[row, : len(mask)] = torch.tensor(mask).bool()
+    return setup, actor_critic, reference, rollout, expected
+
+
+def test_masks_scores_and_kl_of_conversations(episodes):
+    _, _, _, rollout, expected = episodes
+    for mask in (rollout.mask, rollout.loss_mask):
+        assert torch.equal(mask[:2], expected)
+    assert rollout.stopped[:2].tolist() == [True, False]
+    assert (rollout.sampler_logprobs[2:].isnan() & rollout.mask[2:]).sum() == 0
+    rewards, non_score_rewards, kl = rlvr_policy.token_rewards(rollout, 0.1, "k1")
+    # The score is on the last token that the policy wrote: in the second row that is the end of its call.
+    places = [int(row.nonzero()[-1]) for row in expected]
+    assert (
+        expected[0, places[0] - 1] and not expected[1, places[1] + 1] and rollout.responses[1, places[1] + 1] != 400
+    )
+    for row, place in enumerate(places):
+        assert rewards[row, place] - non_score_rewards[row, place] == rollout.scores[row]
+    assert (kl[~rollout.mask] == 0).all() and (rewards[~rollout.mask] == 0).all() and (kl[rollout.mask] != 0).any()
+    for name in ("logprobs", "ref_logprobs", "values"):
+        assert (getattr(rollout, name)[~rollout.mask] == 0).all() and getattr(rollout, name)[rollout.mask].all()
+
+
+def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
+    """response_length includes them, too. The punishment rises to 3 at 24 tokens."""
+    setup, actor_critic, reference, rollout, expected = episodes
+    shaping = dataclasses.replace(setup.args.rewards, overlong_buffer=24, overlong_factor=3.0)
+    setup = dataclasses.replace(setup, args=dataclasses.replace(setup.args, rewards=shaping))
+    draw, sampled = rlvr_policy.draw_problems(setup, 0, 0), [(rollout.responses, rollout.sampler_logprobs)]
+    again = rlvr_policy.rollout(setup, actor_critic, reference, draw, sampled, version=0)
+    own = expected.sum(1).tolist()
+    from_tool = [2, int(rollout.sampler_logprobs[1].isnan().sum())]  # `12`, and an error or `7`
+    assert from_tool[1] >= 1
+    for row in range(2):
+        punishment = (again.raw_scores[row] - again.scores[row]).item()
+        assert punishment == pytest.approx(3 * (own[row] + from_tool[row]) / 24)
+
+
+def slow_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Advantages of a response without its holes, by the sum of (gamma lambda)^k delta_(t+k)."""
+    n, values = len(rewards), np.array([*values, 0.0])
+    delta = np.array(rewards) + gamma * values[1:] - values[:-1]
+    return [sum((gamma * lam) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce++"])
+def test_advantages_step_over_the_hole(episodes, name):
+    setup, _, _, rollout, _ = episodes
+    ppo = dataclasses.replace(setup.args.ppo, advantage=name, whiten_advantages=False)
+    rewards, _, _ = rlvr_policy.token_rewards(rollout, 0.1, "k1")
+    advantages, returns = rlvr_policy.compute_advantages(rollout, rewards, ppo, torch.clone)
+    holes = 0
+    for row, mask in enumerate(rollout.mask):
+        r, v = rewards[row, mask].tolist(), rollout.values[row, mask].tolist()
+        expected = slow_gae(r, v if name == "gae" else [0.0] * len(r), ppo.gamma, ppo.lam if name == "gae" else 1.0)
+        assert advantages[row, mask].tolist() == pytest.approx(expected, abs=1e-12)
+        if name == "gae":
+            assert returns[row, mask].tolist() == pytest.approx(np.add(expected, v), abs=1e-12)
+        last = int(mask.nonzero()[-1])
+        holes += int((~mask[:last]).sum())
+    assert holes >= 2 and (advantages[~rollout.mask] == 0).all()
+    # Steps of gamma within the hole would give other numbers before it.
+    filled = torch.arange(24) <= rollout.mask.long().cumsum(1).argmax(1, keepdim=True)
+    other, _ = rlvr_math.ESTIMATORS[name](
+        rewards, filled, rollout.groups, values=rollout.values, gamma=ppo.gamma, lam=ppo.lam
+    )
+    assert not torch.allclose(other[0, 0], advantages[0, 0], rtol=1e-3)
+
+
+def gradients_of(
+    episodes, spoil: float | None = None, change: int | None = None, masked: bool = True
+) -> torch.Tensor:
+    """The gradient of one step. spoil: numbers of the tool's tokens; change: another answer in the first episode."""
+    setup, actor_critic, reference, rollout, expected = episodes
+    rewards = rlvr_policy.token_rewards(rollout, 0.1, "k1")
+    found = rlvr_policy.compute_advantages(rollout, rewards[0], setup.args.ppo, torch.clone)
+    batch = rlvr_data.make_batch(rollout, rewards, *found, 0)
+    if spoil is not None:
+        names = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl", "weights")
+        spoilt = {name: getattr(batch, name).masked_fill(~batch.mask, spoil) for name in names}
+        batch = dataclasses.replace(batch, **spoilt)
+    if change is not None:
+        tokens = batch.query_responses.clone()
+        tokens[0, -24 + int((~expected[0]).nonzero()[0])] = change
+        batch = dataclasses.replace(batch, query_responses=tokens)
+    if not masked:
+        batch = dataclasses.replace(batch, mask=batch.responses != setup.ids.pad, loss_mask=batch.responses != 400)
+    optimizers = {"policy": torch.optim.SGD(actor_critic.parameters(), lr=0.0)}
+    args = dataclasses.replace(setup.args, ppo=dataclasses.replace(setup.args.ppo, nminibatches=1))
+    order = [torch.arange(16)[None]]
+    rlvr_policy.update(
+        actor_critic, optimizers, reference, batch, order, args, setup.ids.pad, setup.accelerator, policy_learns=True
+    )
+    return torch.cat([p.grad.flatten() for p in actor_critic.parameters() if p.grad is not None])
+
+
+def test_the_tools_tokens_are_context_and_nothing_else(episodes):
+    gradient = gradients_of(episodes)
+    assert gradient.isfinite().all() and gradient.any()
+    for spoil in (math.nan, 1e9):  # no number of theirs reaches the gradient
+        assert torch.equal(gradients_of(episodes, spoil), gradient)
+    # But they are read: with another answer, the tokens after it have other log-probs.
+    assert not torch.allclose(gradients_of(episodes, change=7), gradient)
+    # The check rejects a loss over all tokens.
+    assert not torch.allclose(gradients_of(episodes, masked=False), gradient)
+
+
+# ---- Whole runs ------------------------------------------------------------------------------------------------
+
+
+def run_in(folder: Path, monkeypatch, *words: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    (folder / "letters.py").write_text(LETTERS)
+    rlvr_tools.train(cli.parse_args(rlvr_tools.PRESETS, list(words)))
+    return only(folder, "runs/*")
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_tools, tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return run_in(tmp_path_factory.mktemp("whole"), monkeypatch, *arguments(tiny_tools))
+
+
+def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
+    rows = metrics_of(whole_run)
+    assert len(rows) == 3 and all(row["val/tool_tokens"] > row["val/tool_calls"] > 0 for row in rows)
+    assert all(row["objective/sampler_gap"] < 1e-9 and row["val/first_ratio_gap"] < 1e-9 for row in rows)
+    assert (
+        {name for name in rows[0] if "tool" in name} == {"val/tool_calls", "val/tool_tokens"} <= explained_metrics(3)
+    )
+    solved = [json.loads(line) for line in (whole_run / "evaluation.jsonl").read_text().splitlines()]
+    assert any(re.search(r"\](error: |\d)", str(row)) for row in solved)
+    trace = traces.read(whole_run, 0)
+    assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
+    texts = ["".join(pieces) for pieces in trace.responses]
+    shown = report.traced_episodes(trace)
+    assert ["".join(episode["pieces"]) for episode in shown] == list(
+        map(errors.visible, texts)
+    )  # the tool's words too
+    assert [sum(episode["tokens"]["tool"]) for episode in shown] == trace.tokens["tool"].sum(1).tolist()
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(whole_run, tiny_tools, tmp_path, monkeypatch):
+    first = run_in(tmp_path, monkeypatch, *arguments(tiny_tools), "--ppo.total_episodes", "32")
+    run_in(tmp_path, monkeypatch, "--resume", str(first), "--ppo.total_episodes", "48")
+    assert metrics_of(first) == metrics_of(whole_run)
+    path = "models/*/policy/model.safetensors"
+    assert only(tmp_path, path).read_bytes() == only(whole_run.parent.parent, path).read_bytes()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_passes_and_processes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path, monkeypatch, processes):
+    if processes == 1:
+        chunks = ("--ppo.local_micro_batch_size", "2", "--ppo.local_rollout_batch_size", "4")
+        this_run = run_in(tmp_path, monkeypatch, *arguments(tiny_tools), *chunks)
+    else:
+        (tmp_path / "letters.py").write_text(LETTERS)
+        for result in launch_together(2, "rlvr_tools.py", *arguments(tiny_tools), folder=tmp_path):
+            assert result.status == 0, result.stderr
+        this_run = only(tmp_path, "runs/*")
+    for row, expected in zip(metrics_of(this_run), metrics_of(whole_run), strict=True):
+        assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+# ---- Tools -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [("7+5", "12"), ("12 * (7+5)", "144"), ("7/2", "3.5"), ("1/3", "0.333333"), ("3-10", "-7"), ("-(2)", "-2")]
+    + [("0.1+0.2", "0.3"), ("6/3", "2"), ("7/0", tools.FAILED)]
+    + [
+        (call, tools.SYNTAX)
+        for call in ("", "7+5=", "7 5", "+7+5+", "2**9", "7//2", "seven", "5(3)", "(1,2)", "07+1")
+    ]
+    + [("1" * 101, tools.SYNTAX), ("(" * 99, tools.SYNTAX), ("__import__('os')", tools.SYNTAX), ("\0", tools.SYNTAX)],
+)
+def test_the_calculator(call, value):
+    assert tools.calculator(call) == value
+
+
+BAD = """
+import os, signal, sys, time
+def tool(call):
+    print("noise"); print("more", file=sys.stderr)
+    if call == "raise": raise RuntimeError("secret")
+    if call == "exit": sys.exit(3)
+    if call == "interrupt": raise KeyboardInterrupt
+    if call == "nothing": return None
+    if call == "loop":
+        while True: pass
+    if call == "sleep": time.sleep(60)
+    if call == "power": return str(9 ** 9 ** 9)
+    if call == "die": os._exit(0)
+    if call == "deaf":
+        signal.alarm(0)
+        while True: pass
+    if call == "long": return "7" * 10**6
+    if call == "half": return "7" + chr(0xd800)
+    return call.upper()
+def broken(call, more): return call
+"""
+
+
+def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad_tools.py").write_text(BAD)
+    tool = tools.load_tool("bad_tools:tool", "tools.tool", seconds=0.3)
+    expected = dict.fromkeys(("raise", "exit", "interrupt", "nothing", "die"), tools.FAILED)
+    expected |= dict.fromkeys(("loop", "sleep", "power", "deaf"), tools.TOO_SLOW) | {"long": tools.TOO_LONG}
+    for call, text in expected.items():
+        assert (call, tool(call)) == (call, text) and tool("again\n\0") == "AGAIN\n\0"
+    tool.close()
+    always = tools.load_tool("bad_tools:broken", "tools.tool", seconds=5)
+    assert always("7") == tools.FAILED
+    always.close()
+
+
+@pytest.mark.parametrize("name", ["calculate", "no_such_module:f", "bad_tools:nothing", "os:name", "ends:f"])
+def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("bad_tools.py").write_text(BAD)
+    Path("ends.py").write_text("import os\nos._exit(0)\n")
+    with pytest.raises(InputError, match=f"^--tools.tool {name}: ") as caught:
+        tools.load_tool(name, "tools.tool", seconds=5)
+    assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
+
+
+def setup_with(world: Path, **changes) -> rlvr_policy.Setup:
+    """What `conversation` reads of a Setup."""
+    args = rlvr_tools.PRESETS["sums-tools"]
+    args = dataclasses.replace(args, tools=dataclasses.replace(args.tools, **changes))
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    ids = problems.task_ids(args.task, tokenizer)
+    return rlvr_policy.Setup(args, args, None, tokenizer, ids, None, None, {}, None, None)
+
+
+def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("echo.py").write_text("def echo(call): return call.replace('HALF', chr(0xd800))\n")
+    setup = setup_with(tiny_tools, tool="echo:echo")
+    encode, decode = setup.tokenizer.encode, setup.tokenizer.decode
+    answer = rlvr_tools.conversation(setup).answer
+    assert decode(answer(encode("Felix [5[7+5]"))) == "7+5"  # between the last start and the end
+    assert decode(answer(encode("7+5]"))) == decode(answer(encode("]"))) == tools.SYNTAX
+    assert answer(encode("[]")) == []
+    # What ends a text is just text in an answer, and a broken character does no harm.
+    assert setup.ids.stops == (encode("<|endoftext|>")[0],)
+    said = answer(encode("[<|endof") + encode("text|>]"))
+    assert decode(said) in ("<|endoftext|>", tools.TOO_LONG) and not set(said) & {*setup.ids.stops, setup.ids.pad}
+    assert decode(answer(encode("[HALF]"))) == "?"
+    assert decode(answer(encode(f"[{'7' * 12}]"))) == "7" * 12
+    assert decode(answer(encode(f"[{'7' * 13}]"))) == tools.TOO_LONG
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"call_end": "]]"}, "--tools.call_end ']]' is 2 tokens"),
+        ({"call_start": ""}, "--tools.call_start is empty"),
+        ({"call_end": "<|endoftext|>"}, "--tools.call_end '<|endoftext|>' ends a response"),
+        ({"max_answer": 2}, "--tools.max_answer 2: error texts have up to"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, words):
+    with pytest.raises(InputError, match=re.escape(words)) as caught:
+        rlvr_tools.conversation(setup_with(tiny_tools, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["max_calls", "max_answer", "time_limit"])
+def test_numbers_that_mean_nothing_are_refused(name):
+    args = rlvr_tools.PRESETS["sums-tools"]
+    with pytest.raises(InputError, match=f"^tools.{name} is 0; it must be"):
+        rlvr_tools.train(dataclasses.replace(args, tools=dataclasses.replace(args.tools, **{name: 0})))
+
+
+def test_a_tool_does_not_go_with_sharded_weights(monkeypatch):
+    monkeypatch.setattr(processes, "sharding", lambda: True)
+    with pytest.raises(InputError, match=r"^a tool does not go with FSDP$"):
+        rlvr_tools.train(rlvr_tools.PRESETS["sums-tools"])
+
+
+# ---- The world -------------------------------------------------------------------------------------------------
+
+
+def test_pupils_call_the_calculator_and_misuse_it():
+    rng, args = random.Random(2), sums.ToolsArgs()
+    found = sums.write_problems(rng, 2_000, args, set())
+    solutions = [sums.solve_with_calculator(rng, problem, args) for problem in found]
+    calls = [match for solution in solutions for match in re.findall(r"\[([^]]*)\]([^\n]*)", solution)]
+    refused = [call for call, said in calls if said == tools.SYNTAX]
+    for call, said in calls:
+        operands = re.fullmatch(r"(\d+)([-+*])(\d+)", call)
+        assert bool(operands) == (said != tools.SYNTAX)
+        if operands:
+            a, b = int(operands[1]), int(operands[3])
+            assert said == str({"+": a + b, "-": a - b, "*": a * b}[operands[2]])
+    assert len(refused) / len(calls) == pytest.approx(args.misuse, abs=0.05)
+    steps = sum(min(len(p.steps), 2) for p in found)  # at least so many
+    assert steps * args.calls * 0.9 < len(calls) < steps * 2 * args.calls
+    # A call that is refused is followed by a calculation, or by a forgotten step; and nobody else says brackets.
+    assert all(
+        solution.count("[") == solution.count("]") == len(re.findall(r"\]", solution)) for solution in solutions
+    )
+    right = [s.split()[-1] == sums.solve(rng, p, 0.0, 0.0).split()[-1] for p, s in zip(found, solutions, strict=True)]
+    assert 0.3 < np.mean(right) < 0.6
+    # A pupil who always calls, and correctly, is always right.
+    best = dataclasses.replace(args, calls=1.0, misuse=0.0, hasty=0.0)
+    for problem in found:
+        solution = sums.solve_with_calculator(rng, problem, best)
+        assert solution.split()[-1] == sums.solve(rng, problem, 0.0, 0.0).split()[-1]
+        assert solution.count("[") == len(problem.steps)
+
+
+def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tools):
+    assert sums.split_answers("[7+5]12\n[3]error: x\n#### 1") == ["[7+5]", "12", "\n[3]", "error: x", "\n#### 1"]
+    assert sums.split_answers("7+5=12\n#### 12") == ["7+5=12\n#### 12"]
+    answer = rlvr_tools.conversation(setup_with(tiny_tools)).answer
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
+    rng = random.Random(3)
+    for problem in sums.write_problems(rng, 200, TINY_TOOLS, set()):
+        pieces = sums.split_answers(sums.solve_with_calculator(rng, problem, TINY_TOOLS))
+        for own, said in zip(pieces[::2], pieces[1::2], strict=False):
+            assert answer(tokenizer.encode(own)) == tokenizer.encode(said)
+
+
+def test_a_language_model_reads_answers_but_does_not_learn_them(tiny_tools):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
+    args = dataclasses.replace(TINY_TOOLS, lm_steps=150, lm_batch_size=2)
+    pairs = [("1?\n", "[1]7\n#### 7"), ("2?\n", "[2]8\n#### 8")]
+    model, loss = sums.train_language_model(pairs, tokenizer, args, "cpu")
+    assert loss < 0.1
+    for prompt, (own, said, rest) in zip(
+        ("1?\n", "2?\n"), map(sums.split_answers, (s for _, s in pairs)), strict=True
+    ):
+        ids = [tokenizer.encode(text) for text in (prompt + own, said, rest)]
+        p = model(torch.tensor([[*ids[0], *ids[1], *ids[2]]])).logits[0].softmax(1)
+        start = len(ids[0])
+        assert p[start - 1, ids[1][0]] < 0.5  # the answer
+        assert all(p[start + i, token] > 0.8 for i, token in enumerate(ids[2]))  # what comes after it
