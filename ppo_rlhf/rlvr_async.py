@@ -141,7 +141,8 @@ def train(args: Args) -> Path:
                     while not pool.is_full():
                         draw = rlvr_policy.draw_problems(setup, pool.rounds, rank)  # 1.
                         sampled, version = batches.take(pool.rounds)  # 2.
-                        pool.add(rlvr_policy.rollout(setup, actor_critic, reference, draw, sampled, version=version))
+                        told = (setup, actor_critic, reference, draw, sampled)
+                        pool.add(rlvr_policy.rollout(*told, version=version, on_policy=is_on_policy(args)))
                     episodes, generated = pool.take()  # with 3. log-probs and 4. scores
 
                 # [V88] 5. The KL in the reward is that of the policy that learns, although another has sampled.
@@ -577,8 +578,12 @@ def mean_of(numbers: Tensor) -> Tensor:
 def correction_of(args: Args) -> str:
     if args.correction != "auto":
         return args.correction
+    return "none" if is_on_policy(args) else "decoupled"
+
+
+def is_on_policy(args: Args) -> bool:
     # [V90] Another engine's log-probs differ from ours even with the same weights.
-    return "decoupled" if args.staleness or args.engine == "vllm" else "none"
+    return not args.staleness and args.engine == "built-in"
 
 
 # ---- Plumbing --------------------------------------------------------------------------------------------------

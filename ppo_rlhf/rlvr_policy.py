@@ -486,8 +486,13 @@ def rollout(
     sampled: list[Sampled],
     *,
     version: int,
+    on_policy: bool = True,
 ) -> Rollout:
-    """Steps 3 and 4 for this process's rows of a round. version: updates that the sampling policy had seen."""
+    """Steps 3 and 4 for this process's rows of a round.
+
+    version: updates that the sampling policy had seen. on_policy: whether that is the policy that learns, and the
+    built-in sampler has sampled.
+    """
     args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
     n, device, queries = args.ppo.samples_per_prompt, setup.accelerator.device, draw.requests[0].contexts
     (responses, sampler_logprobs), *greedy = sampled
@@ -497,13 +502,15 @@ def rollout(
     mask = mask & ~sampler_logprobs.isnan() & (responses != ids.pad)
 
     # 3. Compute log-probs, values and the reference's log-probs.
-    # [V76] [V82] These are the numbers that the first step of training will compute again, so that the ratio starts
-    #       at 1. The sampler's log-probs are kept, too.   dp_actor.py#L543, dp_actor.py#L590
-    query_responses = torch.cat([queries, responses], dim=1)
+    # [V76] [V82] The log-probs are those that the first step of training will compute again, so that the ratio starts
+    #       at 1. In full precision the sampler has recorded them; otherwise the responses are read as training will.
+    #       The sampler's log-probs are kept, too.   dp_actor.py#L543, dp_actor.py#L590
+    query_responses, exact = torch.cat([queries, responses], dim=1), shaping.kl_estimator == "full"
     limits = {"rows": args.ppo.local_micro_batch_size, "most_tokens": args.ppo.local_micro_batch_tokens}
     logprobs, values, ref_logprobs, exact_kl = passes.by_length(
-        *(read_responses, actor_critic, query_responses, responses, mask),
-        **{"pad_id": ids.pad, "reference": reference, "exact": shaping.kl_estimator == "full"} | limits,
+        *(read_responses, actor_critic, query_responses, responses, mask, sampler_logprobs),
+        **{"pad_id": ids.pad, "reference": reference, "exact": exact} | limits,
+        recorded=on_policy and args.dtype != "bfloat16" and not exact,
     )
 
     # 4. Score.
@@ -546,16 +553,19 @@ def read_responses(
     tokens: Tensor,
     responses: Tensor,
     mask: Tensor,
+    sampler_logprobs: Tensor,
     *,
     pad_id: int,
     reference: Reference | None,
     exact: bool,
+    recorded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, values, log-probs of the reference and, if asked for, exact KLs: four of the mask's shape.
 
-    tokens, responses, mask: as in ActorCritic.forward.
+    tokens, responses, mask: as in ActorCritic.forward. recorded: whether the log-probs are the sampler's.
     """
-    logprobs, values, _, exact_kl = actor_critic(tokens, responses, mask, pad_id, reference if exact else None)
+    known = sampler_logprobs if recorded else None
+    logprobs, values, _, exact_kl = actor_critic(tokens, responses, mask, pad_id, reference if exact else None, known)
     ref_logprobs = reference.logprobs(tokens, responses, mask, pad_id) if reference else logprobs
     return logprobs, values, ref_logprobs, exact_kl
 
@@ -802,23 +812,34 @@ class ActorCritic(models.MixedPrecision):
         return self.generate(self.sampler, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
 
     def forward(
-        self, tokens: Tensor, responses: Tensor, mask: Tensor, pad_id: int, reference: Reference | None = None
+        self,
+        tokens: Tensor,
+        responses: Tensor,
+        mask: Tensor,
+        pad_id: int,
+        reference: Reference | None = None,
+        recorded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probs of response tokens, values, exact entropies and, given a reference, exact KLs from it.
 
         tokens: (batch, length), queries and responses with padding anywhere. responses: (batch, response_length), the
         same responses with padding at their end. mask: (batch, response_length), which of their tokens to read.
-        Returns four of the mask's shape, 0 where masked, and where there is no critic or no reference.
+        recorded: their log-probs if these are known; then only the critic reads, and entropies are 0. Returns four of
+        the mask's shape, 0 where masked, and where there is no critic or no reference.
         """
         # [V30] What the networks say at a position is about the next token: hence the shift by one.
         #       dp_critic.py#L117
         place, labels = (tokens, responses, pad_id), responses[mask]  # labels: (tokens,)
         with self.autocast():
-            states = [lm.read_before_responses(self.lm_backbone, *place)[mask]]  # (tokens, width)
-            if reference:
-                states.append(reference.hidden_states(*place)[mask])
-            read = partial(self.read_hidden, reference)
-            logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, labels, *states)
+            if recorded is None:
+                states = [lm.read_before_responses(self.lm_backbone, *place)[mask]]  # (tokens, width)
+                if reference:
+                    states.append(reference.hidden_states(*place)[mask])
+                read = partial(self.read_hidden, reference)
+                logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, labels, *states)
+            else:
+                logprobs = recorded[mask]
+                entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
             if self.critic:
                 read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[mask]

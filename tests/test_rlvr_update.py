@@ -104,7 +104,8 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
     monkeypatch.setattr(lm, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more))
     settings = {"pad_id": PAD, "reference": reference, "exact": True}
     rlvr_policy.passes.by_length(
-        *(rlvr_policy.read_responses, actor_critic, tokens, tokens[:, CONTEXT:], mask), rows=3, **settings
+        *(rlvr_policy.read_responses, actor_critic, tokens, tokens[:, CONTEXT:], mask, torch.zeros(mask.shape)),
+        **settings | {"rows": 3, "recorded": False},
     )
     assert shapes == [(3, 8)] * 4  # policy, critic, and the reference twice
 

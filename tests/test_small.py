@@ -407,7 +407,7 @@ GRPO_MISTAKES: dict[str, Mistake] = {
     "the gradient is not clipped": ("nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)", "pass"),
     "weight decay": ("weight_decay=0.0", "weight_decay=0.01"),
     "the end is not learned": ("row[: row.index(end) + 1]", "row[: row.index(end)]"),
-    "a token of the prompt counts": ("<= sizes.unsqueeze(1)", "<= sizes.unsqueeze(1) + 1"),
+    "a token of the prompt counts": ("0, -1) <= sizes", "0, -1).roll(-1) <= sizes"),
     "no shift": ("states[:, :-1][in_response[:, 1:]]", "states[in_response]"),
     "minibatches are halves": (".argsort(1)\n", ".argsort(1).sort(0).values\n"),
     "another problem for each response": (

@@ -264,10 +264,14 @@ def read_contexts(
     Returns the last hidden state of each (batch, width), which of its columns are real, and the cache of keys and
     values, with room for the response.
     """
+    # [V100] A prompt is read once for all its responses, which are next to each other.
+    contexts, copies = contexts.unique_consecutive(dim=0, return_inverse=True)  # copies: (batch,)
     mask, length = contexts != pad_id, contexts.shape[1]  # (batch, context_length)
     position_ids, tokens = mask.cumsum(1) - mask.long(), contexts.masked_fill(~mask, 0)
     cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
+    # Rows of a pass keep their order: their place changes how sums are rounded, and small/grpo.py does not sort them.
     plan = passes.plan_passes(mask.sum(1).cpu(), lm_backbone)
+    plan = [passes.Pass(one.rows.sort().values, one.longest) for one in plan]
 
     def read(rows: Tensor, tokens: Tensor, mask: Tensor, position_ids: Tensor, longest: int) -> Tensor:
         real = slice(length - longest, length)
@@ -283,7 +287,11 @@ def read_contexts(
         return hidden_states[:, -1]
 
     rows = torch.arange(len(contexts), device=contexts.device)
-    return passes.in_passes(read, plan, rows, tokens, mask, position_ids), mask, cache
+    last = passes.in_passes(read, plan, rows, tokens, mask, position_ids)
+    if len(contexts) < len(copies):
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[copies], layer.values[copies]
+    return last[copies], mask[copies], cache
 
 
 def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:

@@ -2,17 +2,16 @@
 
 A small language model solves word problems. It has learned from careless pupils, so it is often wrong. Now it learns
 from its own attempts: it solves each problem eight times, a program checks the answers, and training makes right
-solutions more likely and wrong ones less likely. There is no reward model and no critic. Each update has eight steps,
-numbered in `train` as in the other chapters: (1) draw problems; (2) generate a group of responses to each;
-(3) compute the reference's log-probs; (4) score; (5) per-token rewards; (6) advantages; (7) minibatches; (8) log.
+solutions more likely and wrong ones less likely. There is no reward model and no critic. `train` numbers the eight
+steps of an update as the other chapters do.
 
     python ppo_rlhf/worlds/sums.py     # writes problems and the pupils' solutions, trains the language model
     python ppo_rlhf/small/grpo.py      # about ten minutes; no GPU, no network
 
 `rlvr_policy.py --preset sums-grpo` is the same algorithm. That script adds other models, problems and verifiers, a
 critic, KL penalties, other advantages and losses, several GPUs, checkpoints, metrics and error checks. Marks such as
-[V33] in it lead to docs/details/chapter3.md, which explains each detail and where it comes from. tests/test_small.py
-runs both versions on a tiny world, each minibatch in a single pass: they train the same weights, bit for bit.
+[V33] in it lead to docs/details/chapter3.md. tests/test_small.py runs both on a tiny world, and prompts and each
+minibatch in a single pass: they train the same weights, bit for bit.
 """
 
 import argparse
@@ -59,36 +58,46 @@ def left_pad(rows: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def generate(policy: PreTrainedModel, prompts: list, temperature: float, *key: int | str) -> list[list[int]]:
-    """Sample a response to each prompt. It ends with the end-of-text token, or is cut off at RESPONSE_LENGTH."""
-    noise = torch.rand(len(prompts), RESPONSE_LENGTH, generator=keyed_generator(*key), dtype=torch.float64)
-    tokens, end = left_pad(prompts), policy.config.eos_token_id  # (rows, longest)
-    mask = tokens != PAD  # (rows, longest)
-    tokens, positions = tokens.masked_fill(~mask, 0), mask.cumsum(1) - mask.long()  # (rows, longest) each
+def generate(policy: PreTrainedModel, prompts: list, n: int, temperature: float, *key: int | str) -> tuple:
+    """Sample n responses to each prompt, up to the end-of-text token or RESPONSE_LENGTH; lists, and log-probs."""
+    noise = torch.rand(len(prompts) * n, RESPONSE_LENGTH, generator=keyed_generator(*key), dtype=torch.float64)
+    tokens, end = left_pad(prompts), policy.config.eos_token_id  # (prompts, longest)
+    mask = tokens != PAD  # (prompts, longest)
+    tokens, positions = tokens.masked_fill(~mask, 0), mask.cumsum(1) - mask.long()  # (prompts, longest) each
     # The cache keeps the keys and values of earlier tokens, so that each step only has to read the newest token.
-    cache = StaticCache(policy.config, max_cache_len=tokens.shape[1] + RESPONSE_LENGTH)
-    columns = []
-    for uniform in noise.split(1, dim=1):  # (rows, 1), in [0, 1)
-        state = policy.model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        ).last_hidden_state[:, -1]  # (rows, width)
+    cache = StaticCache(policy.config, max_cache_len=tokens.shape[1])
+    states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (prompts, width)
+    for layer in cache.layers:  # each prompt is read once for its n responses, which need room for their tokens
+        copies = (x.repeat_interleave(n, 0) for x in (layer.keys, layer.values))
+        layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, RESPONSE_LENGTH)) for x in copies)
+        layer.max_cache_len += RESPONSE_LENGTH
+    states, mask, positions = (x.repeat_interleave(n, 0) for x in (states, mask, positions[:, -1:]))
+    responses, logprobs = torch.full(noise.shape, PAD), torch.zeros(noise.shape)  # (rows, RESPONSE_LENGTH) each
+    rows = torch.arange(len(noise))  # those that are still sampled
+    for column in range(RESPONSE_LENGTH):
         # Sample by inverse CDF: take the first token whose cumulative probability exceeds the random number.
-        cdf = (policy.lm_head(state) / temperature).log_softmax(1).double().exp().cumsum(1)  # (rows, vocabulary)
-        tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)  # (rows, 1)
-        columns.append(tokens)
-        mask, positions = nn.functional.pad(mask, (0, 1), value=True), positions[:, -1:] + 1
-    rows = torch.cat(columns, 1).tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]  # without what follows the end
+        all_logprobs = (policy.lm_head(states) / temperature).log_softmax(1)  # (rows, vocabulary)
+        cdf = all_logprobs.double().exp().cumsum(1)  # (rows, vocabulary)
+        tokens = torch.searchsorted(cdf, noise[rows, column, None] * cdf[:, -1:], right=True)  # (rows, 1)
+        responses[rows, column], logprobs[rows, column] = tokens[:, 0], all_logprobs.gather(1, tokens)[:, 0]
+        mask, positions = nn.functional.pad(mask, (0, 1), value=True), positions + 1
+        going = (responses[rows] != end).all(1)  # (rows,)
+        if column % 4 == 3 and 2 * going.sum() <= len(rows):  # now and then, responses that have ended leave
+            rows, tokens, mask, positions = rows[going], tokens[going], mask[going], positions[going]
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[going], layer.values[going]
+        if not len(rows):
+            break
+        states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (rows, width)
+    return [row[: row.index(end) + 1] if end in row else row for row in responses.tolist()], logprobs
 
 
 def read_logprobs(policy: PreTrainedModel, tokens: Tensor, in_response: Tensor) -> Tensor:
     """Log-probs of the tokens that belong to responses, 0 for the others. All tensors are (rows, length)."""
     mask = tokens != PAD  # (rows, length)
     positions = mask.cumsum(1) - mask.long()  # (rows, length); counts the real tokens before
-    states = policy.model(
-        input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, position_ids=positions, use_cache=False
-    ).last_hidden_state  # (rows, length, width)
     # The state at one position predicts the token at the next position; hence the shift by one.
+    states = policy.model(tokens.masked_fill(~mask, 0), mask, positions, use_cache=False)[0]  # (rows, length, width)
     logits = policy.lm_head(states[:, :-1][in_response[:, 1:]])  # (response tokens, vocabulary)
     logprobs = logits.log_softmax(1).gather(1, tokens[in_response].unsqueeze(1)).squeeze(1)  # (response tokens,)
     return torch.zeros(tokens.shape).masked_scatter(in_response, logprobs)
@@ -100,25 +109,23 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
     for update in range(UPDATES):
         # 1. Draw problems. All updates together need fewer than there are, so each is new to the policy.
         drawn = [problems[i] for i in problem_order[update * PROMPTS :][:PROMPTS] for _ in range(GROUP)]
-        prompts = [tokenizer.encode(question) for question, _ in drawn]  # GROUP times the same, then the next
+        prompts = [tokenizer.encode(question) for question, _ in drawn[::GROUP]]
 
         # 2. Generate responses, and record their log-probs: step 7 measures how far the policy has moved since.
-        responses = generate(policy, prompts, 1.0, seed, "policy", update)
-        tokens = left_pad([prompt + response for prompt, response in zip(prompts, responses, strict=True)])
-        sizes = torch.tensor([len(response) for response in responses])  # (batch,)
-        in_response = torch.arange(tokens.shape[1], 0, -1) <= sizes.unsqueeze(1)  # (batch, length); the last columns
-        with torch.no_grad():
-            logprobs = read_logprobs(policy, tokens, in_response)  # (batch, length)
+        responses, recorded = generate(policy, prompts, GROUP, 1.0, seed, "policy", update)
+        tokens = left_pad([prompts[i // GROUP] + response for i, response in enumerate(responses)])  # (batch, length)
+        sizes = torch.tensor([len(response) for response in responses]).unsqueeze(1)  # (batch, 1)
+        in_response = torch.arange(tokens.shape[1], 0, -1) <= sizes  # (batch, length); the last columns
+        logprobs = torch.zeros(tokens.shape)  # (batch, length)
+        logprobs[in_response] = recorded[torch.arange(RESPONSE_LENGTH) < sizes]
 
         # 3. There is no reference: the verifier cannot be fooled, so the policy may move as far as it likes.
-
         # 4. Score each response: 1 if its answer is right, otherwise 0.
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         right = [is_right(text, answer) for text, (_, answer) in zip(texts, drawn, strict=True)]
         scores = torch.tensor(right).float().view(PROMPTS, GROUP)
 
         # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
-
         # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy
         #    usually does on this problem, so no critic has to. If all are right, or all are wrong, none is better.
         centred = scores - scores.mean(1, keepdim=True)  # (PROMPTS, GROUP)
@@ -126,8 +133,7 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
         advantages = (centred / (std + 1e-6)).view(-1, 1)  # (batch, 1), the same for all tokens of a response
 
         # 7. An epoch over minibatches. The ratio says how much more likely a token has become since it was sampled.
-        #    Clipping removes the incentive to move it away from 1 by more than CLIP, because the advantages were
-        #    measured under the old policy, and mean less as the policy changes.
+        #    Clipping removes the incentive to move it further from 1: the advantages are those of the old policy.
         lengths = (tokens != PAD).sum(1)  # (batch,)
         generator = keyed_generator(seed, "minibatches", update, 0)
         order = torch.rand(len(drawn) // MINIBATCHES, MINIBATCHES, generator=generator).argsort(1)
@@ -153,7 +159,7 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
 def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:
     """Print how many problems the policy solves with its most likely responses, and its response to the longest."""
     prompts = [tokenizer.encode(question) for question, _ in problems]
-    responses = generate(policy, prompts, 1e-6, "greedy")  # at this temperature, the most likely token always wins
+    responses, _ = generate(policy, prompts, 1, 1e-6, "greedy")  # so cold that the most likely token always wins
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = [is_right(text, answer) for text, (_, answer) in zip(texts, problems, strict=True)]
     (question, _), text = max(zip(problems, texts, strict=True), key=lambda pair: len(pair[0][0]))
@@ -169,8 +175,8 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.world / "problems_train.jsonl").is_file():
         parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py")
-    tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
-    policy = AutoModelForCausalLM.from_pretrained(args.world / "model")
+    kinds = (AutoModelForCausalLM, AutoTokenizer)
+    policy, tokenizer = (kind.from_pretrained(args.world / "model") for kind in kinds)
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
     train(policy, tokenizer, read_problems(args.world, "train"), args.seed)
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
