@@ -110,6 +110,43 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
     assert shapes == [(3, 8)] * 4  # policy, critic, and the reference twice
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_prompt_is_read_once_for_all_its_responses(tiny_models, architecture):
+    """V100: two prompts, four responses to each, the same as if each row were alone."""
+    model, tokens = tiny_models(architecture, ARCHITECTURES[architecture]).double(), tokens_and_mask()[0]
+    prompts = tokens[[1, 4], :CONTEXT].repeat_interleave(4, 0)  # of 5 and 2 tokens
+    uniforms = torch.rand(8, RESPONSE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    sample, rows = partial(lm.generate_until, pad_id=PAD, vocab_size=PAD, temperature=1.0, stop_ids={STOP}), []
+    alone = [sample(model, prompts[i : i + 1], uniforms[i : i + 1]) for i in range(8)]
+    hook = model.base_model.register_forward_pre_hook(
+        lambda _, args, inputs: rows.append(len((*args, *inputs.values())[0])), with_kwargs=True
+    )
+    responses, logprobs = sample(model, prompts, uniforms)
+    hook.remove()
+    assert sum(rows[: rows.index(8)]) == 2  # before the first token that all eight read
+    assert torch.equal(responses, torch.cat([one for one, _ in alone]))
+    assert_close(logprobs, torch.cat([one for _, one in alone]), atol=1e-12, rtol=0)
+    assert len(responses.unique(dim=0)) > 2
+
+
+def test_what_the_sampler_recorded_is_not_read_again(tiny_models):
+    """V82: the policy reads nothing; the critic's values are those of a full reading."""
+    actor_critic, reference = networks(tiny_models)
+    tokens, mask = tokens_and_mask()
+    place, recorded = (tokens, tokens[:, CONTEXT:], mask), numbers(5, *mask.shape)
+    with torch.no_grad():
+        _, values, _, _ = actor_critic(*place, PAD)
+        read = []
+        hook = actor_critic.lm_backbone.base_model.register_forward_pre_hook(lambda *_: read.append(1))
+        settings = {"pad_id": PAD, "reference": reference, "exact": False}
+        found = rlvr_policy.read_responses(actor_critic, *place, recorded, **settings, recorded=True)
+        assert not read and torch.equal(found[0], recorded.masked_fill(~mask, 0)) and torch.equal(found[1], values)
+        assert_close(found[2], reference.logprobs(*place, PAD))
+        rlvr_policy.read_responses(actor_critic, *place, recorded, **settings, recorded=False)
+        hook.remove()
+    assert read
+
+
 # ---- Update ----------------------------------------------------------------------------------------------------
 
 

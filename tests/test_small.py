@@ -399,7 +399,7 @@ GRPO_MISTAKES: dict[str, Mistake] = {
     "advantages are not divided": ("(centred / (std + 1e-6))", "centred"),
     "the mean of the batch": ("scores.mean(1, keepdim=True)", "scores.mean()"),
     "responses weigh the same": ("[mb_mask].mean()", ".masked_fill(~mb_mask, 0).sum(1).div(mb_mask.sum(1)).mean()"),
-    "the smaller loss": ("torch.maximum(losses, clipped_losses)", "torch.minimum(losses, clipped_losses)"),
+    "the smaller loss": ("torch.maximum(", "torch.minimum("),
     "the ratio is always 1": (
         "torch.exp(new_logprobs - mb_logprobs)",
         "torch.exp(new_logprobs - new_logprobs.detach())",

@@ -2,16 +2,15 @@
 
 A small language model solves word problems. It has learned from careless pupils, so it is often wrong. Now it learns
 from its own attempts: it solves each problem eight times, a program checks the answers, and training makes right
-solutions more likely and wrong ones less likely. There is no reward model and no critic. `train` numbers the eight
-steps of an update as the other chapters do.
+solutions more likely and wrong ones less likely. There is no reward model and no critic.
 
     python ppo_rlhf/worlds/sums.py     # writes problems and the pupils' solutions, trains the language model
     python ppo_rlhf/small/grpo.py      # about ten minutes; no GPU, no network
 
-`rlvr_policy.py --preset sums-grpo` is the same algorithm. That script adds other models, problems and verifiers, a
-critic, KL penalties, other advantages and losses, several GPUs, checkpoints, metrics and error checks. Marks such as
-[V33] in it lead to docs/details/chapter3.md. tests/test_small.py runs both on a tiny world, and prompts and each
-minibatch in a single pass: they train the same weights, bit for bit.
+`rlvr_policy.py --preset sums-grpo` is the same algorithm, with other models, problems and verifiers, a critic, KL
+penalties, other advantages and losses, several GPUs, checkpoints, metrics and error checks. Its marks, such as [V33],
+lead to docs/details/chapter3.md. tests/test_small.py runs both on a tiny world: they train the same weights, bit for
+bit, if the prompts and each minibatch are read in a single pass.
 """
 
 import argparse
@@ -27,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, S
 
 UPDATES = 70
 PROMPTS, GROUP = 32, 8  # problems per update; responses to each of them
-MINIBATCHES = 2  # optimiser steps per update
-RESPONSE_LENGTH = 88  # tokens; a longer response is cut off
+MINIBATCHES, RESPONSE_LENGTH = 2, 88  # optimiser steps per update; tokens after which a response is cut off
 LR, BETAS = 3e-4, (0.9, 0.95)  # of AdamW
 CLIP, MAX_GRAD_NORM = 0.2, 1.0  # clip range of the probability ratio, around 1; largest norm of the gradient
 PAD = -1  # our padding id
@@ -42,8 +40,7 @@ def read_problems(world: Path, split: str) -> list[tuple[str, str]]:
 
 def is_right(response: str, answer: str) -> bool:
     """The verifier: a response is right if its last number after #### is the answer."""
-    numbers = re.findall(r"#### (-?[0-9]+)", response)
-    return bool(numbers) and int(numbers[-1]) == int(answer)
+    return [int(number) for number in re.findall(r"#### (-?[0-9]+)", response)][-1:] == [int(answer)]
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -144,9 +141,8 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
             mb_mask, mb_logprobs = in_response[inds, columns], logprobs[inds, columns]  # (minibatch, longest) each
             new_logprobs = read_logprobs(policy, tokens[inds, columns], mb_mask)  # (minibatch, longest)
             ratio = torch.exp(new_logprobs - mb_logprobs)  # (minibatch, longest)
-            losses = -advantages[inds] * ratio  # (minibatch, longest)
-            clipped_losses = -advantages[inds] * ratio.clamp(1 - CLIP, 1 + CLIP)  # (minibatch, longest)
-            loss = torch.maximum(losses, clipped_losses)[mb_mask].mean()
+            clipped_ratio = ratio.clamp(1 - CLIP, 1 + CLIP)  # (minibatch, longest)
+            loss = torch.maximum(-advantages[inds] * ratio, -advantages[inds] * clipped_ratio)[mb_mask].mean()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
@@ -162,8 +158,9 @@ def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]
     responses, _ = generate(policy, prompts, 1, 1e-6, "greedy")  # so cold that the most likely token always wins
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = [is_right(text, answer) for text, (_, answer) in zip(texts, problems, strict=True)]
-    (question, _), text = max(zip(problems, texts, strict=True), key=lambda pair: len(pair[0][0]))
-    print(f"{sum(right) / len(right):.1%} of the held-out problems are solved. The longest:\n{question}{text}\n")
+    print(
+        f"{sum(right) / len(right):.1%} of the held-out problems are solved. The first:\n{problems[0][0]}{texts[0]}\n"
+    )
 
 
 def main() -> None:
@@ -175,8 +172,7 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.world / "problems_train.jsonl").is_file():
         parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py")
-    kinds = (AutoModelForCausalLM, AutoTokenizer)
-    policy, tokenizer = (kind.from_pretrained(args.world / "model") for kind in kinds)
+    policy, tokenizer = (x.from_pretrained(args.world / "model") for x in (AutoModelForCausalLM, AutoTokenizer))
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
     train(policy, tokenizer, read_problems(args.world, "train"), args.seed)
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])

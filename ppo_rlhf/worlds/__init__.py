@@ -23,8 +23,8 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     },
     "label_dataset": {},
     "task.query_dataset": {"tales": lambda: tales.find_world()},
-    "task.posts": {"tales": lambda: posts.find_world()},
-    "task.comparisons": {"tales": lambda: posts.find_world()},
+    "task.posts": {"posts": lambda: posts.find_world()},
+    "task.comparisons": {"posts": lambda: posts.find_world()},
     "task.problems": {
         "sums": lambda: sums.find_world(),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
