@@ -37,7 +37,7 @@ def response_logprobs(model, tokens, attention_mask, context_length, temperature
 
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, score_at):
     if score_at == "next":
-        return tldr_policy.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)[0]
+        return tldr_policy.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
     return rlvr_math.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
 
 

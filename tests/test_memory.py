@@ -36,7 +36,7 @@ def one_pass(network: ActorCritic) -> tuple[list[torch.Tensor], int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        results = network(TOKENS, PAD, CONTEXT, 0.7)
+        results = network(TOKENS, TOKENS[:, CONTEXT:], PAD, 0.7)
     sum((tensor * tensor).sum() for tensor in results if tensor.requires_grad).backward()
     return [*results, *(p.grad for p in network.parameters() if p.grad is not None)], kept
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
 
-UPDATES = 70
-PROMPTS, GROUP = 32, 8  # problems per update; responses to each of them
+UPDATES, PROMPTS, GROUP = 70, 32, 8  # in an update: so many problems, with so many responses to each
 MINIBATCHES, RESPONSE_LENGTH = 2, 88  # optimiser steps per update; tokens after which a response is cut off
 LR, BETAS = 3e-4, (0.9, 0.95)  # of AdamW
 CLIP, MAX_GRAD_NORM = 0.2, 1.0  # clip range of the probability ratio, around 1; largest norm of the gradient
@@ -158,9 +157,7 @@ def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]
     responses, _ = generate(policy, prompts, 1, 1e-6, "greedy")  # so cold that the most likely token always wins
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = [is_right(text, answer) for text, (_, answer) in zip(texts, problems, strict=True)]
-    print(
-        f"{sum(right) / len(right):.1%} of the held-out problems are solved. The first:\n{problems[0][0]}{texts[0]}\n"
-    )
+    print(f"{sum(right) / len(right):.1%} of the held-out problems solved. The first:\n{problems[0][0]}{texts[0]}\n")
 
 
 def main() -> None:
@@ -172,7 +169,8 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.world / "problems_train.jsonl").is_file():
         parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py")
-    policy, tokenizer = (x.from_pretrained(args.world / "model") for x in (AutoModelForCausalLM, AutoTokenizer))
+    tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
+    policy = AutoModelForCausalLM.from_pretrained(args.world / "model")
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
     train(policy, tokenizer, read_problems(args.world, "train"), args.seed)
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
