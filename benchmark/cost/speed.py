@@ -198,11 +198,15 @@ def random_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerF
     """A model of this shape with random weights, and a tokenizer whose tokens are words."""
     torch.manual_seed(0)
     config = SHAPES[base_model]()
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, config.vocab_size)}
+    return AutoModelForCausalLM.from_config(config), word_tokenizer(config.vocab_size)
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Its tokens are the words w1, w2 and so on, and token 0 the end of a text."""
+    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    return AutoModelForCausalLM.from_config(config), tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
 def random_texts(args: Args, shortest: int, longest: int) -> list[str]:
