@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, posts, processes, run, scorers
+from ppo_rlhf.lib import checkpoints, cli, lm, models, networks, passes, posts, processes, run, scorers, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 
@@ -521,6 +521,7 @@ class Rollout:
     scores: Tensor  # (local_batch,), after the end-of-text trick
     finished: Tensor  # (local_batch,) bool, whether the summary ends
     sampler_gap: Tensor  # (local_batch, response_length), distance of log-probs from the sampler's
+    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------
@@ -575,6 +576,7 @@ def ppo_update(
             mb_advantages, mb_returns = compute_advantages(
                 rollout.rewards[mb_inds], mb_values, mb_mask, mb_value_mask, ppo, reduce
             )
+            rollout.seen.append((mb_inds, {"advantages": mb_advantages, "returns": mb_returns}))
             # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
             #       the same weight in whatever micro-batch and process it is.
             count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
@@ -594,6 +596,8 @@ def ppo_update(
                 new_logprobs, entropies, new_values = actor_critic(
                     query_responses, pad_id, context_length, temperature, micro_batch.longest
                 )
+                told = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
+                rollout.seen.append((minibatches[epoch, minibatch][micro_batch.rows], told))
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
                     new_logprobs, logprobs, advantages, mask, ppo.cliprange, count
                 )
