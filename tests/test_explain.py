@@ -27,8 +27,8 @@ RUNS = {
     "rloo": "--ppo.advantage rloo --rewards.kl_coef 0.1 --rewards.kl_estimator k2 --ppo.loss reinforce "
     "--ppo.loss_aggregation seq-mean-token-sum",
     "opo": "--ppo.advantage opo --rewards.kl_coef 0.1 --rewards.kl_estimator abs --ppo.loss gspo "
-    "--ppo.cliprange_low 0.0003 --ppo.cliprange_high 0.0004 --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator abs "
-    "--ppo.loss_aggregation seq-mean-token-mean",
+    "--ppo.cliprange_low 0.0003 --ppo.cliprange_high 0.0004 --rewards.kl_loss_coef 0.1 "
+    "--rewards.kl_loss_estimator abs --ppo.loss_aggregation seq-mean-token-mean",
     "reinforce++": "--ppo.advantage reinforce++ --ppo.gamma 0.9 --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
     "--rewards.kl_loss_estimator k3+ --rewards.mask_truncated",
     "reinforce++-baseline": "--ppo.advantage reinforce++-baseline --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
@@ -115,8 +115,10 @@ def test_the_terminal_says_what_the_page_says(name, trained, opened, capsys):  #
     assert "log π(y_t | x, y_<t)" in text and "WRONG" not in text and "not known" not in text
 
 
-LINES = """() => data.runs[0].traces.flatMap(update => update.episodes.flatMap(episode => episode.places.map((_, t) => {
-  const {lines, missing} = explainToken(data.runs[0].steps, episode, data.runs[0].settings, 0, t, groupOf(update, episode));
+LINES = """() => data.runs[0].traces.flatMap(update => update.episodes.flatMap(episode =>
+  episode.places.map((_, t) => {
+  const run = data.runs[0], group = groupOf(update, episode);
+  const {lines, missing} = explainToken(run.steps, episode, run.settings, 0, t, group);
   return [...lines.map(line => [line.step.result, line.step.only, line.value]), missing];
 })))"""
 
@@ -296,7 +298,7 @@ def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa
 
 
 def test_without_changes_what_if_shows_the_recorded_numbers(trained, opened):  # noqa: F811
-    for name in ("1", "2", "gae", "grpo"):
+    for name in ("1", "1 minibatches", "2", "2 k3", "gae", "grpo", "reinforce++-baseline"):
         folder = trained(name)
         report.report(report.Args(str(folder)))
         page = opened(folder / "report.html")
@@ -304,9 +306,13 @@ def test_without_changes_what_if_shows_the_recorded_numbers(trained, opened):  #
         assert recorded and max(abs(one - other) for one, other in recorded) < 1e-4
 
 
-RECORDED = """() => { const run = data.runs[0], episodes = run.traces[0].episodes.filter(episode => !episode.again);
-  return whatIf(episodes, run.settings, {}, 0).flatMap((found, i) => found.advantages.map((x, t) =>
-    [x, (episodes[i].epochs.advantages || [episodes[i].tokens.advantages])[0][t]]).filter((_, t) => found.learns[t])); }"""
+RECORDED = """() => {
+  const run = data.runs[0], episodes = run.traces[0].episodes.filter(episode => !episode.again);
+  return whatIf(episodes, run.settings, {}, 0).flatMap((found, i) => {
+    const told = (episodes[i].epochs.advantages || [episodes[i].tokens.advantages])[0];
+    return found.advantages.map((x, t) => [x, told[t]]).filter((_, t) => found.learns[t]);
+  });
+}"""
 
 
 def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):  # noqa: F811

@@ -175,38 +175,40 @@ function momentsOf(rows, marks) {  // as `whiten` of the scripts has them
   return [mean, Math.sqrt(sum(numbers.map(x => (x - mean) ** 2)) / numbers.length + 1e-8)];
 }
 
-function deriveAll(episodes, s, epoch, means = {}) {
-  // Everything whitened over these episodes alone. means: where the statistics that were used are kept.
+function deriveAll(episodes, s, epoch, before = {}) {
+  // Numbers are whitened with the mean and deviation of these episodes. before: mean and deviation of the same
+  // episodes with the settings of the run. Where it is known, each episode has the recorded mean and deviation of its
+  // minibatch, changed as much as those of these episodes change.
   let copies = episodes.map(episode => ({...episode, statistics: {...episode.statistics,
     kl_coef: s.kl_coef ?? (episode.statistics || {}).kl_coef}}));
-  const all = settings => copies.map(episode => derive(episode, settings, epoch,
+  const all = () => copies.map(episode => derive(episode, s, epoch,
     copies.filter(other => other.numbers.groups === episode.numbers.groups)));
-  const told = statistics => { copies = copies.map(episode => ({...episode, statistics: {...episode.statistics, ...statistics}})); };
-  const whiten = (name, found, rows, marks) => {
-    const [mean, deviation] = momentsOf(found.map(x => x[rows]), found.map(x => x[marks]));
-    const {[`${name}_mean`]: shift = 0, [`${name}_deviation`]: scale = 1} = means;
-    Object.assign(means, {[`${name}_own`]: [mean, deviation]});
-    told({[`${name}_mean`]: mean + shift, [`${name}_deviation`]: deviation * scale});
+  const whiten = (name, [mean, deviation]) => {
+    copies = copies.map(episode => {
+      const told = statisticsOf(episode, epoch), known = before[name] && told[`${name}_deviation`] > 0;
+      return {...episode, statistics: {...episode.statistics,
+        [`${name}_mean`]: known ? told[`${name}_mean`] + mean - before[name][0] : mean,
+        [`${name}_deviation`]: known ? told[`${name}_deviation`] * deviation / before[name][1] : deviation}};
+    });
   };
-  const first = all(s);
+  const first = all();
   copies = copies.map((episode, i) => ({...episode, tokens: {...episode.tokens, rewards: first[i].rewards}}));
-  if (s.whiten_rewards) whiten("reward", first, "rewards", "valued");
-  if (s.whiten_advantages) whiten("advantage", all(s), "raw_advantages", s.chapter === 2 ? "learns" : "valued");
-  return all(s);
+  if (s.whiten_rewards) whiten("reward", momentsOfRewards(first));
+  if (s.whiten_advantages) whiten("advantage", momentsOfAdvantages(all(), s));
+  return all();
 }
 
+const momentsOfRewards = found => momentsOf(found.map(x => x.rewards), found.map(x => x.valued));
+const momentsOfAdvantages = (found, s) =>
+  momentsOf(found.map(x => x.raw_advantages), found.map(x => s.chapter === 2 ? x.learns : x.valued));
+
 function whatIf(episodes, s, changes, epoch) {
-  // What the same episodes would have taught. They are a part of the batch, so their mean and deviation only say how
-  // those of the batch would change: without changes, these are the recorded ones.
-  const means = {}, shared = statisticsOf(episodes[0], epoch);
-  for (const name of ["reward", "advantage"]) {
-    deriveAll(episodes, s, epoch, means);
-    const told = [shared[`${name}_mean`], shared[`${name}_deviation`]], own = means[`${name}_own`];
-    if (!own || told.some(Number.isNaN)) continue;
-    means[`${name}_mean`] = told[0] - own[0];
-    means[`${name}_deviation`] = told[1] / own[1];
-  }
-  return deriveAll(episodes, {...s, ...changes}, epoch, means);
+  // What the same episodes would have taught. Without changes, these are the recorded numbers.
+  const found = episodes.map(episode => derive(episode, s, epoch,
+    episodes.filter(other => other.numbers.groups === episode.numbers.groups)));
+  const moments = {reward: momentsOfRewards(found), advantage: momentsOfAdvantages(found, s)};
+  const known = Object.entries(moments).filter(([, numbers]) => !numbers.some(Number.isNaN));
+  return deriveAll(episodes, {...s, ...changes}, epoch, Object.fromEntries(known));
 }
 
 // ---- The lines of one token ----

@@ -373,7 +373,7 @@ def derive(
         for t, d in enumerate(distances)
     ]
     found["score"] = number_of(numbers.get("scores"))
-    found["rewards"] = [-beta * part + (found["score"] if t == last else 0.0) for t, part in enumerate(found["kl"])]
+    found["rewards"] = [*rewards(found["score"], found["kl"][: last + 1], beta), *found["kl"][last + 1 :]]
     found["is_last"] = [t == last for t in range(n)]
     found["is_inner"] = [found["valued"][t] and t != last for t in range(n)]
     used = found["rewards"]
