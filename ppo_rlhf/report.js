@@ -10,26 +10,22 @@ function make(tag, properties = {}, ...children) {
 
 // ---- Learning curves ----
 
-const touch = matchMedia("(hover: none)").matches;  // there a finger scrolls, and the bar of a plot is always shown
-
-function theme() {
-  const style = getComputedStyle(document.documentElement);
-  const axis = {exponentformat: "e", gridcolor: style.getPropertyValue("--line"), zerolinecolor: style.getPropertyValue("--line")};
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: style.getPropertyValue("--text"), size: 11},
-    hoverlabel: {bgcolor: style.getPropertyValue("--page"), font: {color: style.getPropertyValue("--text")}},
-    margin: {l: 45, r: 10, t: touch ? 34 : 10, b: 30}, dragmode: touch ? false : "zoom", legend: {orientation: "h", y: -0.15}, xaxis: axis, yaxis: axis,
-  };
-}
-const config = {displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]]};
-
 function drawCurves() {
-  data.figures.forEach((figure, i) => {
-    const drawn = theme();
-    find(`plot-${i}`).style.height = `${15 + 1.3 * Math.max(0, figure.data.length - 2)}rem`;  // room for its legend
-    Plotly.react(find(`plot-${i}`), figure.data,
-      {...figure.layout, ...drawn, yaxis: {...figure.layout.yaxis, ...drawn.yaxis}}, config);
-  });
+  data.figures.forEach((figure, i) => chart(find(`plot-${i}`), figure, step => `update ${step}`, buttonTo));
+}
+
+// A button that shows the episodes of the traced update that is nearest to a point of a curve.
+function buttonTo(step) {
+  if (!traced.length) return null;
+  const nearest = run => closest(data.runs[run].traces.map(update => update.update), step), wanted = nearest(panes[0].run);
+  const button = make("button", {className: "jump", textContent: wanted === step ? `episodes of update ${wanted}` : `nearest episodes: update ${wanted}`});
+  button.onclick = () => {
+    for (const pane of panes[0].run === panes[1].run ? panes.slice(0, 1) : panes)
+      show(pane, updatesOf(pane).findIndex(update => update.update === nearest(pane.run)), 0);
+    find("tokens").scrollIntoView();
+    find("left-update").focus({preventScroll: true});
+  };
+  return button;
 }
 
 // ---- Token view: what two panes show ----
@@ -59,6 +55,10 @@ function follow() {  // the second pane shows the query of the first, where that
   const itself = updateOf(right).episodes.findIndex(e => e.query === wanted);
   right.lost = found < 0 && itself < 0;
   if (!right.lost) right.episode = found < 0 ? itself : found;
+}
+function show(pane, index, episode) {
+  Object.assign(pane, {index, episode: Math.min(episode, updatesOf(pane)[index].episodes.length - 1)});
+  draw();
 }
 const sameUpdate = () => panes[0].run === panes[1].run && panes[0].index === panes[1].index;
 
@@ -327,41 +327,118 @@ function differences() {
   return found;
 }
 
-// ---- Token view: all episodes ----
+// ---- Token view: all episodes, sorted and filtered ----
+
+const MOST_ROWS = 200;
+const finder = {text: "", which: "update", stopped: "", right: "", column: "", from: null, to: null, sort: null, down: false};
+const meanOf = values => values.length ? sum(values) / values.length : null;
+const those = (values, mask) => (values || []).filter((_, i) => !mask || mask[i]);
+const countedOf = episode => episode.tokens.mask || episode.tokens.scored;
+
+function numbersOfEpisode(episode) {  // name: value, under the titles of the table
+  const counted = countedOf(episode), found = {};
+  for (const [name, value] of Object.entries(episode.numbers)) found[titleOfNumber(name)] = value;
+  found.tokens = those(episode.pieces, counted).length;
+  found.KL = sum(those(episode.tokens.kl, counted).map(x => x ?? NaN));
+  if (Number.isNaN(found.KL)) found.KL = null;
+  found["mean advantage"] = meanOf(those(episode.tokens.advantages, episode.tokens.mask));
+  return found;
+}
+
+// Every episode that the table may show, and what it is found by.
+function candidates() {
+  const pane = panes[0], indices = finder.which === "all" ? range(updatesOf(pane).length) : [pane.index];
+  return indices.flatMap(index => updatesOf(pane)[index].episodes.map((episode, i) => {
+    const words = [episode.query, episode.pieces.join(""), ...Object.values(episode.texts)];
+    return {index, i, episode, update: updatesOf(pane)[index].update, numbers: numbersOfEpisode(episode), words: words.join("\n").toLowerCase()};
+  }));
+}
+
+function isWanted({episode, numbers, words}) {
+  const {text, stopped, right, column, from, to} = finder, value = numbers[column];
+  if (text && !words.includes(text.toLowerCase())) return false;
+  if (stopped && String(Number(episode.numbers.stopped)) !== stopped) return false;
+  if (right && (episode.numbers.verifier === null || String(Number(episode.numbers.verifier > 0)) !== right)) return false;
+  if (column && (from !== null || to !== null))
+    return value !== null && value !== undefined && value >= (from ?? -Infinity) && value <= (to ?? Infinity);
+  return true;
+}
+
+function makeFinder() {
+  const episode = updatesOf(panes[0])[0].episodes[0], box = find("finder");
+  const control = (title, input, name, read = value => value) => {
+    input.id = `find-${name}`;
+    input.oninput = () => { finder[name] = read(input.value); drawOthers(); };
+    box.append(make("label", {}, `${title} `, input));
+  };
+  const choice = options => make("select", {}, ...Object.entries(options).map(([value, textContent]) => make("option", {value, textContent})));
+  const number = value => value === "" || Number.isNaN(Number(value)) ? null : Number(value);
+  control("Search:", make("input", {type: "search", placeholder: "text of query or response"}), "text");
+  control("Episodes of", Object.assign(choice({update: "this update", all: "all updates"}), {value: finder.which}), "which");
+  if ("stopped" in episode.numbers) control("that", choice({"": "end or not", 1: "end", 0: "do not end"}), "stopped");
+  if ("verifier" in episode.numbers) control("and are", choice({"": "right or wrong", 1: "right", 0: "wrong"}), "right");
+  control("with", choice({"": "any number", ...Object.fromEntries(Object.keys(numbersOfEpisode(episode)).map(name => [name, name]))}), "column");
+  control("from", make("input", {type: "number", step: "any", className: "bound"}), "from", number);
+  control("to", make("input", {type: "number", step: "any", className: "bound"}), "to", number);
+  const reset = make("button", {id: "find-all", textContent: "show all"});
+  reset.onclick = () => {
+    Object.assign(finder, {text: "", stopped: "", right: "", column: "", from: null, to: null, sort: null});
+    box.querySelectorAll("input, select").forEach(input => { if (input.id !== "find-which") input.value = ""; });
+    drawOthers();
+  };
+  box.append(reset);
+}
 
 function drawOthers() {
-  const pane = panes[0], episodes = updateOf(pane).episodes, names = Object.keys(episodes[0].numbers);
-  const nameOfGroup = episode => `${episode.again} ${episode.numbers.groups}`;
-  const inGroups = new Set(episodes.map(nameOfGroup)).size < episodes.length;  // and not each a group of its own
-  const those = (values, mask) => values.filter((_, i) => !mask || mask[i]);
-  const counted = episode => those(episode.pieces, episode.tokens.mask || episode.tokens.scored);
-  const rows = episodes.map((episode, i) => {
-    const button = make("button", {textContent: titleOf(pane, i)});
-    button.setAttribute("aria-label", `Show episode ${titleOf(pane, i)}`);
-    button.onclick = () => { pane.episode = i; draw(); };
-    const mean = values => values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
-    const numbers = [...names.map(name => episode.numbers[name]), counted(episode).length,
-      mean(those(episode.tokens.advantages || [], episode.tokens.mask))];
-    const row = make("tr", {className: i === pane.episode ? "current" : ""}, make("td", {}, button),
-      ...numbers.map(value => make("td", {className: "number", textContent: shown(value)})),
-      make("td", {textContent: counted(episode).join("").trim().slice(0, 80)}));
-    if (i && (inGroups ? nameOfGroup(episode) !== nameOfGroup(episodes[i - 1]) : episode.again !== episodes[i - 1].again))
-      row.classList.add("first");
-    return row;
+  const pane = panes[0], all = candidates(), rows = all.filter(isWanted), {sort, down} = finder, unsorted = sort === null;
+  const nameOfGroup = row => `${row.index} ${row.episode.again} ${row.episode.numbers.groups}`;
+  const inGroups = new Set(all.map(nameOfGroup)).size < all.length;  // and not each a group of its own
+  const keyOf = row => sort === "update" ? row.update : sort === "response" ? row.words : row.numbers[sort];
+  if (!unsorted) rows.sort((one, other) => {  // what is not known comes last
+    const [a, b] = [keyOf(one), keyOf(other)], known = [a, b].map(x => x !== null && x !== undefined);
+    if (!known[0] || !known[1]) return known[1] - known[0];
+    return (a < b ? -1 : a > b ? 1 : 0) * (down ? -1 : 1);
   });
-  const titles = ["", ...names.map(titleOfNumber), "tokens", "mean advantage", "response"];
-  find("others").replaceChildren(make("tr", {}, ...titles.map(title => make("th", {textContent: title, scope: "col"}))), ...rows);
+  const several = finder.which === "all", names = Object.keys(all[0].numbers);
+  const shownRows = rows.slice(0, MOST_ROWS).map((row, i) => {
+    const title = (row.episode.again ? "same query " : "") + (row.i + 1 - (row.episode.again ? updatesOf(pane)[row.index].episodes.findIndex(one => one.again) : 0));
+    const button = make("button", {textContent: title});
+    button.setAttribute("aria-label", `Show episode ${title}${several ? ` of update ${row.update}` : ""}`);
+    button.onclick = () => { show(pane, row.index, row.i); find("panes").scrollIntoView({block: "nearest"}); };
+    const mine = row.index === pane.index && row.i === pane.episode;
+    const line = make("tr", {className: mine ? "current" : ""}, make("td", {}, button),
+      ...(several ? [row.update] : []).concat(names.map(name => row.numbers[name])).map(value => make("td", {className: "number", textContent: shown(value)})),
+      make("td", {textContent: those(row.episode.pieces, countedOf(row.episode)).join("").trim().slice(0, 80)}));
+    const before = rows[i - 1];
+    if (i && unsorted && (inGroups ? nameOfGroup(row) !== nameOfGroup(before) : row.episode.again !== before.episode.again || row.index !== before.index))
+      line.classList.add("first");
+    return line;
+  });
+  const heads = ["", ...several ? ["update"] : [], ...names, "response"].map(title => {
+    const head = make("th", {scope: "col"});
+    if (!title) return head;
+    const button = make("button", {className: "sort", textContent: title + (sort === title ? down ? " ↓" : " ↑" : "")});
+    button.onclick = () => {
+      Object.assign(finder, {sort: title, down: sort === title ? !down : title !== "response" && title !== "update"});
+      drawOthers();
+      [...document.querySelectorAll("#others .sort")].find(one => one.textContent.startsWith(title))?.focus();
+    };
+    if (sort === title) head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    head.append(button);
+    return head;
+  });
+  find("others").replaceChildren(make("tr", {}, ...heads), ...shownRows);
+  find("found").textContent = `${rows.length} of ${all.length} episodes`
+    + (rows.length > MOST_ROWS ? `; the first ${MOST_ROWS} are in the table.` : ".");
 }
 
 function drawAlong() {
-  const colors = ["#0072b2", "#d55e00"];
-  const bars = shownPanes().filter(pane => !pane.lost).map(pane => {
-    const episode = episodeOf(pane);
-    return {type: "bar", name: pane.number ? "right" : "left", marker: {color: colors[pane.number]},
-      x: episode.places.map(place => place + 1), y: episode.tokens[picked()] || [],
-      customdata: episode.pieces.map(piece => JSON.stringify(piece).replaceAll("<", "&lt;")), hovertemplate: "%{customdata}: %{y}"};
-  });
-  Plotly.react(find("along"), bars, {...theme(), barmode: "group", hovermode: "x unified", showlegend: bars.length > 1}, config);
+  const colors = ["#0072b2", "#d55e00"], drawn = shownPanes().filter(pane => !pane.lost), placesOf = pane => episodeOf(pane).places;
+  const series = drawn.map(pane => ({name: drawn.length > 1 ? pane.number ? "right" : "left" : data.quantities[picked()][0],
+    color: colors[pane.number], x: placesOf(pane).map(place => place + 1), y: episodeOf(pane).tokens[picked()] || placesOf(pane).map(() => null)}));
+  const title = x => `token ${x}: ` + drawn.map(pane => episodeOf(pane).pieces[placesOf(pane).indexOf(x - 1)])
+    .filter(piece => piece !== undefined).map(piece => JSON.stringify(piece)).join(", ");
+  chart(find("along"), {data: series, bars: true}, title);
 }
 
 function draw() {
@@ -394,7 +471,7 @@ if (traced.length) {
   find("what-if").ontoggle = drawWhatIf;
   find("quantity").onchange = find("beside").onchange = () => draw();
   panes.forEach(makePane);
+  makeFinder();
   draw();
 }
 drawCurves();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawCurves(); if (traced.length) drawAlong(); });

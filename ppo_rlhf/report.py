@@ -8,8 +8,6 @@ shows where each of these numbers comes from.
     python ppo_rlhf/report.py --run runs/<run>                    # of any script and chapter, finished or not
     python ppo_rlhf/report.py --run runs/<run> --with runs/<run>  # two runs: curves and episodes side by side
     python ppo_rlhf/report.py --explain 20 1 5                    # where the numbers of one token come from, as text
-
-Needs plotly: pip install -e '.[report]'.
 """
 
 import csv
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from jinja2 import Environment, FileSystemLoader
 
 from ppo_rlhf.lib import cli, derivation, errors, files, run, traces
 from ppo_rlhf.lib.errors import InputError
@@ -48,12 +47,6 @@ def report(args: Args) -> Path:
     if args.explain:
         print(explained(read_run(folder), args.explain))
         return folder
-    try:
-        import plotly.offline
-    except ImportError as error:
-        raise InputError("plotly is not installed: pip install -e '.[report]'") from error
-    from jinja2 import Environment, FileSystemLoader
-
     folders = [folder, *([Path(args.other)] if args.other else [])]
     path = Path(args.out) if args.out else folders[0] / "report.html"
     if path.is_dir():
@@ -63,7 +56,10 @@ def report(args: Args) -> Path:
     runs = [read_run(folder) for folder in folders]
     traced = [one_run.traced(TRACE_BYTES // len(runs)) for one_run in runs]
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and in the order that they have here
+    environment.policies["json.dumps_kwargs"] = {
+        "allow_nan": False,
+        "separators": (",", ":"),
+    }  # and in the order that they have here
     text = environment.get_template("report.html").render(
         runs=runs,
         facts=side_by_side([one_run.facts for one_run in runs]),
@@ -79,14 +75,14 @@ def report(args: Args) -> Path:
         },
         every=[one_run.every(one_trace) for one_run, one_trace in zip(runs, traced, strict=True)],
         held_out=held_out_texts(runs),
-        plotly=plotly.offline.get_plotlyjs(),
-        script="".join(
-            (Path(__file__).parent / name).read_text("utf-8") for name in ("lib/derivation.js", "report.js")
-        ),
+        script="".join((Path(__file__).parent / name).read_text("utf-8") for name in SCRIPTS),
     )
     files.replace_file(path, text.encode(errors="replace").decode())  # half a character has no place in a file
     print(f"report  {run.shown(path.absolute())}")
     return path
+
+
+SCRIPTS = ("lib/derivation.js", "lib/charts.js", "report.js")
 
 
 def newest_run(runs: Path) -> Path:
@@ -99,7 +95,7 @@ def newest_run(runs: Path) -> Path:
 
 # ---- What a run left -------------------------------------------------------------------------------------------
 
-TRACE_BYTES = 2_500_000  # of traces on a page; beyond, updates are left out
+TRACE_BYTES = 1_500_000  # of traces on a page; beyond, updates are left out
 MOST_POINTS = 2_000  # of a curve; beyond, rows are left out, but none that is a spike
 KINDS = {
     "rlvr": "PPO with verifiable rewards (chapter 3)",
@@ -158,7 +154,7 @@ class OneRun:
     def traced(self, most_bytes: int) -> list[dict[str, Any]]:
         """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
         found = [self.traced_update(kept) for kept in self.kept()]
-        while len(found) > 2 and len(json.dumps(found)) > most_bytes:
+        while len(found) > 2 and len(json.dumps(found, separators=(",", ":"))) > most_bytes:
             found = found[:-1:2] + found[-1:]
         return found
 
@@ -657,9 +653,7 @@ PANELS = [
 
 
 def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
-    """The panels that the runs have metrics for, each with a plotly figure: {"data", "layout"}."""
-    import plotly.graph_objects as go
-
+    """The panels that the runs have metrics for, each with what lib/charts.js draws."""
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
     rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
     monitors = (of_run.get("monitor", "") for of_run in rewards)
@@ -673,27 +667,20 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
         names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
         if not names:
             continue
-        figure = go.Figure()
+        curves = []
         for number, one_run in enumerate(runs):
             rows = rows_to_draw([one_run.metrics[name] for name in names if name in one_run.metrics])
             for color, name in enumerate(names):
                 if name not in one_run.metrics:
                     continue
                 label = name if len(runs) == 1 else f"{name}, run {number + 1}"
-                line = {"dash": ("solid", "dot")[number], "color": COLORS[color % len(COLORS)], "width": 1.8}
                 x, values = ([column[row] for row in rows] for column in (one_run.steps, one_run.metrics[name]))
                 y = [value if math.isfinite(value) else None for value in values]
-                figure.add_scatter(x=x, y=y, name=label, mode="lines", line=line)
-        if panel.metrics == "objective/kl":
-            targets = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
-            for target in {target for target in targets if target and math.isfinite(target)}:
-                figure.add_hline(target, line={"dash": "dash", "width": 1}, annotation_text=f"target {target:g}")
-        figure.update_layout(hovermode="x unified", hoverdistance=-1, showlegend=len(names) * len(runs) > 1)
-        if len({value for line in figure.data for value in line.y}) == 1:  # else its axis would be 2 high
-            figure.update_yaxes(rangemode="tozero")
-        layout = figure.layout.to_plotly_json()
-        layout.pop("template", None)
-        drawn.append((panel, {"data": [trace.to_plotly_json() for trace in figure.data], "layout": layout}))
+                look = {"color": COLORS[color % len(COLORS)], "dotted": number == 1}
+                curves.append({"name": label, "x": x, "y": y} | look)
+        told = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
+        targets = {target for target in told if target and math.isfinite(target)}
+        drawn.append((panel, {"data": curves, "targets": sorted(targets) if panel.metrics == "objective/kl" else []}))
     return drawn
 
 

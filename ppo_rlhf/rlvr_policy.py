@@ -198,6 +198,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process; whole groups"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -872,8 +874,10 @@ def trace_episodes(
     The advantages of the latter are whitened among themselves. Every process must call this.
     """
     sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
-    prompts = min(math.ceil(traces.TRACED / n), sizes.local_batch // n)
-    few = slice(prompts * n)
+    prompts, kept = (
+        min(math.ceil(k / n), sizes.local_batch // n) for k in (traces.TRACED, setup.args.trace_episodes)
+    )
+    few = slice(kept * n)
     shared = whitening_statistics(episodes, batch, ppo, partial(setup.accelerator.reduce, reduction="sum"))
     computed = traces.of_epochs(batch.seen, few.stop)
     epochs = {name: computed.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}

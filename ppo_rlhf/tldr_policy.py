@@ -126,6 +126,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -859,7 +861,7 @@ def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
-    cli.at_least(1, "", args, "eval_prompts")
+    cli.at_least(1, "", args, "eval_prompts", "trace_episodes")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef", "missing_eos_penalty")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam", "weight_decay")
     cli.at_least(0, "lora.", args.lora, "rank")

@@ -117,6 +117,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process and one whitened group"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -864,6 +866,7 @@ def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    cli.at_least(1, "", args, "trace_episodes")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
@@ -986,7 +989,7 @@ def trace_episodes(
     """
     task, ppo = args.task, args.ppo
     group = slice(ppo.batch_size // ppo.whiten_groups)
-    few = slice(min(traces.TRACED, group.stop))
+    few = slice(min(args.trace_episodes, group.stop))
     tokens, logprobs, rewards, values = (
         x[few] for x in (rollout.context_responses, rollout.logprobs, rollout.rewards, rollout.values)
     )

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib import files, lm, posts, rewards as scorers
 from ppo_rlhf.lib.errors import InputError
 
-TRACED = 8  # episodes that a trace keeps
+TRACED = 8  # queries that are answered again each time
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,11 @@ def of_posts(
     """Chapter 2. Advantages are whitened over the whole batch, not over one minibatch."""
     script, task, ppo, shaping = inspect.getmodule(type(args)), args.task, args.ppo, args.rewards
     reduce = partial(this_run.accelerator.reduce, reduction="sum")
-    few = slice(TRACED)
+    few, watched = slice(args.trace_episodes), held_out["validation"].first(TRACED)
 
     def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool = False) -> None:
-        rows = posts.evaluation_rows(tokenizer, ids.pad, queries[few], responses[few], references[few])
+        kept = slice(len(numbers[0]["kl"]))
+        rows = posts.evaluation_rows(tokenizer, ids.pad, queries[kept], responses[kept], references[kept])
         summaries = [row["reference"] for row in rows]
         this_run.trace(update, tokenizer, ids.pad, queries, responses, *numbers, again=again, reference=summaries)
 
@@ -286,7 +287,7 @@ def of_posts(
     queries, responses = rollout.query_responses.tensor_split([length], dim=1)
     keep(queries, responses, references, of_tokens, of_episodes | monitored, *computed)
 
-    watched, device = held_out["validation"].first(TRACED), logprobs.device
+    device = logprobs.device
     queries, references = watched.queries.to(device), watched.references.to(device)
     uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
     with actor_critic.sampling():
