@@ -64,13 +64,13 @@ $(VENV)/installed: pyproject.toml poetry.lock .ci/constraints.py
 	@$(PYTHON) .ci/constraints.py > $(VENV)/constraints.txt
 	@echo "Installing torch and its dependencies into $(VENV). This takes minutes; docs/running.md says how much is downloaded."
 	@$(PIP) --no-deps $(TORCH_OPTIONS) torch
-	@$(PIP) --editable '.[report]'
+	@$(PIP) --editable .
 	@touch $@
 
 # What the tests and benchmark/ need besides.
 $(VENV)/tested: $(VENV)/installed
 	@echo "Installing what the tests need."
-	@$(PIP) --editable '.[math,report,async,dev,benchmark]'
+	@$(PIP) --editable '.[math,async,dev,benchmark]'
 	@touch $@
 
 # Both commands on a system that has nothing but Python: a fresh Debian in build/debian, with and without a compiler.

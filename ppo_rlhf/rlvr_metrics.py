@@ -168,7 +168,7 @@ def keep_trace(
     episodes: rlvr_data.Rollout,
     batch: rlvr_data.Batch,
     found: dict[str, Tensor],
-    **options: bool,
+    **options: Any,
 ) -> None:
     """Write these episodes with all their numbers. found: more numbers of their tokens. options: of Run.trace."""
     names = (
@@ -176,9 +176,13 @@ def keep_trace(
         "sampler_logprobs",
         "ref_logprobs",
         *(["values"] if setup.args.ppo.advantage == "gae" else []),
+        *(["exact_kl"] if setup.args.rewards.kl_estimator == "full" else []),
     )
     of_tokens = {name: getattr(episodes, name) for name in names}
     of_tokens |= {"kl": batch.kl, "rewards": batch.rewards, "mask": batch.loss_mask, "scored": episodes.mask}
+    of_tokens |= {"weights": batch.weights}
+    if setup.args.ppo.advantage == "gae":
+        of_tokens["returns"] = batch.returns
     of_episodes = {name: getattr(episodes, name) for name in ("scores", "raw_scores", "stopped", "groups")}
     of_episodes |= {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
     if hasattr(setup.args, "tools"):

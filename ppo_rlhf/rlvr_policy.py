@@ -211,6 +211,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process; whole groups"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -678,18 +680,23 @@ def update(
         for mb_inds in minibatches:  # (local_minibatch,)
             mb = batch.rows(mb_inds.to(device))
             counts = minibatch_counts(mb.loss_mask, partial(accelerator.reduce, reduction="sum"))
+            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in counts.items()}))
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             # [V77] A micro-batch has rows of similar length: little padding, and the same sum.
-            for tokens, *rows in passes.micro_batches(
-                *(actor_critic, lengths[mb_inds], mb.query_responses, *mb.tensors().values()), pad_id=pad_id, **limits
+            for tokens, inds, *rows in passes.micro_batches(
+                *(actor_critic, lengths[mb_inds], mb.query_responses, mb_inds, *mb.tensors().values()),
+                **{"pad_id": pad_id} | limits,
             ):
                 micro_batch = Batch(*rows)
                 found = actor_critic(
                     *(tokens, micro_batch.responses, micro_batch.loss_mask, pad_id), reference if exact else None
                 )
                 loss, share = micro_batch_loss(*found, micro_batch, counts, args, reweigh)
+                names = ("new_logprobs", "new_values", "entropies", "exact_kl")
+                told = {name: x.detach() for name, x in zip(names, found, strict=True) if name != "entropies"}
+                batch.seen.append((inds, told))
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
             processes.average_gradients(actor_critic, accelerator)
@@ -907,8 +914,15 @@ def trace_episodes(
     The advantages of the latter are whitened among themselves. Every process must call this.
     """
     sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
-    prompts = min(math.ceil(traces.TRACED / n), sizes.local_batch // n)
-    few = slice(prompts * n)
+    prompts, kept = (
+        min(math.ceil(k / n), sizes.local_batch // n) for k in (traces.TRACED, setup.args.trace_episodes)
+    )
+    few = slice(kept * n)
+    shared = whitening_statistics(episodes, batch, ppo, partial(setup.accelerator.reduce, reduction="sum"))
+    computed = traces.of_epochs(batch.seen, few.stop)
+    epochs = {name: computed.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}
+    computed |= {name: x.expand(few.stop) for name, x in shared.items()} | {"kept": batch.mask[few].any(1)}
+    computed |= {"baselines": episodes.baselines[few]} if ppo.advantage == "remax" else {}
     episodes, batch = episodes.rows(few), batch.rows(few)
     new_logprobs, _, entropies, _ = actor_critic(
         episodes.query_responses, episodes.responses, episodes.mask, setup.ids.pad
@@ -919,7 +933,7 @@ def trace_episodes(
     found = {"advantages": batch.advantages, "new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
     found |= {"ratio": torch.exp(new_logprobs - batch.logprobs)}
     keep = partial(rlvr_metrics.keep_trace, this_run, setup, number)
-    keep(episodes, batch, found)
+    keep(episodes, batch, found, epochs=epochs, statistics=computed)
 
     everywhere = prompts * setup.accelerator.num_processes
     few_sizes = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
@@ -939,7 +953,21 @@ def trace_episodes(
     shaped = token_rewards(again, controller.value, setup.args.rewards.kl_estimator)
     advantages, returns = compute_advantages(again, shaped[0], ppo, torch.clone)
     found = {"advantages": advantages} if known else {}
-    keep(again, make_batch(again, shaped, advantages, returns, number), found, again=True)
+    statistics = {"kl_coef": torch.full((len(again.scores),), controller.value, dtype=torch.float64)}
+    batch = make_batch(again, shaped, advantages, returns, number)
+    keep(again, batch, found, statistics=statistics, again=True)
+
+
+def whitening_statistics(
+    episodes: Rollout, batch: Batch, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Mean and deviation with which the batch's advantages were whitened; 0-d, nothing if they were not."""
+    if not (ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages):
+        return {}
+    estimate = partial(ESTIMATORS[ppo.advantage], values=batch.values, baselines=episodes.baselines)
+    raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, lam=ppo.lam)
+    names = ("advantage_mean", "advantage_deviation")
+    return dict(zip(names, traces.moments(raw, batch.mask, reduce), strict=True))
 
 
 # ---- Plumbing: networks and sources to load, learning rates, checkpoints, the saved models ---------------------

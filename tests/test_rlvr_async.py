@@ -220,11 +220,11 @@ def test_a_resumed_learner_trains_on_what_the_old_weights_sample(kept, two_updat
     check_equal(train_by(rlvr_async, tiny_sums, folder, "--ppo.total_episodes", "64"), two_updates_late)
 
 
-def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, monkeypatch, tmp_path):
+def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
     """With bypass the ratio is new / mu; responses that were rejected whole have no advantages and returns."""
-    monkeypatch.setattr(traces, "TRACED", 16)  # the whole batch
+    whole_batch = "--trace_interval 1 --trace_episodes 16"
     words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.99 --rejection_high 1.01"
-    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split(), "--trace_interval", "1")
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split(), *whole_batch.split())
     rows, partly = numbers_of(folder), 0
     for update, row in enumerate(rows):
         trace = traces.read(only(folder, "runs/*"), update)
