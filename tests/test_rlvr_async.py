@@ -189,7 +189,7 @@ def two_updates_late(tiny_sums, tmp_path_factory):
         return answers
 
     def of_two_updates_before(*given, version):
-        return rollout(*given, version=max(version - 2, 0))
+        return rollout(*given, version=max(version - 2, 0), on_policy=False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlvr_policy, "generate", generate_late)

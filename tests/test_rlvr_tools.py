@@ -196,8 +196,8 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
             responses[row, : len(tokens)] = torch.tensor(tokens)
         # The log-probs that the sampler would have recorded of what was written by hand.
         whole = torch.cat([draw.requests[0].contexts, responses], 1)
-        context = whole.shape[1] - 24
-        read = lm.response_statistics(actor_critic.lm_backbone, whole, setup.ids.pad, context, 1.0, setup.ids.pad)[0]
+        told = (whole, responses, setup.ids.pad, 1.0, setup.ids.pad)
+        read = lm.response_statistics(actor_critic.lm_backbone, *told)[0]
         for row, mask in enumerate(masks):
             of_tool = ~torch.tensor(mask).bool()
             logprobs[row] = read[row].masked_fill(torch.arange(24) >= len(mask), 0)

@@ -433,7 +433,7 @@ def test_grpo_has_the_constants_of_the_preset():
         group, leaf = field.split(".")
         assert getattr(module, name) == getattr(getattr(args, group), leaf), name
     ppo, source = args.ppo, (SMALL / "grpo.py").read_text()
-    assert f"UPDATES = {ppo.total_episodes // ppo.batch_size}\n" in source
+    assert f"UPDATES, PROMPTS, GROUP = {ppo.total_episodes // ppo.batch_size}, " in source
     assert ppo.batch_size == module.PROMPTS * module.GROUP and (0.9, ppo.beta2) == module.BETAS
     assert ppo.cliprange_low is None and module.CLIP == 0.2  # which None means
     assert ppo.noptepochs == 1 and ppo.advantage == "grpo"

@@ -95,8 +95,8 @@ def without_holes(converse: Callable) -> Callable:
         **talk: Any,
     ) -> Any:
         responses, logprobs = converse(model, contexts, uniforms, pad_id, vocab_size, temperature, *others, **talk)
-        whole, start = torch.cat([contexts, responses], 1), contexts.shape[1]
-        read, _ = lm.response_statistics(model, whole, pad_id, start, temperature, vocab_size)
+        whole = torch.cat([contexts, responses], 1)
+        read, _ = lm.response_statistics(model, whole, responses, pad_id, temperature, vocab_size)
         return responses, torch.where(logprobs.isnan(), read.to(logprobs.dtype), logprobs)
 
     return changed
