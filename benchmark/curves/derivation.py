@@ -11,16 +11,8 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 STATIC = Path(__file__).parents[2] / "static"
-TITLES = [
-    "KL",
-    "reward",
-    "whitened reward",
-    "value",
-    "temporal difference",
-    "advantage",
-    "return",
-    "whitened advantage",
-]
+TITLES = ["KL", "reward", "whitened reward", "value", "temporal difference", "advantage", "return"]
+TITLES += ["whitened advantage"]
 TOKEN = 5  # 0-based, of the first episode of the first update
 
 # Leaves only those lines in the panel.
