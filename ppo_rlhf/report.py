@@ -56,10 +56,8 @@ def report(args: Args) -> Path:
     runs = [read_run(folder) for folder in folders]
     traced = [one_run.traced(TRACE_BYTES // len(runs)) for one_run in runs]
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.policies["json.dumps_kwargs"] = {
-        "allow_nan": False,
-        "separators": (",", ":"),
-    }  # and in the order that they have here
+    # In the order that they have here, since they are not told to be sorted.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     text = environment.get_template("report.html").render(
         runs=runs,
         facts=side_by_side([one_run.facts for one_run in runs]),

@@ -914,10 +914,9 @@ def trace_episodes(
     The advantages of the latter are whitened among themselves. Every process must call this.
     """
     sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
-    prompts, kept = (
-        min(math.ceil(k / n), sizes.local_batch // n) for k in (traces.TRACED, setup.args.trace_episodes)
-    )
-    few = slice(kept * n)
+    most = sizes.local_batch // n
+    prompts, few = (min(math.ceil(k / n), most) for k in (traces.TRACED, setup.args.trace_episodes))
+    few = slice(few * n)
     shared = whitening_statistics(episodes, batch, ppo, partial(setup.accelerator.reduce, reduction="sum"))
     computed = traces.of_epochs(batch.seen, few.stop)
     epochs = {name: computed.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ from runs import only, policy_arguments, posts_arguments, world_arguments
 from test_report import browser, data_of, opened  # noqa: F401, they are fixtures
 
 from ppo_rlhf import report, rlvr_math, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import cli, derivation
+from ppo_rlhf.lib import cli, derivation, traces
 
 RUNS = {
     "1": "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 0.01 --ppo.gamma 0.9",
     "1 minibatches": "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 0.01 --ppo.gamma 0.9 "
-    "--ppo.nminibatches 2 --ppo.no-whiten_rewards --rewards.adaptive_kl.target 1",
-    "2": "--ppo.lr 0.01 --ppo.nminibatches 2",
+    "--ppo.nminibatches 2 --ppo.no-whiten_rewards --rewards.adaptive_kl.target 1 --ppo.whiten_groups 1 "
+    "--trace_episodes 12",
+    "2": "--ppo.lr 0.01 --ppo.nminibatches 2 --trace_episodes 12",
     "2 k3": "--ppo.lr 0.01 --ppo.nminibatches 2 --ppo.whiten_rewards --ppo.gamma 0.9 --rewards.kl_estimator k3 "
     "--rewards.missing_eos subtract",
     "gae": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.cliprange_value 0.01 --rewards.kl_coef 0.1",
@@ -25,7 +27,7 @@ RUNS = {
     "dr_grpo": "--ppo.advantage dr_grpo --ppo.loss cispo --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k2 "
     "--ppo.loss_aggregation seq-mean-token-sum-norm",
     "rloo": "--ppo.advantage rloo --rewards.kl_coef 0.1 --rewards.kl_estimator k2 --ppo.loss reinforce "
-    "--ppo.loss_aggregation seq-mean-token-sum",
+    "--ppo.loss_aggregation seq-mean-token-sum --trace_episodes 10",
     "opo": "--ppo.advantage opo --rewards.kl_coef 0.1 --rewards.kl_estimator abs --ppo.loss gspo "
     "--ppo.cliprange_low 0.0003 --ppo.cliprange_high 0.0004 --rewards.kl_loss_coef 0.1 "
     "--rewards.kl_loss_estimator abs --ppo.loss_aggregation seq-mean-token-mean",
@@ -89,6 +91,13 @@ def test_every_number_of_every_token_is_derived(name, trained, opened):  # noqa:
     found = page.evaluate("differences()")
     assert found["wrong"] == []
     assert found["checked"] > 300 and found["lines"] > 2 * found["checked"]
+
+
+def test_a_trace_keeps_as_many_episodes_as_it_is_told_to(trained):
+    """In chapter 3 whole groups of four. As many queries as ever are answered again."""
+    for name, most in (("1", 8), ("1 minibatches", 12), ("2", 12), ("gae", 8), ("rloo", 12)):
+        for update, again in traces.kept(trained(name)):
+            assert len(traces.read(trained(name), update, again).queries) == (8 if again else most), (name, update)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -328,3 +337,124 @@ def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):
     assert "would be" in page.locator("#summary").inner_text()
     page.get_by_role("button", name="as in the run").click()
     assert page.locator("#compared .changed").count() == 0
+
+
+# ---- Find an episode -------------------------------------------------------------------------------------------
+
+
+def rows_of(page) -> list[dict[str, str]]:
+    """The table of episodes, as the reader sees it."""
+    heads, *rows = page.evaluate(TABLE)
+    return [dict(zip([head.rstrip(" ↑↓") for head in heads], row, strict=True)) for row in rows]
+
+
+TABLE = """() => [...document.querySelectorAll("#others tr")].map(row => [...row.children].map(x => x.textContent))"""
+
+
+def number_in(text: str) -> float:
+    return float("nan") if text == "–" else float(text)
+
+
+def test_episodes_are_sorted_and_filtered(trained, opened):  # noqa: F811
+    folder = trained("rloo")
+    data = data_of(report.report(report.Args(str(folder))).read_text())["runs"][0]
+    page = opened(folder / "report.html", viewport={"width": 390, "height": 800})
+    first = data["traces"][0]["episodes"]
+    for i, row in enumerate(rows_of(page)):
+        counts = first[i]["tokens"]["mask"]
+        assert number_in(row["tokens"]) == sum(counts)
+        kl = sum(x for x, count in zip(first[i]["tokens"]["kl"], counts, strict=True) if count)
+        assert number_in(row["KL"]) == pytest.approx(kl, rel=1e-3, abs=1e-6)
+
+    # A title sorts, from the highest down; again, from the lowest up. What is not known comes last.
+    for title in ("KL", "tokens", "score", "mean advantage"):
+        for down in (True, False):
+            page.locator("#others .sort").get_by_text(re.compile(f"^{title}( [↑↓])?$")).press("Enter")
+            numbers = [number_in(row[title]) for row in rows_of(page)]
+            known = [x for x in numbers if x == x]
+            assert known == sorted(known, reverse=down) == numbers[: len(known)]
+            assert len(set(known)) > 1 or title == "tokens"  # none of these responses ends
+            order = page.locator("#others th[aria-sort]").get_attribute("aria-sort")
+            assert order == ("descending" if down else "ascending")
+
+    # Filters, one by one, over all updates.
+    page.select_option("#find-which", "all")
+    everything = [e for update in data["traces"] for e in update["episodes"]]
+    assert len(rows_of(page)) == len(everything)
+    for choice, right in (("1", True), ("0", False)):
+        page.select_option("#find-right", choice)
+        wanted = [e for e in everything if e["numbers"]["verifier"] is not None]
+        assert len(rows_of(page)) == sum((e["numbers"]["verifier"] > 0) == right for e in wanted) > 0
+    page.locator("#find-all").click()
+    page.select_option("#find-stopped", "0")
+    assert len(rows_of(page)) == sum(not e["numbers"]["stopped"] for e in everything) > 0
+    page.locator("#find-all").click()
+    page.select_option("#find-column", "score")
+    page.fill("#find-from", "0.5")
+    found = [e["numbers"]["scores"] for e in everything]
+    assert len(rows_of(page)) == sum(x is not None and x >= 0.5 for x in found) > 0
+    page.fill("#find-to", "0.75")
+    assert len(rows_of(page)) == 0 and page.locator("#found").inner_text().startswith("0 of")
+    page.locator("#find-all").click()
+    word = everything[-1]["query"].split()[-1]
+    page.fill("#find-text", word.upper())
+    texts = [" ".join([e["query"], "".join(e["pieces"]), *e["texts"].values()]) for e in everything]
+    assert len(rows_of(page)) == sum(word.lower() in text.lower() for text in texts) > 0
+
+    # A row leads to its episode.
+    page.fill("#find-text", "")
+    page.locator("#others td button").last.click()
+    assert page.locator("#left-number").inner_text() == str(data["traces"][-1]["update"])
+    assert page.locator("#left-query").inner_text() == everything[-1]["query"]
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def test_episodes_that_end_are_found(trained, opened):  # noqa: F811
+    folder = trained("2")
+    (data,) = data_of(report.report(report.Args(str(folder))).read_text())["runs"]
+    page = opened(folder / "report.html")
+    page.select_option("#find-which", "all")
+    found = []
+    for choice in ("1", "0"):
+        page.select_option("#find-stopped", choice)
+        found.append(len(rows_of(page)))
+        stopped = [e["numbers"]["stopped"] for update in data["traces"] for e in update["episodes"]]
+        assert found[-1] == stopped.count(int(choice)) > 0
+    assert sum(found) == len(stopped)
+
+
+def test_a_point_of_a_curve_leads_to_the_nearest_trace(trained, opened):  # noqa: F811
+    folder = trained("rloo")
+    text = report.report(report.Args(str(folder))).read_text()
+    last = data_of(text)["runs"][0]["traces"][-1]["update"]
+    page = opened(folder / "report.html")
+    for key, update in (("ArrowRight", last), ("ArrowLeft", 0)):
+        page.locator("#plot-0 svg").focus()
+        for _ in range(last + 2):
+            page.keyboard.press(key)
+        assert page.locator("#plot-0 .place").inner_text() == f"update {update}"
+        page.keyboard.press("Enter")
+        assert page.locator("#left-number").inner_text() == str(update)
+    page.locator("#plot-0 svg").click()
+    middle = int(page.locator("#plot-0 .place").inner_text().removeprefix("update "))
+    page.locator("#plot-0 .jump").click()
+    updates = [update["update"] for update in data_of(text)["runs"][0]["traces"]]
+    assert page.locator("#left-number").inner_text() == str(min(updates, key=lambda x: abs(x - middle)))
+
+
+def test_a_drag_over_a_chart_zooms(trained, opened):  # noqa: F811
+    folder = trained("rloo")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    chart = page.locator("#plot-0 svg")
+    whole = page.locator("#plot-0 path").first.get_attribute("d")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 40, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, y, steps=4)
+    page.mouse.up()
+    assert 0 < page.locator("#plot-0 path").first.get_attribute("d").count("L") < whole.count("L")
+    chart.dblclick()
+    assert page.locator("#plot-0 path").first.get_attribute("d") == whole

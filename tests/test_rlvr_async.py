@@ -28,8 +28,8 @@ from test_tldr_math import on_processes
 from test_traces import gae, standardised
 from torch.testing import assert_close
 
-from ppo_rlhf import rlvr_async, rlvr_policy
-from ppo_rlhf.lib import checkpoints, cli, engine, lm, plots, traces
+from ppo_rlhf import report, rlvr_async, rlvr_policy
+from ppo_rlhf.lib import checkpoints, cli, derivation, engine, lm, plots, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args, Workers, correct
 
@@ -249,6 +249,16 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         expected["val/explained_var"] = 1 - (returns - values).var() / returns.var()
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert partly
+    one_run = report.read_run(only(folder, "runs/*"))
+    settings, checked = derivation.settings_of(one_run.meta["args"]), 0
+    for update in one_run.traced(10**9):
+        for episode in update["episodes"]:
+            group = report.group_of(episode, update["episodes"])
+            for t in range(len(episode["places"])):
+                for line in derivation.explain(episode, settings, 0, t, group)[0]:
+                    assert not line.wrong, (update["update"], t, line)
+                    checked += bool(line.step.recorded)
+    assert checked > 500
 
 
 def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_late, tiny_sums, tmp_path):

@@ -1,0 +1,39 @@
+"""The picture of a derivation, static/derivation.png: the panel of the example report of chapter 1.
+
+    python benchmark/curves/derivation.py     # needs chromium, and pip install -e '.[dev]'
+
+It shows the lines from the KL to the whitened advantage of one token.
+"""
+
+import shutil
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+STATIC = Path(__file__).parents[2] / "static"
+TITLES = ["KL", "reward", "whitened reward", "value", "temporal difference", "advantage", "return"]
+TITLES += ["whitened advantage"]
+TOKEN = 5  # 0-based, of the first episode of the first update
+
+# Leaves only those lines in the panel.
+SHORTEN = """titles => document.querySelectorAll("#derivation .line").forEach(line =>
+  titles.includes(line.querySelector("b").textContent) || line.remove())"""
+
+
+def main() -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = chromium.new_page(viewport={"width": 900, "height": 1000})
+        page.goto((STATIC / "demo/report.html").as_uri())
+        page.uncheck("#beside")
+        page.select_option("#left-episode", "0")
+        page.locator("#left-response .token").nth(TOKEN).click()
+        page.mouse.move(0, 0)
+        page.evaluate(SHORTEN, TITLES)
+        page.locator("#derivation").screenshot(path=STATIC / "derivation.png")
+        chromium.close()
+
+
+if __name__ == "__main__":
+    main()
