@@ -6,21 +6,28 @@ It shows the lines from the KL to the whitened advantage of one token.
 """
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
 from playwright.sync_api import sync_playwright
 
 STATIC = Path(__file__).parents[2] / "static"
 TITLES = ["KL", "reward", "whitened reward", "value", "temporal difference", "advantage", "return"]
 TITLES += ["whitened advantage"]
-TOKEN = 5  # 0-based, of the first episode of the first update
 
 # Leaves only those lines in the panel.
 SHORTEN = """titles => document.querySelectorAll("#derivation .line").forEach(line =>
   titles.includes(line.querySelector("b").textContent) || line.remove())"""
 
 
-def main() -> None:
+@dataclass
+class Args:
+    token: int = 6
+    """token of the first episode of the first update, counted from 1"""
+
+
+def main(args: Args) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as started:
         chromium = started.chromium.launch(executable_path=browser, args=["--no-sandbox"])
@@ -28,7 +35,7 @@ def main() -> None:
         page.goto((STATIC / "demo/report.html").as_uri())
         page.uncheck("#beside")
         page.select_option("#left-episode", "0")
-        page.locator("#left-response .token").nth(TOKEN).click()
+        page.locator("#left-response .token").nth(args.token - 1).click()
         page.mouse.move(0, 0)
         page.evaluate(SHORTEN, TITLES)
         page.locator("#derivation").screenshot(path=STATIC / "derivation.png")
@@ -36,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Args, description=__doc__))
