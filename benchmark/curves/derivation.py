@@ -2,7 +2,7 @@
 
     python benchmark/curves/derivation.py     # needs chromium, and pip install -e '.[dev]'
 
-It shows the lines from the KL to the whitened advantage of one token.
+It shows some lines of one token, from the KL to the whitened advantage.
 """
 
 import shutil
@@ -13,8 +13,7 @@ import tyro
 from playwright.sync_api import sync_playwright
 
 STATIC = Path(__file__).parents[2] / "static"
-TITLES = ["KL", "reward", "whitened reward", "value", "temporal difference", "advantage", "return"]
-TITLES += ["whitened advantage"]
+TITLES = ["KL", "reward", "temporal difference", "advantage", "whitened advantage"]
 
 # Leaves only those lines in the panel.
 SHORTEN = """titles => document.querySelectorAll("#derivation .line").forEach(line =>
@@ -23,8 +22,12 @@ SHORTEN = """titles => document.querySelectorAll("#derivation .line").forEach(li
 
 @dataclass
 class Args:
-    token: int = 6
-    """token of the first episode of the first update, counted from 1"""
+    trace: int = 2
+    """traced update, counted from 0"""
+    episode: int = 1
+    """episode of its batch, counted from 1"""
+    token: int = 5
+    """token of the response, counted from 1"""
 
 
 def main(args: Args) -> None:
@@ -34,7 +37,8 @@ def main(args: Args) -> None:
         page = chromium.new_page(viewport={"width": 900, "height": 1000})
         page.goto((STATIC / "demo/report.html").as_uri())
         page.uncheck("#beside")
-        page.select_option("#left-episode", "0")
+        page.locator("#left-update").fill(str(args.trace))
+        page.select_option("#left-episode", str(args.episode - 1))
         page.locator("#left-response .token").nth(args.token - 1).click()
         page.mouse.move(0, 0)
         page.evaluate(SHORTEN, TITLES)

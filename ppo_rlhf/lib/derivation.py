@@ -676,7 +676,7 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
             Step(
                 *("deltas", "temporal difference", f"δ_t = {symbol} + γ · V_t+1 − V_t"),
                 f"{reward} + {{gamma}} · {{next_values}} − {{values}}",
-                "The token did this much better than the critic had expected.",
+                "The token did this much better than the critic had expected; below 0, worse.",
                 *(gae, "", "valued"),
             ),
             Step(
