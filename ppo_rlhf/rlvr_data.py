@@ -99,6 +99,13 @@ class Batch(Rows):
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in super().tensors().items() if name != "seen"}
 
+    def see(
+        self, rows: Tensor, new_logprobs: Tensor, new_values: Tensor, entropies: Tensor, exact_kl: Tensor
+    ) -> None:
+        """Remember for a trace what a pass computed for these rows (micro_batch,)."""
+        found = {"new_logprobs": new_logprobs, "new_values": new_values, "exact_kl": exact_kl}
+        self.seen.append((rows, {name: x.detach() for name, x in found.items()}))
+
 
 def make_batch(
     episodes: Rollout,

@@ -492,8 +492,7 @@ def rollout(
 ) -> Rollout:
     """Steps 3 and 4 for this process's rows of a round.
 
-    version: updates that the sampling policy had seen. on_policy: whether that is the policy that learns, and the
-    built-in sampler has sampled.
+    version: updates of the sampling policy. on_policy: whether that policy learns, and the built-in sampler was used.
     """
     args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
     n, device, queries = args.ppo.samples_per_prompt, setup.accelerator.device, draw.requests[0].contexts
@@ -694,9 +693,7 @@ def update(
                     *(tokens, micro_batch.responses, micro_batch.loss_mask, pad_id), reference if exact else None
                 )
                 loss, share = micro_batch_loss(*found, micro_batch, counts, args, reweigh)
-                names = ("new_logprobs", "new_values", "entropies", "exact_kl")
-                told = {name: x.detach() for name, x in zip(names, found, strict=True) if name != "entropies"}
-                batch.seen.append((inds, told))
+                batch.see(inds, *found)
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
             processes.average_gradients(actor_critic, accelerator)
@@ -917,11 +914,7 @@ def trace_episodes(
     most = sizes.local_batch // n
     prompts, few = (min(math.ceil(k / n), most) for k in (traces.TRACED, setup.args.trace_episodes))
     few = slice(few * n)
-    shared = whitening_statistics(episodes, batch, ppo, partial(setup.accelerator.reduce, reduction="sum"))
-    computed = traces.of_epochs(batch.seen, few.stop)
-    epochs = {name: computed.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}
-    computed |= {name: x.expand(few.stop) for name, x in shared.items()} | {"kept": batch.mask[few].any(1)}
-    computed |= {"baselines": episodes.baselines[few]} if ppo.advantage == "remax" else {}
+    computed = rlvr_metrics.what_epochs_computed(episodes, batch, ppo, few.stop, setup.accelerator)
     episodes, batch = episodes.rows(few), batch.rows(few)
     new_logprobs, _, entropies, _ = actor_critic(
         episodes.query_responses, episodes.responses, episodes.mask, setup.ids.pad
@@ -932,7 +925,7 @@ def trace_episodes(
     found = {"advantages": batch.advantages, "new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
     found |= {"ratio": torch.exp(new_logprobs - batch.logprobs)}
     keep = partial(rlvr_metrics.keep_trace, this_run, setup, number)
-    keep(episodes, batch, found, epochs=epochs, statistics=computed)
+    keep(episodes, batch, found, **computed)
 
     everywhere = prompts * setup.accelerator.num_processes
     few_sizes = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
@@ -953,20 +946,7 @@ def trace_episodes(
     advantages, returns = compute_advantages(again, shaped[0], ppo, torch.clone)
     found = {"advantages": advantages} if known else {}
     statistics = {"kl_coef": torch.full((len(again.scores),), controller.value, dtype=torch.float64)}
-    batch = make_batch(again, shaped, advantages, returns, number)
-    keep(again, batch, found, statistics=statistics, again=True)
-
-
-def whitening_statistics(
-    episodes: Rollout, batch: Batch, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """Mean and deviation with which the batch's advantages were whitened; 0-d, nothing if they were not."""
-    if not (ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages):
-        return {}
-    estimate = partial(ESTIMATORS[ppo.advantage], values=batch.values, baselines=episodes.baselines)
-    raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, lam=ppo.lam)
-    names = ("advantage_mean", "advantage_deviation")
-    return dict(zip(names, traces.moments(raw, batch.mask, reduce), strict=True))
+    keep(again, make_batch(again, shaped, advantages, returns, number), found, statistics=statistics, again=True)
 
 
 # ---- Plumbing: networks and sources to load, learning rates, checkpoints, the saved models ---------------------

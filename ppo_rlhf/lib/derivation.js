@@ -93,6 +93,10 @@ function derive(episode, s, epoch, group = []) {
   found.rewards = found.kl.map((part, t) => -shared.kl_coef * part + (t === last ? found.score : 0));
   found.is_last = all.map(t => t === last);
   found.is_inner = all.map(t => found.valued[t] && t !== last);
+  if (!((episode.statistics || {}).kept ?? 1)) {  // rejected whole, so it has no advantages
+    found.valued = all.map(() => false);
+    valued.length = 0;
+  }
   found.used_rewards = found.rewards;
   if (s.whiten_rewards)
     found.used_rewards = found.whitened_rewards = found.rewards.map(

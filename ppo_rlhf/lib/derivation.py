@@ -67,7 +67,7 @@ def temporal_differences(rewards: Row, values: Row, gamma: float) -> list[float]
 
     Nothing follows the last token, so its next value is 0.
     """
-    next_values = [*values[1:], 0.0]
+    next_values = [*values[1:], 0.0][: len(values)]
     return [r + gamma * later - now for r, later, now in zip(rewards, next_values, values, strict=True)]
 
 
@@ -376,6 +376,8 @@ def derive(
     found["rewards"] = [*rewards(found["score"], found["kl"][: last + 1], beta), *found["kl"][last + 1 :]]
     found["is_last"] = [t == last for t in range(n)]
     found["is_inner"] = [found["valued"][t] and t != last for t in range(n)]
+    if not episode.get("statistics", {}).get("kept", 1):  # rejected whole, so it has no advantages
+        found["valued"], valued = [False] * n, []
     used = found["rewards"]
     if s["whiten_rewards"]:
         mean, deviation = shared["reward_mean"], shared["reward_deviation"]
