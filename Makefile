@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TORCH_OPTIONS ?=
 THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: demo demo-tldr demo-rlvr demo-tools hub-check test check lint install fresh
+.PHONY: demo demo-tldr demo-rlvr demo-tools examples hub-check test check lint install fresh
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -32,6 +32,13 @@ demo-rlvr: $(VENV)/installed
 demo-tools: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/rlvr_tools.py --preset sums-tools
 	$(BIN)/python ppo_rlhf/report.py
+
+# Reports for people who have run nothing, at most 2 MB each: of all three demos.
+examples: demo demo-tldr demo-rlvr
+	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
+	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
+	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
+	$(BIN)/python benchmark/curves/derivation.py
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed
@@ -64,13 +71,13 @@ $(VENV)/installed: pyproject.toml poetry.lock .ci/constraints.py
 	@$(PYTHON) .ci/constraints.py > $(VENV)/constraints.txt
 	@echo "Installing torch and its dependencies into $(VENV). This takes minutes; docs/running.md says how much is downloaded."
 	@$(PIP) --no-deps $(TORCH_OPTIONS) torch
-	@$(PIP) --editable '.[report]'
+	@$(PIP) --editable .
 	@touch $@
 
 # What the tests and benchmark/ need besides.
 $(VENV)/tested: $(VENV)/installed
 	@echo "Installing what the tests need."
-	@$(PIP) --editable '.[math,report,async,dev,benchmark]'
+	@$(PIP) --editable '.[math,async,dev,benchmark]'
 	@touch $@
 
 # Both commands on a system that has nothing but Python: a fresh Debian in build/debian, with and without a compiler.

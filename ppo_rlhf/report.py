@@ -1,26 +1,30 @@
 """Look inside a run: writes report.html, one file that any browser opens, without a network.
 
 It shows what was run; the learning curves, and how to read each; and, if the run was started with --trace_interval, a
-few episodes of its updates token by token: log-probs, KL penalty, reward, value, advantage, ratio.
+few episodes of its updates token by token: log-probs, KL penalty, reward, value, advantage, ratio. A click on a token
+shows where each of these numbers comes from.
 
     python ppo_rlhf/report.py                                     # the newest run below runs/
     python ppo_rlhf/report.py --run runs/<run>                    # of any script and chapter, finished or not
     python ppo_rlhf/report.py --run runs/<run> --with runs/<run>  # two runs: curves and episodes side by side
-
-Needs plotly: pip install -e '.[report]'.
+    python ppo_rlhf/report.py --explain 20 1 5                    # where the numbers of one token come from, as text
 """
 
 import csv
+import functools
 import itertools
 import json
 import math
+import re
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib import cli, errors, files, run, traces
+from ppo_rlhf.lib import cli, derivation, errors, files, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -32,17 +36,18 @@ class Args:
     """folder of another run, to compare it with; empty: none"""
     out: str = ""
     """file to write; empty: report.html in the run's folder"""
+    explain: tuple[int, ...] = ()
+    """<update> <episode> <token>: print where the numbers of that token come from, and write no page. The update must
+    be one that was traced; episodes and tokens are counted from 1, as on the page"""
 
 
 def report(args: Args) -> Path:
     """Write the page and return its path. An InputError if a folder is not that of a run."""
-    try:
-        import plotly.offline
-    except ImportError as error:
-        raise InputError("plotly is not installed: pip install -e '.[report]'") from error
-    from jinja2 import Environment, FileSystemLoader
-
-    folders = [Path(args.run) if args.run else newest_run(Path("runs")), *([Path(args.other)] if args.other else [])]
+    folder = Path(args.run) if args.run else newest_run(Path("runs"))
+    if args.explain:
+        print(explained(read_run(folder), args.explain))
+        return folder
+    folders = [folder, *([Path(args.other)] if args.other else [])]
     path = Path(args.out) if args.out else folders[0] / "report.html"
     if path.is_dir():
         raise InputError(f"--out {path} is a folder; name a file in it, such as {path / 'report.html'}")
@@ -51,7 +56,8 @@ def report(args: Args) -> Path:
     runs = [read_run(folder) for folder in folders]
     traced = [one_run.traced(TRACE_BYTES // len(runs)) for one_run in runs]
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and in the order that they have here
+    # In the order that they have here, since they are not told to be sorted.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     text = environment.get_template("report.html").render(
         runs=runs,
         facts=side_by_side([one_run.facts for one_run in runs]),
@@ -61,17 +67,20 @@ def report(args: Args) -> Path:
         thinned=any(len(one_run.steps) > MOST_POINTS for one_run in runs),
         data={
             "figures": [figure for _, figure in panels],
-            "runs": [{"name": r.name, "traces": t, "scales": scales(t)} for r, t in zip(runs, traced, strict=True)],
+            "runs": [one_run.data(of_run) for one_run, of_run in zip(runs, traced, strict=True)],
             "quantities": QUANTITIES,
             "numbers": NUMBERS,
         },
         every=[one_run.every(one_trace) for one_run, one_trace in zip(runs, traced, strict=True)],
         held_out=held_out_texts(runs),
-        plotly=plotly.offline.get_plotlyjs(),
+        script="".join((Path(__file__).parent / name).read_text("utf-8") for name in SCRIPTS),
     )
     files.replace_file(path, text.encode(errors="replace").decode())  # half a character has no place in a file
     print(f"report  {run.shown(path.absolute())}")
     return path
+
+
+SCRIPTS = ("lib/derivation.js", "lib/charts.js", "report.js")
 
 
 def newest_run(runs: Path) -> Path:
@@ -84,7 +93,7 @@ def newest_run(runs: Path) -> Path:
 
 # ---- What a run left -------------------------------------------------------------------------------------------
 
-TRACE_BYTES = 2_500_000  # of traces on a page; beyond, updates are left out
+TRACE_BYTES = 1_500_000  # of traces on a page; beyond, updates are left out
 MOST_POINTS = 2_000  # of a curve; beyond, rows are left out, but none that is a spike
 KINDS = {
     "rlvr": "PPO with verifiable rewards (chapter 3)",
@@ -142,10 +151,35 @@ class OneRun:
 
     def traced(self, most_bytes: int) -> list[dict[str, Any]]:
         """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
-        found = [traced_update(self.folder, kept) for kept in self.kept()]
-        while len(found) > 2 and len(json.dumps(found)) > most_bytes:
+        found = [self.traced_update(kept) for kept in self.kept()]
+        while len(found) > 2 and len(json.dumps(found, separators=(",", ":"))) > most_bytes:
             found = found[:-1:2] + found[-1:]
         return found
+
+    def data(self, traced: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the page's script needs of the run."""
+        found = {"name": self.name, "traces": traced, "scales": scales(traced)}
+        if not traced:
+            return found
+        settings = derivation.settings_of(self.meta["args"])
+        steps = [
+            vars(step) | place_of(step.where[min(settings["chapter"], len(step.where)) - 1], self.meta.get("commit"))
+            for step in derivation.steps(settings)
+        ]
+        settings = {name: rounded(x) if isinstance(x, float) else x for name, x in settings.items()}
+        return found | {"settings": settings, "steps": steps}
+
+    def traced_update(self, kept: list[tuple[int, bool]]) -> dict[str, Any]:
+        """An update of the token view, from its traces: names that `traces.kept` gives."""
+        episodes, coefficients = [], dict(zip(self.steps, self.metrics.get("objective/kl_coef", []), strict=False))
+        for update, again in kept:
+            trace = traces.read(self.folder, update, again)
+            try:
+                episodes += traced_episodes(trace, None if again else coefficients.get(update))
+            except (LookupError, TypeError, AttributeError) as error:
+                path = traces.path_of(self.folder, update, again)
+                raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
+        return {"update": kept[0][0], "episodes": episodes}
 
     def every(self, shown: list[dict[str, Any]]) -> str:
         """What the token view holds, as a sentence."""
@@ -230,23 +264,10 @@ NUMBERS = {  # of an episode: title
 MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
 
 
-def traced_update(folder: Path, kept: list[tuple[int, bool]]) -> dict[str, Any]:
-    """An update of the token view, from its traces: names that `traces.kept` gives."""
-    episodes = []
-    for update, again in kept:
-        trace = traces.read(folder, update, again)
-        try:
-            episodes += traced_episodes(trace)
-        except (LookupError, TypeError, AttributeError) as error:
-            path = traces.path_of(folder, update, again)
-            raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
-    return {"update": kept[0][0], "episodes": episodes}
-
-
-def traced_episodes(trace: traces.Trace) -> list[dict[str, Any]]:
+def traced_episodes(trace: traces.Trace, kl_coef: float | None) -> list[dict[str, Any]]:
     """Episodes with their texts, their numbers, and the text and numbers of each token that is shown.
 
-    Numbers are rounded to six digits.
+    kl_coef: of the update. Numbers are rounded to eight digits.
     """
     rows = {name: tensor.tolist() for name, tensor in trace.tokens.items()}
     numbers = {name: tensor.tolist() for name, tensor in trace.episodes.items()}
@@ -262,17 +283,91 @@ def traced_episodes(trace: traces.Trace) -> list[dict[str, Any]]:
         episode["tokens"] = {
             name: [rounded(values[i][k]) for k in places]
             for name, values in rows.items()
-            if name in QUANTITIES or name in MARKS or name == "ids"
+            if name in QUANTITIES or name in MARKS or name in ("ids", "exact_kl", "weights")
+        }
+        if trace.epochs:
+            episode["epochs"] = {
+                name: [[rounded(epoch[k]) for k in places] for epoch in tensor[i].tolist()]
+                for name, tensor in trace.epochs.items()
+            }
+        episode["statistics"] = {"kl_coef": kl_coef} | {
+            name: [rounded(one) for one in x] if isinstance(x := tensor[i].tolist(), list) else rounded(x)
+            for name, tensor in trace.statistics.items()
         }
         episodes.append(episode)
     return episodes
 
 
 def rounded(value: float) -> float | int | None:
-    """To six digits; None for what JSON cannot say."""
+    """To eight digits; None for what JSON cannot say."""
     if isinstance(value, bool | int):
         return int(value)
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
+    """The derivation of a token's numbers as text, for the last epoch. place: update, episode, token."""
+    if len(place) != 3:
+        raise InputError("--explain takes three numbers, such as --explain 0 1 5: update, episode and token")
+    updates = {names[0][0]: names for names in one_run.kept()}
+    if place[0] not in updates:
+        known = ", ".join(map(str, updates)) or "none: it was started without --trace_interval"
+        raise InputError(f"--explain: there is no trace of update {place[0]}; the run left those of {known}")
+    episodes = one_run.traced_update(updates[place[0]])["episodes"]
+    if not 1 <= place[1] <= len(episodes):
+        raise InputError(f"--explain: episode {place[1]} is not one of 1 to {len(episodes)}")
+    episode = episodes[place[1] - 1]
+    numbers = [where + 1 for where in episode["places"]]
+    if place[2] not in numbers:
+        raise InputError(f"--explain: token {place[2]} is not one of {numbers[0]} to {numbers[-1]}")
+    t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"])
+    epochs = max(1, len(episode.get("epochs", {}).get("new_logprobs", [])))
+    lines, missing = derivation.explain(episode, settings, epochs - 1, t, group_of(episode, episodes))
+    heads = f"update {place[0]}, episode {place[1]}, token {place[2]}: {json.dumps(episode['pieces'][t])}"
+    told = [f"{heads}, epoch {epochs} of {epochs}"]
+    for line in lines:
+        where = line.step.where[min(settings["chapter"], len(line.step.where)) - 1]
+        result = derivation.written(line.value)
+        filled = line.numbers if line.numbers == result else f"{line.numbers} = {result.strip('()')}"
+        verdict = f"   WRONG by {line.difference:.3g}" if line.wrong else ""
+        told.append(f"\n{line.step.title}: {line.step.formula}\n    {filled}{verdict}\n    {line.step.sentence}")
+        told.append(f"    {place_of(where, one_run.meta.get('commit'))['place']}")
+    return "\n".join([*told, *([f"\nnot known: {', '.join(missing)}"] if missing else [])])
+
+
+def group_of(episode: dict[str, Any], episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The episodes of the same group, this one too."""
+    told = [(other["again"], other["numbers"].get("groups")) for other in episodes]
+    mine = episode["again"], episode["numbers"].get("groups")
+    return [other for other, key in zip(episodes, told, strict=True) if key == mine]
+
+
+def place_of(where: str, commit: str | None) -> dict[str, str]:
+    """Where a step is computed, as text and, if the checkout knows its home on the web, as a link.
+
+    where: file, function and mark. commit: of the run; the lines are those of that commit.
+    """
+    file, function, mark = where.split()
+    path, commit = f"ppo_rlhf/{file}", (commit or "").removesuffix("-dirty")
+    source = git("show", f"{commit}:{path}") if commit else ""
+    source = source or (Path(__file__).parent / file).read_text("utf-8")
+    line = next((n for n, text in enumerate(source.split("\n"), 1) if f"def {function}(" in text), 1)
+    text, home = f"{path}#L{line} {function} [{mark}]", git("config", "--get", "remote.origin.url")
+    found = re.fullmatch(r"(?:https://|git@)([\w.-]+)[:/](.+?)(?:\.git)?", home)
+    if not found or not commit:
+        return {"place": text, "href": ""}
+    return {"place": text, "href": f"https://{found[1]}/{found[2]}/blob/{commit}/{path}#L{line}"}
+
+
+@functools.cache
+def git(*words: str) -> str:
+    """What git says in the checkout; nothing outside of one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent.parent), *words]
+        result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    except OSError:  # no git
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def scales(traced: list[dict[str, Any]]) -> dict[str, float]:
@@ -556,9 +651,7 @@ PANELS = [
 
 
 def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
-    """The panels that the runs have metrics for, each with a plotly figure: {"data", "layout"}."""
-    import plotly.graph_objects as go
-
+    """The panels that the runs have metrics for, each with what lib/charts.js draws."""
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
     rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
     monitors = (of_run.get("monitor", "") for of_run in rewards)
@@ -572,27 +665,20 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
         names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
         if not names:
             continue
-        figure = go.Figure()
+        curves = []
         for number, one_run in enumerate(runs):
             rows = rows_to_draw([one_run.metrics[name] for name in names if name in one_run.metrics])
             for color, name in enumerate(names):
                 if name not in one_run.metrics:
                     continue
                 label = name if len(runs) == 1 else f"{name}, run {number + 1}"
-                line = {"dash": ("solid", "dot")[number], "color": COLORS[color % len(COLORS)], "width": 1.8}
                 x, values = ([column[row] for row in rows] for column in (one_run.steps, one_run.metrics[name]))
                 y = [value if math.isfinite(value) else None for value in values]
-                figure.add_scatter(x=x, y=y, name=label, mode="lines", line=line)
-        if panel.metrics == "objective/kl":
-            targets = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
-            for target in {target for target in targets if target and math.isfinite(target)}:
-                figure.add_hline(target, line={"dash": "dash", "width": 1}, annotation_text=f"target {target:g}")
-        figure.update_layout(hovermode="x unified", hoverdistance=-1, showlegend=len(names) * len(runs) > 1)
-        if len({value for line in figure.data for value in line.y}) == 1:  # else its axis would be 2 high
-            figure.update_yaxes(rangemode="tozero")
-        layout = figure.layout.to_plotly_json()
-        layout.pop("template", None)
-        drawn.append((panel, {"data": [trace.to_plotly_json() for trace in figure.data], "layout": layout}))
+                look = {"color": COLORS[color % len(COLORS)], "dotted": number == 1}
+                curves.append({"name": label, "x": x, "y": y} | look)
+        told = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
+        targets = {target for target in told if target and math.isfinite(target)}
+        drawn.append((panel, {"data": curves, "targets": sorted(targets) if panel.metrics == "objective/kl" else []}))
     return drawn
 
 

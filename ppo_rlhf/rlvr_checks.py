@@ -18,6 +18,7 @@ def check_arguments(args: Any, usual: Any) -> None:
     ppo, shaping = args.ppo, args.rewards
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    cli.at_least(1, "", args, "trace_episodes")
     cli.at_least(0, "", args, "eval_interval", "eval_problems", "eval_samples")
     cli.above_zero("", args, "eval_temperature")
     cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")

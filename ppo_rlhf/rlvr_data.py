@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ppo_rlhf import rlvr_math
-from ppo_rlhf.lib import cli
+from ppo_rlhf.lib import cli, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Steps 1 and 2: what a sampler gets and gives --------------------------------------------------------------
@@ -94,6 +94,17 @@ class Batch(Rows):
     returns: Tensor  # (rows, response_length), targets of the critic; 0 without one
     weights: Tensor  # (rows, response_length), factors of the losses; 1 unless an older policy has sampled
     fresh: Tensor  # (rows,) bool, whether this update's policy has sampled the row
+    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in super().tensors().items() if name != "seen"}
+
+    def see(
+        self, rows: Tensor, new_logprobs: Tensor, new_values: Tensor, entropies: Tensor, exact_kl: Tensor
+    ) -> None:
+        """Remember for a trace what a pass computed for these rows (micro_batch,)."""
+        found = {"new_logprobs": new_logprobs, "new_values": new_values, "exact_kl": exact_kl}
+        self.seen.append((rows, {name: x.detach() for name, x in found.items()}))
 
 
 def make_batch(

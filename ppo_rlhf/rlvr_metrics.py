@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor
 
 from ppo_rlhf import rlvr_data, rlvr_math
-from ppo_rlhf.lib import lm, problems, processes, rewards, run
+from ppo_rlhf.lib import lm, problems, processes, rewards, run, traces
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -161,6 +162,24 @@ def sample_rows(setup: Any, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+def what_epochs_computed(
+    episodes: rlvr_data.Rollout, batch: rlvr_data.Batch, ppo: Any, count: int, accelerator: Accelerator
+) -> dict[str, dict[str, Tensor]]:
+    """What a trace keeps of the first `count` episodes besides: `epochs` and `statistics`, as lib/traces.py says."""
+    statistics = traces.of_epochs(batch.seen, count)
+    epochs = {name: statistics.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}
+    statistics["kept"] = batch.mask[:count].any(1)
+    if ppo.advantage == "remax":
+        statistics["baselines"] = episodes.baselines[:count]
+    if ppo.advantage in rlvr_math.WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages:
+        estimate = partial(rlvr_math.ESTIMATORS[ppo.advantage], values=batch.values, baselines=episodes.baselines)
+        raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, lam=ppo.lam)
+        reduce = partial(accelerator.reduce, reduction="sum")
+        mean, deviation = traces.moments(raw, batch.mask, reduce)  # with which the whole batch was whitened
+        statistics |= {"advantage_mean": mean.expand(count), "advantage_deviation": deviation.expand(count)}
+    return {"epochs": epochs, "statistics": statistics}
+
+
 def keep_trace(
     this_run: run.Run,
     setup: Any,
@@ -168,7 +187,7 @@ def keep_trace(
     episodes: rlvr_data.Rollout,
     batch: rlvr_data.Batch,
     found: dict[str, Tensor],
-    **options: bool,
+    **options: Any,
 ) -> None:
     """Write these episodes with all their numbers. found: more numbers of their tokens. options: of Run.trace."""
     names = (
@@ -176,9 +195,13 @@ def keep_trace(
         "sampler_logprobs",
         "ref_logprobs",
         *(["values"] if setup.args.ppo.advantage == "gae" else []),
+        *(["exact_kl"] if setup.args.rewards.kl_estimator == "full" else []),
     )
     of_tokens = {name: getattr(episodes, name) for name in names}
     of_tokens |= {"kl": batch.kl, "rewards": batch.rewards, "mask": batch.loss_mask, "scored": episodes.mask}
+    of_tokens |= {"weights": batch.weights}
+    if setup.args.ppo.advantage == "gae":
+        of_tokens["returns"] = batch.returns
     of_episodes = {name: getattr(episodes, name) for name in ("scores", "raw_scores", "stopped", "groups")}
     of_episodes |= {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
     if hasattr(setup.args, "tools"):

@@ -211,6 +211,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process; whole groups"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -490,8 +492,7 @@ def rollout(
 ) -> Rollout:
     """Steps 3 and 4 for this process's rows of a round.
 
-    version: updates that the sampling policy had seen. on_policy: whether that is the policy that learns, and the
-    built-in sampler has sampled.
+    version: updates of the sampling policy. on_policy: whether that policy learns, and the built-in sampler was used.
     """
     args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
     n, device, queries = args.ppo.samples_per_prompt, setup.accelerator.device, draw.requests[0].contexts
@@ -678,18 +679,21 @@ def update(
         for mb_inds in minibatches:  # (local_minibatch,)
             mb = batch.rows(mb_inds.to(device))
             counts = minibatch_counts(mb.loss_mask, partial(accelerator.reduce, reduction="sum"))
+            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in counts.items()}))
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             # [V77] A micro-batch has rows of similar length: little padding, and the same sum.
-            for tokens, *rows in passes.micro_batches(
-                *(actor_critic, lengths[mb_inds], mb.query_responses, *mb.tensors().values()), pad_id=pad_id, **limits
+            for tokens, inds, *rows in passes.micro_batches(
+                *(actor_critic, lengths[mb_inds], mb.query_responses, mb_inds, *mb.tensors().values()),
+                **{"pad_id": pad_id} | limits,
             ):
                 micro_batch = Batch(*rows)
                 found = actor_critic(
                     *(tokens, micro_batch.responses, micro_batch.loss_mask, pad_id), reference if exact else None
                 )
                 loss, share = micro_batch_loss(*found, micro_batch, counts, args, reweigh)
+                batch.see(inds, *found)
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
             processes.average_gradients(actor_critic, accelerator)
@@ -907,8 +911,10 @@ def trace_episodes(
     The advantages of the latter are whitened among themselves. Every process must call this.
     """
     sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
-    prompts = min(math.ceil(traces.TRACED / n), sizes.local_batch // n)
-    few = slice(prompts * n)
+    most = sizes.local_batch // n
+    prompts, few = (min(math.ceil(k / n), most) for k in (traces.TRACED, setup.args.trace_episodes))
+    few = slice(few * n)
+    computed = rlvr_metrics.what_epochs_computed(episodes, batch, ppo, few.stop, setup.accelerator)
     episodes, batch = episodes.rows(few), batch.rows(few)
     new_logprobs, _, entropies, _ = actor_critic(
         episodes.query_responses, episodes.responses, episodes.mask, setup.ids.pad
@@ -919,7 +925,7 @@ def trace_episodes(
     found = {"advantages": batch.advantages, "new_logprobs": new_logprobs, "entropies": entropies, "clipped": clipped}
     found |= {"ratio": torch.exp(new_logprobs - batch.logprobs)}
     keep = partial(rlvr_metrics.keep_trace, this_run, setup, number)
-    keep(episodes, batch, found)
+    keep(episodes, batch, found, **computed)
 
     everywhere = prompts * setup.accelerator.num_processes
     few_sizes = dataclasses.replace(sizes, round=everywhere * n, round_prompts=everywhere, local_round=prompts * n)
@@ -939,7 +945,8 @@ def trace_episodes(
     shaped = token_rewards(again, controller.value, setup.args.rewards.kl_estimator)
     advantages, returns = compute_advantages(again, shaped[0], ppo, torch.clone)
     found = {"advantages": advantages} if known else {}
-    keep(again, make_batch(again, shaped, advantages, returns, number), found, again=True)
+    statistics = {"kl_coef": torch.full((len(again.scores),), controller.value, dtype=torch.float64)}
+    keep(again, make_batch(again, shaped, advantages, returns, number), found, statistics=statistics, again=True)
 
 
 # ---- Plumbing: networks and sources to load, learning rates, checkpoints, the saved models ---------------------

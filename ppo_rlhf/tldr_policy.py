@@ -140,6 +140,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     frozen_bfloat16: bool = False
@@ -469,6 +471,7 @@ class Rollout:
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
     mask: Tensor  # (local_batch, response_length) bool, of the tokens
     value_mask: Tensor  # (local_batch, response_length) bool, of the values
+    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
     @property
     def queries(self) -> Tensor:
@@ -529,6 +532,7 @@ def ppo_update(
             mb_advantages, mb_returns = compute_advantages(
                 rollout.rewards[mb_inds], mb_values, mb_mask, mb_value_mask, ppo, reduce
             )
+            rollout.seen.append((mb_inds, {"advantages": mb_advantages, "returns": mb_returns}))
 
             # 7. Make one optimiser step. The ratio says how much more likely a token has become since it was sampled.
             #    Advantages were measured under the old policy and mean less the further the policy moves away from
@@ -536,16 +540,23 @@ def ppo_update(
             # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
             #       the same weight in whatever micro-batch and process it is.
             count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
-            mb_tokens = (rollout.query_responses[mb_inds], rollout.responses[mb_inds], rollout.logprobs[mb_inds])
+            mb_tokens = (
+                rollout.query_responses[mb_inds],
+                inds,
+                rollout.responses[mb_inds],
+                rollout.logprobs[mb_inds],
+            )
             mb = (*mb_tokens, mb_values, mb_advantages, mb_returns, mb_mask, mb_value_mask)
             # [T47] [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             for micro_batch in passes.micro_batches(actor_critic, lengths[inds], *mb, pad_id=pad_id, **limits):
-                # tokens: (micro_batch, length); all others: (micro_batch, response_length)
-                tokens, responses, logprobs, values, advantages, returns, mask, value_mask = micro_batch
+                # tokens: (micro_batch, length); micro_inds: (micro_batch,); others: (micro_batch, response_length)
+                tokens, micro_inds, responses, logprobs, values, advantages, returns, mask, value_mask = micro_batch
                 new_logprobs, entropies, new_values = actor_critic(tokens, responses, pad_id, temperature)
+                told = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
+                rollout.seen.append((micro_inds, told))
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
                     new_logprobs, logprobs, advantages, mask, ppo.cliprange, count
                 )
@@ -822,7 +833,8 @@ def trace_episodes(
     Advantages of the batch are whitened over the whole batch, not over one minibatch. Every process must call this.
     """
     args, ids, task, ppo, shaping = setup.args, setup.ids, setup.args.task, setup.args.ppo, setup.args.rewards
-    few, reading = slice(traces.TRACED), {"pad_id": ids.pad, "temperature": task.temperature}
+    few, reduce = slice(args.trace_episodes), partial(setup.accelerator.reduce, reduction="sum")
+    reading = {"pad_id": ids.pad, "temperature": task.temperature}
 
     def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool) -> None:
         rows = posts.evaluation_rows(setup.tokenizer, ids.pad, queries, responses, references)
@@ -832,17 +844,18 @@ def trace_episodes(
 
     queries, responses, logprobs = rollout.queries[few], rollout.responses[few], rollout.logprobs[few]
     new_logprobs, entropies, new_values = actor_critic(rollout.query_responses[few], responses, **reading)
-    advantages, returns = compute_advantages(
-        *(rollout.rewards, rollout.values, rollout.mask, rollout.value_mask, ppo),
-        partial(setup.accelerator.reduce, reduction="sum"),
-    )
+    counted = (rollout.rewards, rollout.values, rollout.mask, rollout.value_mask)
+    advantages, returns = compute_advantages(*counted, ppo, reduce)
+    shared, kept = traces.statistics_of_minibatches(rollout.seen, *counted, reduce), len(logprobs)
+    computed = traces.of_epochs(rollout.seen, kept), traces.of_epochs(shared, kept)
     names = ("mask", "value_mask", "logprobs", "rewards", "values")
     of_tokens = {name: getattr(rollout, name)[few] for name in names}
     of_tokens |= {"kl": episodes.kl[few], "ref_logprobs": episodes.ref_logprobs[few]}
     of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
     of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
     of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.finished}
-    keep(queries, responses, episodes.references[few], of_tokens, of_episodes | episodes.monitored, again=False)
+    told = (queries, responses, episodes.references[few], of_tokens, of_episodes | episodes.monitored)
+    keep(*told, *computed, again=False)
 
     watched, device = setup.held_out["validation"].first(traces.TRACED), logprobs.device
     queries, references = watched.queries.to(device), watched.references.to(device)
@@ -862,7 +875,8 @@ def trace_episodes(
     of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": finished}
     for name, function in setup.monitor.items():
         of_episodes[name] = traces.scorer_of_traces(function, shaping.monitor)(queries, responses, references)
-    keep(queries, responses, references, of_tokens, of_episodes, again=True)
+    statistics = {"kl_coef": torch.full((len(queries),), controller.value, dtype=torch.float64)}
+    keep(queries, responses, references, of_tokens, of_episodes, {}, statistics, again=True)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------
@@ -915,7 +929,7 @@ def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
-    cli.at_least(1, "", args, "eval_prompts")
+    cli.at_least(1, "", args, "eval_prompts", "trace_episodes")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef", "missing_eos_penalty")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam", "weight_decay")
     cli.at_least(0, "lora.", args.lora, "rank")

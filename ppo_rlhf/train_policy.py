@@ -117,6 +117,8 @@ class Args(cli.RunArgs):
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process and one whitened group"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -531,6 +533,7 @@ class Rollout:
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
     values: Tensor  # (local_batch, response_length), of the critic at that time
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
+    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
 
 def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> Tensor:
@@ -576,16 +579,22 @@ def ppo_update(
             #    What is left, the advantage, says what the sampled token added, with much less noise.
             mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
             mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
+            rollout.seen.append((inds, {"advantages": mb_advantages, "returns": mb_returns}))
 
             # 7. Make one optimiser step. Micro-batches add up to the gradient of the whole minibatch. [D67] [D88]
             mb_tokens, mb_logprobs = rollout.context_responses[mb_inds], rollout.logprobs[mb_inds]
-            mb = [x.flatten(0, 1) for x in (mb_tokens, mb_logprobs, mb_values, mb_advantages, mb_returns)]
+            mb = [x.flatten(0, 1) for x in (mb_tokens, inds, mb_logprobs, mb_values, mb_advantages, mb_returns)]
             shares = []  # what is logged of each micro-batch, times its share of the minibatch
             optimizer.zero_grad()
-            for tokens, *old in passes.micro_batches(policy, lengths[inds.flatten()], *mb, pad_id=pad_id, **limits):
+            for tokens, rows, *old in passes.micro_batches(
+                policy, lengths[inds.flatten()], *mb, pad_id=pad_id, **limits
+            ):
                 # tokens: (micro_batch, context_length + response_length); all others: (micro_batch, response_length)
                 context_length = tokens.shape[1] - response_length
                 new_logprobs, entropies, new_values = policy(tokens, pad_id, context_length, temperature)
+                rollout.seen.append(
+                    (rows, {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()})
+                )
                 loss, info = ppo_loss(new_logprobs, entropies, new_values, *old, ppo)
                 share = len(tokens) / inds.numel()
                 (loss * share).backward()
@@ -857,6 +866,7 @@ def check_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    cli.at_least(1, "", args, "trace_episodes")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
@@ -979,7 +989,7 @@ def trace_episodes(
     """
     task, ppo = args.task, args.ppo
     group = slice(ppo.batch_size // ppo.whiten_groups)
-    few = slice(min(traces.TRACED, group.stop))
+    few = slice(min(args.trace_episodes, group.stop))
     tokens, logprobs, rewards, values = (
         x[few] for x in (rollout.context_responses, rollout.logprobs, rollout.rewards, rollout.values)
     )
@@ -992,8 +1002,17 @@ def trace_episodes(
     of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages, ppo.cliprange)
     of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.stopped}
     of_episodes |= {name: episodes.monitored[name] for name in monitor}
+    # What is whitened together is a group's part of a minibatch; a loss is the mean over the whole minibatch.
+    of_group = [(rows[0], {name: x[0] for name, x in seen.items()}) for rows, seen in rollout.seen if rows.dim() > 1]
+    everywhere = torch.ones_like(rollout.rewards, dtype=torch.bool)
+    shared = traces.statistics_of_minibatches(of_group, rollout.rewards, rollout.values, everywhere, everywhere)
+    statistics = traces.of_epochs(shared, few.stop)
+    counted = torch.full_like(statistics["tokens"], ppo.batch_size // ppo.nminibatches * task.response_length)
+    statistics |= {"tokens": counted, "values": counted.clone()}
+    epochs = traces.of_epochs(rollout.seen, few.stop)
     contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
-    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
+    told = (update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
+    this_run.trace(*told, epochs, statistics)
 
     queries = stream.first(traces.TRACED, ids.pad).to(tokens.device)
     contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
@@ -1016,7 +1035,9 @@ def trace_episodes(
     of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
     for name, function in monitor.items():
         of_episodes[name] = traces.scorer_of_traces(function, args.rewards.monitor)(queries, truncated_responses)
-    this_run.trace(update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes, again=True)
+    statistics = {"kl_coef": torch.full((len(queries),), controller.value, dtype=torch.float64)}
+    told = (update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
+    this_run.trace(*told, statistics=statistics, again=True)
 
 
 def finish(

@@ -149,6 +149,41 @@ def test_the_first_ratio_is_1():
     assert max(abs(ratio - 1) for row in first.ratios for ratio in row) < 1e-5
 
 
+def test_the_panel_of_the_report_shows_the_numbers_of_the_page():
+    """`derive`, which report.py shows, for the episodes of the recorded update: the same numbers in every step."""
+    by_page, settings = derivation.update(RECORDED, RECORDED["settings"]), RECORDED["settings"]
+    args = {"ppo": {name: settings[name] for name in ("gamma", "lam", "cliprange", "cliprange_value", "vf_coef")}}
+    args["ppo"]["whiten_rewards"] = True
+    of_panel = derivation.settings_of(args)
+    rewards, advantages = by_page.whitened_rewards, by_page.whitened_advantages
+    shared = {"kl_coef": settings["kl_coef"], "reward_mean": rewards.mean, "reward_deviation": rewards.deviation}
+    shared |= {"advantage_mean": advantages.mean, "advantage_deviation": advantages.deviation}
+    n = len(RECORDED["logprobs"][0])
+    shared["tokens"] = shared["values"] = n * len(RECORDED["logprobs"])
+    compared = 0
+    for i, score in enumerate(by_page.scores):
+        tokens = {name: RECORDED[name][i] for name in ("logprobs", "ref_logprobs", "values")}
+        epochs = {name: [told[name][i] for told in RECORDED["epochs"]] for name in ("new_logprobs", "new_values")}
+        episode = {"tokens": tokens, "numbers": {"scores": score}, "places": list(range(n)), "epochs": epochs}
+        for k, epoch in enumerate(by_page.epochs):
+            found = derivation.derive(episode | {"statistics": shared}, of_panel, k)
+            expected = {
+                **{name: getattr(by_page, name)[i] for name in ("kl", "rewards", "deltas", "returns")},
+                "whitened_rewards": rewards.rows[i],
+                "raw_advantages": by_page.advantages[i],
+                "advantages": advantages.rows[i],
+                "ratio": epoch.ratios[i],
+                "loss": [term.loss for term in epoch.policy_terms[i]],
+                "is_clipped": [term.is_clipped for term in epoch.policy_terms[i]],
+                "value_loss": [term.loss / 2 for term in epoch.value_terms[i]],
+                "value_is_clipped": [term.is_clipped for term in epoch.value_terms[i]],
+            }
+            for name, row in expected.items():
+                assert found[name] == pytest.approx(row, rel=1e-12, abs=1e-12), (i, k, name)
+                compared += len(row)
+    assert compared == 8 * 6 * len(by_page.epochs) * 12
+
+
 # ---- The page --------------------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,8 @@ OTHER_NAMES = {"yaml": "pyyaml"}  # of modules whose package has another name
 # Other environments run the scripts that import these: a vLLM worker, and other libraries as peers.
 ELSEWHERE = {"vllm", "trl", "verl", "openrlhf"}
 # Functions that need them say so in one line where they are missing; Python 3.14 has no openrlbenchmark.
-EXTRAS = {"ppo_rlhf": ["math", "report", "async"], "benchmark": ["benchmark"]}
-EXTRAS["tests"] = ["math", "report", "async", "dev", "benchmark"]
+EXTRAS = {"ppo_rlhf": ["math", "async"], "benchmark": ["benchmark", "dev"]}
+EXTRAS["tests"] = ["math", "async", "dev", "benchmark"]
 
 
 def imported(folder: Path) -> set[str]:
@@ -95,4 +95,4 @@ def test_no_page_or_message_installs_the_package_by_its_name() -> None:
     extras = {
         name for line in commands for found in re.findall(r"\.\[([a-z,]+)\]", line) for name in found.split(",")
     }
-    assert {"async", "math", "report"} <= extras <= PROJECT["optional-dependencies"].keys()
+    assert {"async", "math"} <= extras <= PROJECT["optional-dependencies"].keys()

@@ -684,7 +684,7 @@ def test_flags_exist():
     )
     scripts = (*chapter1, *chapter2, rlvr_policy, rlvr_async, rlvr_tools, judge)
     flags = {module.__name__.split(".")[1]: flags_of(module) for module in scripts} | {
-        "report": {"run", "with", "out"}
+        "report": {"run", "with", "out", "explain"}
     }
     everything = set().union(*flags.values())
     commands = re.findall(r"ppo_rlhf/(\w+)\.py((?: +--?[\w.]+(?:[ =][^\s`-]\S*)?)*)", DOCS)

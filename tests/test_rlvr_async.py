@@ -28,8 +28,8 @@ from test_tldr_math import on_processes
 from test_traces import gae, standardised
 from torch.testing import assert_close
 
-from ppo_rlhf import rlvr_async, rlvr_policy
-from ppo_rlhf.lib import checkpoints, cli, engine, lm, plots, traces
+from ppo_rlhf import report, rlvr_async, rlvr_policy
+from ppo_rlhf.lib import checkpoints, cli, derivation, engine, lm, plots, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args, Workers, correct
 
@@ -220,11 +220,11 @@ def test_a_resumed_learner_trains_on_what_the_old_weights_sample(kept, two_updat
     check_equal(train_by(rlvr_async, tiny_sums, folder, "--ppo.total_episodes", "64"), two_updates_late)
 
 
-def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, monkeypatch, tmp_path):
+def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
     """With bypass the ratio is new / mu; responses that were rejected whole have no advantages and returns."""
-    monkeypatch.setattr(traces, "TRACED", 16)  # the whole batch
+    whole_batch = "--trace_interval 1 --trace_episodes 16"
     words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.99 --rejection_high 1.01"
-    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split(), "--trace_interval", "1")
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split(), *whole_batch.split())
     rows, partly = numbers_of(folder), 0
     for update, row in enumerate(rows):
         trace = traces.read(only(folder, "runs/*"), update)
@@ -249,6 +249,16 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, monkeypatc
         expected["val/explained_var"] = 1 - (returns - values).var() / returns.var()
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert partly
+    one_run = report.read_run(only(folder, "runs/*"))
+    settings, checked = derivation.settings_of(one_run.meta["args"]), 0
+    for update in one_run.traced(10**9):
+        for episode in update["episodes"]:
+            group = report.group_of(episode, update["episodes"])
+            for t in range(len(episode["places"])):
+                for line in derivation.explain(episode, settings, 0, t, group)[0]:
+                    assert not line.wrong, (update["update"], t, line)
+                    checked += bool(line.step.recorded)
+    assert checked > 500
 
 
 def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_late, tiny_sums, tmp_path):

@@ -341,7 +341,7 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     trace = traces.read(whole_run, 0)
     assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
     texts = ["".join(pieces) for pieces in trace.responses]
-    shown = report.traced_episodes(trace)
+    shown = report.traced_episodes(trace, None)
     assert ["".join(episode["pieces"]) for episode in shown] == list(
         map(errors.visible, texts)
     )  # the tool's words too

@@ -82,6 +82,7 @@ MAY_CHANGE = {
     "log_interval",
     "save_interval",
     "trace_interval",
+    "trace_episodes",
     "gradient_checkpointing",
     "ppo.local_micro_batch_size",
     "ppo.local_micro_batch_tokens",

@@ -10,6 +10,7 @@ are in nats.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ def temporal_differences(rewards: Row, values: Row, gamma: float) -> list[float]
 
     Nothing follows the last token, so its next value is 0.
     """
-    next_values = [*values[1:], 0.0]
+    next_values = [*values[1:], 0.0][: len(values)]
     return [r + gamma * later - now for r, later, now in zip(rewards, next_values, values, strict=True)]
 
 
@@ -222,3 +223,719 @@ def losses(
     policy_loss, value_loss = mean(policy_terms), 0.5 * mean(value_terms)
     total_loss = policy_loss + settings["vf_coef"] * value_loss
     return Epoch(ratios, policy_terms, value_terms, policy_loss, value_loss, total_loss)
+
+
+# ---- Chapters 2 and 3: other forms of the same steps -----------------------------------------------------------
+
+
+def kl_estimate(d: float, name: str) -> float:
+    """An estimate of a token's part of the KL divergence from d = log p - log p_ref; k1+ has the value of k1."""
+    return {"k1": d, "abs": abs(d), "k2": d * d / 2, "k3": math.expm1(min(-d, 20.0)) + d}[name.removesuffix("+")]
+
+
+def group_advantage(total: float, totals: Row, length: int, lengths: Sequence[int], estimator: str) -> float:
+    """The advantage of a response against its group. totals, lengths: of all responses of the group, this one too.
+
+    A group of one, or one whose totals are all equal, teaches nothing: 0.
+    """
+    if max(totals) <= min(totals):
+        return 0.0
+    n, mean = len(totals), math.fsum(totals) / len(totals)
+    if estimator == "rloo":
+        return n / (n - 1) * (total - mean)
+    if estimator == "grpo":
+        return (total - mean) / (group_deviation(totals) + 1e-6)
+    if estimator == "opo":
+        return total - math.fsum(t * n for t, n in zip(totals, lengths, strict=True)) / sum(lengths)
+    return total - mean  # dr_grpo, reinforce++-baseline
+
+
+def group_deviation(totals: Row) -> float:
+    """sqrt(sum of (R - mean)^2 / (n - 1)); 0 for a group of one."""
+    mean = math.fsum(totals) / len(totals)
+    return math.sqrt(math.fsum((total - mean) ** 2 for total in totals) / max(len(totals) - 1, 1))
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A token's policy loss, before weights and divisor."""
+
+    loss: float
+    gradient: float  # by the token's new log-prob
+    free: float  # without a clip
+    clipped: float  # with the ordinary clip
+    branch: str  # which of them counts: free, clipped or dual
+
+
+def token_loss(
+    new_logprob: float, ratio: float, advantage: float, loss: str, low: float, high: float, dual_clip: float | None
+) -> TokenLoss:
+    """The forms of the policy loss: ppo and gspo, which has the ratio of the whole response; cispo; reinforce."""
+    inside = clip(ratio, 1 - low, 1 + high)
+    if loss in ("reinforce", "cispo"):
+        weight = inside if loss == "cispo" else 1.0
+        found = -weight * advantage * new_logprob
+        return TokenLoss(found, -weight * advantage, found, found, "free")
+    free, clipped = -advantage * ratio, -advantage * inside
+    if dual_clip is not None and loss == "ppo" and advantage < 0 and max(free, clipped) > -advantage * dual_clip:
+        return TokenLoss(-advantage * dual_clip, 0.0, free, clipped, "dual")
+    if clipped > free:
+        return TokenLoss(clipped, 0.0, free, clipped, "clipped")
+    return TokenLoss(free, -advantage * ratio, free, clipped, "free")
+
+
+def divisor(aggregation: str, length: int, counts: Mapping[str, float]) -> float:
+    """What a token's loss is divided by. length: of its response; counts: of the whole minibatch."""
+    found = {
+        "token-mean": counts["tokens"],
+        "seq-mean-token-sum": counts["sequences"],
+        "seq-mean-token-mean": counts["sequences"] * length,
+        "seq-mean-token-sum-norm": counts["episodes"] * counts["length"],
+    }
+    return max(found[aggregation], 1)
+
+
+# ---- One episode of a trace ------------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a derivation needs, under one name in all chapters. args: of meta.json."""
+    ppo, shaping = args.get("ppo", {}), args.get("rewards", {})
+    chapter = 3 if "samples_per_prompt" in ppo else 2 if "missing_eos" in shaping else 1
+    estimator, loss = ppo.get("advantage", "gae"), ppo.get("loss", "ppo")
+    low, high = (ppo.get(name, ppo.get("cliprange", NAN)) for name in ("cliprange_low", "cliprange_high"))
+    whitened = estimator in ("gae", "reinforce++", "reinforce++-baseline")
+    found = {name: ppo.get(name, NAN) for name in ("gamma", "lam")}
+    found |= {
+        "chapter": chapter,
+        "estimator": estimator,
+        "loss": loss,
+        "high": high,
+        "vf_coef": ppo.get("vf_coef", 1),
+    }
+    found["low"] = (1.0 if loss == "cispo" else 0.2) if low is None else low
+    bound = ppo.get("cliprange_value", NAN)
+    found["cliprange_value"] = math.inf if bound is None else bound
+    found["dual_clip"] = ppo.get("dual_clip")
+    found["aggregation"] = ppo.get("loss_aggregation", "token-mean")
+    found["whiten_rewards"] = bool(ppo.get("whiten_rewards", False))
+    chosen = ppo.get("whiten_advantages")
+    found["whiten_advantages"] = whitened if chosen is None else chosen
+    found["kl_estimator"] = shaping.get("kl_estimator", "k1")
+    found["kl_loss_coef"] = shaping.get("kl_loss_coef", 0.0)
+    found["kl_loss_estimator"] = shaping.get("kl_loss_estimator", "k3")
+    # An older policy may have sampled (rlvr_async.py).
+    way = args.get("correction", "none")
+    way = ("decoupled" if args.get("staleness") else "none") if way == "auto" else way
+    found |= {"correction": way, "level": args.get("correction_level", "token"), "cap": args.get("correction_cap", 0)}
+    return found
+
+
+def row_of(values: Sequence[float | None] | None, n: int) -> list[float]:
+    return [NAN] * n if values is None else [NAN if value is None else value for value in values]
+
+
+def marks(tokens: Mapping[str, Sequence[int]], n: int, chapter: int) -> dict[str, list[bool]]:
+    """Which tokens pay for the KL, have a value and an advantage, are in the policy loss, and in the value loss."""
+    told = {name: [bool(x) for x in tokens.get(name, [True] * n)] for name in ("mask", "value_mask", "scored")}
+    everywhere = [True] * n
+    if chapter == 1:
+        return dict.fromkeys(("pays", "valued", "learns", "value_learns"), everywhere)
+    if chapter == 2:
+        mask, value_mask = told["mask"], told["value_mask"]
+        return {"pays": mask, "valued": value_mask, "learns": mask, "value_learns": value_mask}
+    return {"pays": told["scored"], "valued": told["scored"], "learns": told["mask"], "value_learns": told["mask"]}
+
+
+def derive(
+    episode: Mapping[str, Any], settings: Mapping[str, Any], epoch: int, group: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Every number of an episode's tokens, from what the models said: rows, and numbers of the whole episode.
+
+    episode: as report.py reads it from a trace. epoch: 0-based. group: the episodes of its group, this one too. What
+    follows from something that the trace lacks is NaN.
+    """
+    s, tokens, numbers, n = settings, episode["tokens"], episode["numbers"], len(episode["places"])
+    shared = statistics_of(episode, epoch)
+    said = {name: row_of(values[epoch], n) for name, values in episode.get("epochs", {}).items()}
+    found: dict[str, Any] = {name: row_of(tokens.get(name), n) for name in ("logprobs", "ref_logprobs", "values")}
+    found |= dict(shared) | marks(tokens, n, s["chapter"])
+    valued = [t for t in range(n) if found["valued"][t]]
+    last, beta = valued[-1] if valued else -1, shared["kl_coef"]
+
+    # Steps 4 and 5: score and rewards.
+    exact = row_of(tokens.get("exact_kl"), n)
+    distances = kl(found["logprobs"], found["ref_logprobs"])
+    found["kl"] = [
+        (exact[t] if s["kl_estimator"] == "full" else kl_estimate(d, s["kl_estimator"])) if found["pays"][t] else 0.0
+        for t, d in enumerate(distances)
+    ]
+    found["score"] = number_of(numbers.get("scores"))
+    found["rewards"] = [*rewards(found["score"], found["kl"][: last + 1], beta), *found["kl"][last + 1 :]]
+    found["is_last"] = [t == last for t in range(n)]
+    found["is_inner"] = [found["valued"][t] and t != last for t in range(n)]
+    if not episode.get("statistics", {}).get("kept", 1):  # rejected whole, so it has no advantages
+        found["valued"], valued = [False] * n, []
+    used = found["rewards"]
+    if s["whiten_rewards"]:
+        mean, deviation = shared["reward_mean"], shared["reward_deviation"]
+        used = found["whitened_rewards"] = [(reward - mean) / deviation + mean for reward in used]
+    found["used_rewards"] = used
+
+    # Step 6: advantages and returns.
+    found |= advantages_of(episode, found, valued, settings, group)
+    found["advantages"] = found["raw_advantages"]
+    if s["whiten_advantages"]:
+        mean, deviation = shared["advantage_mean"], shared["advantage_deviation"]
+        found["advantages"] = [(advantage - mean) / deviation for advantage in found["raw_advantages"]]
+
+    # Step 7: losses.
+    return found | losses_of(found, said, row_of(tokens.get("sampler_logprobs"), n), tokens, shared, settings)
+
+
+def number_of(value: float | None) -> float:
+    return NAN if value is None else value
+
+
+def statistics_of(episode: Mapping[str, Any], epoch: int) -> dict[str, float]:
+    """What an episode shares with others in an epoch."""
+    names = ("kl_coef", "reward_mean", "reward_deviation", "advantage_mean", "advantage_deviation", "tokens")
+    names += ("values", "sequences", "episodes", "length", "baselines")
+    told = episode.get("statistics", {})
+    values = {name: told.get(name) for name in names}
+    values = {name: value[epoch] if isinstance(value, list) else value for name, value in values.items()}
+    return {{"values": "value_count"}.get(name, name): number_of(value) for name, value in values.items()}
+
+
+def advantages_of(
+    episode: Mapping[str, Any],
+    found: Mapping[str, Any],
+    valued: list[int],
+    settings: Mapping[str, Any],
+    group: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Step 6 before whitening, over the tokens that have a value."""
+    n, estimator = len(episode["places"]), settings["estimator"]
+
+    def spread(values: Row) -> list[float]:
+        row = [0.0] * n
+        for t, value in zip(valued, values, strict=True):
+            row[t] = value
+        return row
+
+    rewards, values = ([found[name][t] for t in valued] for name in ("used_rewards", "values"))
+    if estimator == "gae":
+        deltas = temporal_differences(rewards, values, settings["gamma"])
+        raw = advantages(deltas, settings["gamma"], settings["lam"])
+        told = {"deltas": deltas, "raw_advantages": raw, "returns": returns(raw, values)}
+        return {name: spread(row) for name, row in told.items()}
+    if estimator in ("reinforce++", "remax"):
+        gamma = settings["gamma"] if estimator == "reinforce++" else 1.0
+        sums = advantages(rewards, gamma, 1.0)
+        less = found["baselines"] if estimator == "remax" else 0.0
+        return {"sums": spread(sums), "raw_advantages": spread([x - less for x in sums])}
+    # An episode that is left out whole, as one without a score is, is not compared.
+    kept = [other for other in group if other.get("statistics", {}).get("kept", 1)]
+    totals = [total_of(other) for other in kept] or [NAN]
+    lengths = [sum(marks(other["tokens"], len(other["places"]), 3)["valued"]) for other in kept] or [0]
+    total = math.fsum(rewards)
+    advantage = group_advantage(total, totals, len(valued), lengths, estimator)
+    mean = math.fsum(totals) / len(totals)
+    weighted = math.fsum(t * k for t, k in zip(totals, lengths, strict=True)) / max(sum(lengths), 1)
+    told = {"total": total, "group_size": len(totals), "group_mean": mean, "group_weighted_mean": weighted}
+    told |= {"totals": totals, "group_deviation": group_deviation(totals), "equal": max(totals) <= min(totals)}
+    return told | {"raw_advantages": spread([advantage] * len(valued))}
+
+
+def total_of(episode: Mapping[str, Any]) -> float:
+    """The sum of an episode's recorded rewards."""
+    rewards = row_of(episode["tokens"].get("rewards"), len(episode["places"]))
+    counts = marks(episode["tokens"], len(rewards), 3)["valued"]
+    return math.fsum(reward for reward, count in zip(rewards, counts, strict=True) if count)
+
+
+def losses_of(
+    found: Mapping[str, Any],
+    said: Mapping[str, list[float]],
+    sampler_logprobs: list[float],
+    tokens: Mapping[str, Any],
+    shared: Mapping[str, float],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Step 7 for one epoch: ratio, branch, gradient and shares of the losses. said: by the models in that epoch."""
+    s, n = settings, len(found["logprobs"])
+    new, new_values = (said.get(name, [NAN] * n) for name in ("new_logprobs", "new_values"))
+    old = sampler_logprobs if s["correction"] == "bypass" else found["logprobs"]
+    learns = [t for t in range(n) if found["learns"][t]]
+    gaps = [new[t] - old[t] for t in range(n)]
+    ratios = [math.exp(clip(gap, -20, 20)) if gap == gap else NAN for gap in gaps]
+    sequence = math.fsum(gaps[t] for t in learns) / max(len(learns), 1) if learns else 0.0
+    if s["loss"] == "gspo":
+        ratios = [math.exp(min(sequence, 10.0)) if sequence == sequence else NAN] * n
+    terms = [
+        token_loss(*told, s["loss"], s["low"], s["high"], s["dual_clip"])
+        for told in zip(new, ratios, found["advantages"], strict=True)
+    ]
+    weights = row_of(tokens.get("weights", [1.0] * n), n)
+    if s["correction"] == "bypass" and s["loss"] == "reinforce":
+        total = math.fsum(gaps[t] for t in learns)
+        logs = gaps if s["level"] == "token" else [total] * n
+        weights = [min(math.exp(clip(gap, -20, 20)), s["cap"]) if gap == gap else NAN for gap in logs]
+    counts = {name: shared[name] for name in ("tokens", "sequences", "episodes", "length")}
+    divided = divisor(s["aggregation"], max(len(learns), 1), counts)
+    value_divided = shared["value_count"] if s["chapter"] < 3 else divided
+    kl_name, kl_gaps = s["kl_loss_estimator"], kl(new, found["ref_logprobs"])
+    exact = said.get("exact_kl", [NAN] * n)
+    kl_losses = [
+        exact[t]
+        if kl_name == "full"
+        else kl_estimate(kl_gaps[t], kl_name) * (math.exp(clip(gaps[t], -20, 20)) if kl_name.endswith("+") else 1.0)
+        for t in range(n)
+    ]
+    value_terms = [
+        value_term(*told, s["cliprange_value"])
+        for told in zip(new_values, found["values"], found.get("returns", [NAN] * n), strict=True)
+    ]
+    return {
+        **{"old_logprobs": old, "new_logprobs": new, "new_values": new_values, "ratio": ratios, "weights": weights},
+        "log_ratio": [sequence] * n if s["loss"] == "gspo" else gaps,
+        "clipped_ratio": [clip(ratio, 1 - s["low"], 1 + s["high"]) for ratio in ratios],
+        **{
+            f"is_{branch}": [
+                learns and term.branch == branch for learns, term in zip(found["learns"], terms, strict=True)
+            ]
+            for branch in ("free", "clipped", "dual")
+        },
+        **{name: [getattr(term, name) for term in terms] for name in ("loss", "free", "clipped", "gradient")},
+        "divisor": divided,
+        "share": [w * term.loss / divided for w, term in zip(weights, terms, strict=True)],
+        "kl_loss": kl_losses,
+        "kl_share": [
+            s["kl_loss_coef"] * (1.0 if kl_name == "full" else w) * part / divided
+            for w, part in zip(weights, kl_losses, strict=True)
+        ],
+        "value_free": [term.free for term in value_terms],
+        "value_clipped": [term.clipped for term in value_terms],
+        "value_loss": [0.5 * term.loss for term in value_terms],
+        "value_is_free": [
+            learns and not term.is_clipped for learns, term in zip(found["value_learns"], value_terms, strict=True)
+        ],
+        "value_is_clipped": [
+            learns and term.is_clipped for learns, term in zip(found["value_learns"], value_terms, strict=True)
+        ],
+        "value_divisor": value_divided,
+        "value_share": [0.5 * term.loss / value_divided for term in value_terms],
+    }
+
+
+# ---- Lines: formula, numbers, sentence -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line of a derivation. In `numbers`, {x} is a number of the token, {next_x} of the next one, else 0."""
+
+    result: str  # what it gives, under the name that `derive` has for it
+    title: str
+    formula: str
+    numbers: str
+    sentence: str
+    where: tuple[str, ...]  # of each chapter, or of all: `file function mark`
+    recorded: str = ""  # the recorded number that the result must equal
+    only: str = ""  # a flag of the token, without which the line is left out
+    divisor: str = ""  # by which rounding grows
+
+
+CLIPPED = "max(−A'_t · ratio_t, −A'_t · clip(ratio_t, 1 − ε, 1 + ε))"
+VALUE_CLIPPED = "½ max((V_new − R_t)², (clip(V_new, V_t − ε_V, V_t + ε_V) − R_t)²)"
+GROUP_FORMS = {
+    "grpo": (
+        "A_t = (R − μ) / (σ + 10⁻⁶)",
+        "({total} − {group_mean}) / ({group_deviation} + 10⁻⁶)",
+        "The deviation of the group is the unit, so a rare success counts for more.",
+    ),
+    "dr_grpo": ("A_t = R − μ", "{total} − {group_mean}", "The advantage is not divided by the deviation."),
+    "reinforce++-baseline": ("A_t = R − μ", "{total} − {group_mean}", "The batch is whitened after that."),
+    "rloo": (
+        "A_t = n / (n − 1) · (R − μ)",
+        "{group_size} / ({group_size} − 1) · ({total} − {group_mean})",
+        "This is the total minus the mean of the other responses.",
+    ),
+    "opo": (
+        "A_t = R − Σ |y_i| R_i / Σ |y_i|",
+        "{total} − {group_weighted_mean}",
+        "In this mean, each response of the group is weighted by its length.",
+    ),
+}
+KL_FORMS = {
+    "k1": ("KL_t = log π(y_t) − log ρ(y_t)", "{logprobs} − {ref_logprobs}"),
+    "abs": ("KL_t = |log π(y_t) − log ρ(y_t)|", "|{logprobs} − {ref_logprobs}|"),
+    "k2": ("KL_t = ½ (log π(y_t) − log ρ(y_t))²", "½ ({logprobs} − {ref_logprobs})²"),
+    "k3": (
+        "KL_t = ρ/π − 1 + log π(y_t) − log ρ(y_t)",
+        "exp({ref_logprobs} − {logprobs}) − 1 + {logprobs} − {ref_logprobs}",
+    ),
+    "full": ("KL_t = Σ_v π(v) (log π(v) − log ρ(v))", "{kl}"),
+}
+DIVISORS = {
+    "token-mean": "tokens of the minibatch",
+    "seq-mean-token-sum": "responses of the minibatch",
+    "seq-mean-token-mean": "responses of the minibatch, times the tokens of this one",
+    "seq-mean-token-sum-norm": "episodes of the minibatch, times the greatest length",
+}
+
+
+def steps(settings: Mapping[str, Any]) -> list[Step]:
+    """The lines of a run's derivations, in the order of the algorithm."""
+    s, chapter = settings, settings["chapter"]
+    found = [
+        Step(
+            *("logprobs", "log-prob", "log π(y_t | x, y_<t)", "{logprobs}"),
+            "This is how likely the policy found the token when it sampled it. It was read from the model, in nats.",
+            ("train_policy.py respond D24", "tldr_policy.py respond T36", "rlvr_policy.py read_responses V76"),
+        ),
+        Step(
+            *("ref_logprobs", "log-prob, reference", "log ρ(y_t | x, y_<t)", "{ref_logprobs}"),
+            "This is how likely the model that training started from finds the same token.",
+            ("train_policy.py reference_logprobs D47", "tldr_policy.py logprobs T35", "rlvr_policy.py logprobs V57"),
+        ),
+    ]
+    rewards = (
+        "train_policy.py compute_rewards D52",
+        "tldr_policy.py compute_rewards T43",
+        "rlvr_math.py compute_rewards V27",
+    )
+    formula, numbers = KL_FORMS[s["kl_estimator"]]
+    found += [
+        Step(
+            *("kl", "KL", formula, numbers),
+            "It is above 0 where the policy likes the token better than the reference does, and it will be penalised."
+            if s["kl_estimator"] != "full"
+            else "The exact divergence is a sum over the whole vocabulary, which the trace does not hold.",
+            (
+                "train_policy.py compute_rewards D51",
+                "tldr_policy.py compute_rewards T42",
+                "rlvr_math.py kl_estimate V48",
+            ),
+            *("kl", "pays"),
+        ),
+        Step(
+            *("rewards", "reward", "r_t = −β · KL_t", "−{kl_coef} · {kl}"),
+            "A token that moves the policy away from the reference pays for it.",
+            *(rewards, "rewards", "is_inner"),
+        ),
+        Step(
+            *("rewards", "reward", "r_t = −β · KL_t + s", "−{kl_coef} · {kl} + {score}"),
+            "The score s judges the whole response, so it is added once, at the end."
+            if chapter != 2
+            else "The score s judges the whole response. It is on the step after the last token, if there is one.",
+            *(rewards, "rewards", "is_last"),
+        ),
+    ]
+    reward, symbol = "{rewards}", "r_t"
+    if s["whiten_rewards"]:
+        reward, symbol = "{whitened_rewards}", "r'_t"
+        found.append(
+            Step(
+                *("whitened_rewards", "whitened reward", "r'_t = (r_t − μ_r) / σ_r + μ_r"),
+                "({rewards} − {reward_mean}) / {reward_deviation} + {reward_mean}",
+                "Rewards of all tokens that are whitened together get the deviation 1 and keep their mean μ_r.",
+                ("train_policy.py group_advantages D55", "tldr_policy.py compute_advantages T44"),
+                *("", "valued", "reward_deviation"),
+            )
+        )
+    found += estimator_steps(s, reward, symbol)
+    if s["whiten_advantages"]:
+        found.append(
+            Step(
+                *("advantages", "whitened advantage", "A'_t = (A_t − μ_A) / σ_A"),
+                "({raw_advantages} − {advantage_mean}) / {advantage_deviation}",
+                "Advantages of all tokens that are whitened together get mean 0 and deviation 1, so that the size of "
+                "a step does not depend on the scale of the scores.",
+                ("train_policy.py group_advantages D58", "tldr_policy.py whiten T44", "rlvr_math.py whiten V45"),
+                *("advantages", "learns", "advantage_deviation"),
+            )
+        )
+    return found + loss_steps(s) + (value_steps(s) if s["estimator"] == "gae" else [])
+
+
+def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step]:
+    """Step 6: how a reward becomes an advantage."""
+    estimator = s["estimator"]
+    if estimator == "gae":
+        gae = ("train_policy.py compute_gae D56", "tldr_policy.py compute_gae T44", "rlvr_math.py gae V31")
+        critic = ("train_policy.py forward D26", "tldr_policy.py forward T38", "rlvr_policy.py forward V30")
+        return [
+            Step(
+                *("values", "value", "V_t", "{values}"),
+                "Before the token was written, the critic expected this sum of rewards from here on."
+                if s["chapter"] == 1
+                else "The critic, a network of its own, expected this sum of rewards before the token was written.",
+                *(critic, "", "valued"),
+            ),
+            Step(
+                *("deltas", "temporal difference", f"δ_t = {symbol} + γ · V_t+1 − V_t"),
+                f"{reward} + {{gamma}} · {{next_values}} − {{values}}",
+                "The token did this much better than the critic had expected; below 0, worse.",
+                *(gae, "", "valued"),
+            ),
+            Step(
+                *("raw_advantages", "advantage", "A_t = δ_t + γ λ · A_t+1"),
+                "{deltas} + {gamma} · {lam} · {next_raw_advantages}",
+                "A token also gets credit for what follows it, and less the further away that is.",
+                *(gae, "" if s["whiten_advantages"] else "advantages", "valued"),
+            ),
+            Step(
+                *("returns", "return", "R_t = A_t + V_t", "{raw_advantages} + {values}"),
+                "The critic should have said this.",
+                *(gae, "returns", "valued"),
+            ),
+        ]
+    recorded = "" if s["whiten_advantages"] else "advantages"
+    if estimator in ("reinforce++", "remax"):
+        gamma = "γ · " if estimator == "reinforce++" else ""
+        sums = Step(
+            *("sums", "rewards from here on", f"G_t = r_t + {gamma}G_t+1"),
+            "{rewards} + {gamma} · {next_sums}" if gamma else "{rewards} + {next_sums}",
+            "Without a critic, a token gets everything that came after it.",
+            (f"rlvr_math.py {'reinforce_pp V39' if gamma else 'remax V41'}",),
+            *("", "valued"),
+        )
+        if gamma:
+            formula, numbers, sentence = "A_t = G_t", "{sums}", "This is the advantage before whitening."
+        else:
+            formula, numbers = "A_t = G_t − s_greedy", "{sums} − {baselines}"
+            sentence = "The score of the greedy response to the same prompt shows what was to be expected."
+        last = Step("raw_advantages", "advantage", formula, numbers, sentence, sums.where, recorded, "valued")
+        return [sums, last]
+    formula, numbers, sentence = GROUP_FORMS[estimator]
+    name = {"reinforce++-baseline": "reinforce_pp_baseline V40", "grpo": "grpo V33", "dr_grpo": "dr_grpo V36"}
+    where = (f"rlvr_math.py {(name | {'rloo': 'rloo V38', 'opo': 'opo V42'})[estimator]}",)
+    centred = ("rlvr_math.py centred_scores V32",)
+    return [
+        Step("total", "total", "R = Σ_t r_t", "{total}", "This is the whole reward of the response.", centred),
+        Step(
+            *("group_mean", "mean of the group", "μ = Σ_i R_i / n", "({totals}) / {group_size}"),
+            "The other responses to the same prompt show what was to be expected.",
+            centred,
+        ),
+        Step(
+            *("group_deviation", "deviation of the group", "σ = √(Σ_i (R_i − μ)² / (n − 1))", "{group_deviation}"),
+            "It is 0 if all responses did equally well.",
+            where,
+        ),
+        Step(
+            *("raw_advantages", "advantage", formula, numbers),
+            f"All tokens of the response share it. {sentence}",
+            *(where, recorded, "differ"),
+        ),
+        Step(
+            *("raw_advantages", "advantage", "A_t = 0", "0"),
+            "All responses of the group did equally well, so there is nothing to learn from their differences.",
+            *(("rlvr_math.py centred_scores V34",), recorded, "equal"),
+        ),
+    ]
+
+
+def loss_steps(s: Mapping[str, Any]) -> list[Step]:
+    """Step 7: the policy's loss."""
+    where = ("train_policy.py policy_loss D60", "tldr_policy.py policy_loss T45", "rlvr_math.py token_losses V58")
+    found = [
+        Step(
+            *("new_logprobs", "new log-prob", "log π_new(y_t)", "{new_logprobs}"),
+            "The policy said this in the chosen epoch, before its optimiser step.",
+            ("train_policy.py ppo_update D62", "tldr_policy.py ppo_update T47", "rlvr_policy.py update V77"),
+            *("", "learns"),
+        )
+    ]
+    if s["loss"] != "reinforce":
+        whole = s["loss"] == "gspo"
+        found.append(
+            Step(
+                *("ratio", "ratio"),
+                "ratio = exp(mean over y of log π_new − log π)" if whole else "ratio_t = π_new(y_t) / π(y_t)",
+                "exp({log_ratio})" if whole else "exp({new_logprobs} − {old_logprobs})",
+                "The response has become this many times as likely, averaged over its tokens."
+                if whole
+                else "The token has become this many times as likely since it was sampled.",
+                (*where[:2], "rlvr_math.py token_losses V65" if whole else where[2]),
+                *("", "learns"),
+            )
+        )
+    if s["loss"] == "reinforce":
+        found.append(
+            Step(
+                *("loss", "policy loss of the token", "−A_t · log π_new(y_t)", "−{advantages} · {new_logprobs}"),
+                "There is no ratio and no clip.",
+                *((*where[:2], "rlvr_math.py token_losses V64"), "", "learns"),
+            )
+        )
+    elif s["loss"] == "cispo":
+        found.append(
+            Step(
+                *("loss", "policy loss of the token", "−clip(ratio_t) · A_t · log π_new(y_t)"),
+                "−{clipped_ratio} · {advantages} · {new_logprobs}",
+                "The clipped ratio is only a weight, so every token keeps its gradient.",
+                *((*where[:2], "rlvr_math.py token_losses V66"), "", "learns"),
+            )
+        )
+    else:
+        numbers = "max({free}, {clipped})"
+        told = ("loss", "policy loss of the token", CLIPPED, numbers)
+        free = "The first of the two counts: the loss is not clipped, and the token has a gradient."
+        held = "The second counts: the ratio has left its range in the direction that pays. The loss is constant."
+        found += [Step(*told, free, where, "", "is_free"), Step(*told, held, where, "", "is_clipped")]
+        if s["dual_clip"] is not None and s["loss"] == "ppo":
+            dual = "A token of a bad response that became much more likely has a constant loss (dual clip)."
+            formula = "−A'_t · c"
+            told = ("loss", "policy loss of the token", formula, "−{advantages} · {dual_clip}", dual)
+            found.append(Step(*told, (*where[:2], "rlvr_math.py token_losses V59"), "", "is_dual"))
+    slope = {
+        "reinforce": ("−A_t", "−{advantages}"),
+        "cispo": ("−clip(ratio_t) · A_t", "−{clipped_ratio} · {advantages}"),
+    }
+    formula, numbers = slope.get(s["loss"], ("−A'_t · ratio_t", "−{advantages} · {ratio}"))
+    found.append(
+        Step(
+            *("gradient", "gradient", f"∂loss / ∂log π_new = {formula}", numbers),
+            "Descent makes the token more likely where this is below 0, and less likely where it is above.",
+            *(where, "", "is_free"),
+        )
+    )
+    flags = ["is_clipped"] * (s["loss"] in ("ppo", "gspo"))
+    flags += ["is_dual"] * (s["dual_clip"] is not None and s["loss"] == "ppo")
+    for flag in flags:
+        zero = ("gradient", "gradient", "∂loss / ∂log π_new = 0", "0")
+        found.append(Step(*zero, "In this epoch, the token teaches the policy nothing.", where, "", flag))
+    aggregate = ("train_policy.py policy_loss D61", "tldr_policy.py policy_loss T45", "rlvr_math.py aggregate V60")
+    weighted = s["correction"] == "decoupled" or (s["correction"] == "bypass" and s["loss"] == "reinforce")
+    if weighted:
+        found.append(
+            Step(
+                *("weights", "importance weight", "w_t = min(π / π_sampler, cap)", "{weights}"),
+                "Older weights have sampled the response. This factor corrects for it.",
+                (*where[:2], "rlvr_math.py importance_weights V85"),
+                *("", "learns"),
+            )
+        )
+    found.append(
+        Step(
+            *("share", "share of the policy loss", "w_t · loss_t / N" if weighted else "loss_t / N"),
+            "{weights} · {loss} / {divisor}" if weighted else "{loss} / {divisor}",
+            f"N is the divisor of the whole minibatch: {DIVISORS[s['aggregation']]}.",
+            *(aggregate, "", "learns"),
+        )
+    )
+    if s["kl_loss_coef"]:
+        formula, numbers = KL_FORMS[s["kl_loss_estimator"].removesuffix("+")]
+        formula, numbers = formula.replace("π", "π_new"), numbers.replace("{logprobs}", "{new_logprobs}")
+        if s["kl_loss_estimator"].endswith("+"):
+            formula, numbers = f"{formula}, times ratio_t", f"({numbers}) · exp({{new_logprobs}} − {{old_logprobs}})"
+        numbers = "{kl_loss}" if s["kl_loss_estimator"] == "full" else numbers
+        found += [
+            Step(
+                *("kl_loss", "KL in the loss", formula, numbers),
+                "In the loss, only the slope of this estimate acts.",
+                *((*where[:2], "rlvr_policy.py kl_in_loss V49"), "", "learns"),
+            ),
+            Step(
+                *("kl_share", "share of the KL loss", "β_loss · KL_t / N", "{kl_loss_coef} · {kl_loss} / {divisor}"),
+                "It has the divisor of the policy loss.",
+                *(aggregate, "", "learns"),
+            ),
+        ]
+    return found
+
+
+def value_steps(s: Mapping[str, Any]) -> list[Step]:
+    """Step 7: the critic's loss."""
+    where = ("train_policy.py value_loss D59", "tldr_policy.py value_loss T45", "rlvr_math.py value_losses V69")
+    told = ("value_loss", "value loss of the token", VALUE_CLIPPED, "½ max({value_free}, {value_clipped})")
+    return [
+        Step(
+            *("new_values", "new value", "V_new", "{new_values}"),
+            "The critic said this in the chosen epoch, before its optimiser step.",
+            *(where, "", "value_learns"),
+        ),
+        Step(*told, "The first error counts: the critic has a gradient here.", where, "", "value_is_free"),
+        Step(
+            *told,
+            "The second error counts: the critic has moved as far towards the return as it may.",
+            *(where, "", "value_is_clipped"),
+        ),
+        Step(
+            *("value_share", "share of the value loss", "value loss_t / N_V", "{value_loss} / {value_divisor}"),
+            "N_V is what the minibatch's value loss is divided by."
+            + (f" The loss then counts {s['vf_coef']:g} times." if s["chapter"] < 3 else ""),
+            *(where, "", "value_learns"),
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A step with the numbers of one token."""
+
+    step: Step
+    numbers: str  # filled in
+    value: float
+    difference: float  # from the recorded number; 0 if none is recorded
+    wrong: bool  # whether the difference is larger than rounding
+
+
+ROUNDING = 2e-5  # of the largest number in a line, and of 0.1 at least
+
+
+def explain(
+    episode: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    epoch: int,
+    t: int,
+    group: Sequence[Mapping[str, Any]] = (),
+) -> tuple[list[Line], list[str]]:
+    """The derivation of token t's numbers, and the titles of lines that lack a number. Arguments as of `derive`."""
+    found = derive(episode, settings, epoch, group)
+    numbers = numbers_of(found, settings, t)
+    recorded = {name: row_of(row, len(episode["places"]))[t] for name, row in episode["tokens"].items()}
+    recorded |= {
+        name: row_of(values[epoch], len(episode["places"]))[t] for name, values in episode.get("epochs", {}).items()
+    }
+    lines, missing = [], []
+    for step in steps(settings):
+        if step.only and not numbers.get(step.only):
+            continue
+        names = re.findall(r"{(\w+)}", step.numbers)
+        used = [x for name in names for x in (numbers[name] if isinstance(numbers[name], list) else [numbers[name]])]
+        value = numbers[step.result]
+        if any(x is None or x != x for x in [*used, value]):
+            missing.append(step.title)
+            continue
+        told = recorded.get(step.recorded, NAN)
+        size = max(map(abs, [*used, value, 0.1])) / min(numbers.get(step.divisor, 1), 1)
+        difference = 0.0 if told != told else value - told
+        filled = re.sub(r"{(\w+)}", lambda match: written(numbers[match[1]]), step.numbers)
+        lines.append(Line(step, filled, value, difference, abs(difference) > ROUNDING * size))
+    return lines, list(dict.fromkeys(missing))
+
+
+def numbers_of(found: Mapping[str, Any], settings: Mapping[str, Any], t: int) -> dict[str, Any]:
+    """Numbers and flags of token t, of the next token, of its episode, and of the run."""
+    numbers = {name: settings[name] for name in ("gamma", "lam", "dual_clip", "kl_loss_coef")}
+    n = len(found["logprobs"])
+    for name, value in found.items():
+        row = isinstance(value, list) and name != "totals"
+        numbers[name] = value[t] if row else value
+        if row:
+            numbers[f"next_{name}"] = value[t + 1] if t + 1 < n and found["valued"][t + 1] else 0.0
+    equal = bool(found.get("equal"))
+    return numbers | {"equal": equal and numbers["valued"], "differ": not equal and numbers["valued"]}
+
+
+def written(value: float | list[float]) -> str:
+    """Four digits, in brackets if negative."""
+    if isinstance(value, list):
+        return " + ".join(map(written, value))
+    text = f"{value:.4g}"
+    return f"({text})" if text.startswith("-") else text

@@ -397,6 +397,8 @@ class Run:
         responses: Tensor,
         tokens: dict[str, Tensor],
         episodes: dict[str, Tensor],
+        epochs: dict[str, Tensor] | None = None,
+        statistics: dict[str, Tensor] | None = None,
         again: bool = False,
         **texts: list[str],
     ) -> None:
@@ -412,11 +414,15 @@ class Run:
             logprobs, ref_logprobs, new_logprobs, kl, non_score_rewards, rewards, values, new_values, advantages,
             returns, entropies, ratio, clipped
 
-        Of episodes `scores` and `stopped`, and `groups`, equal for responses to one prompt.
+        Of episodes `scores` and `stopped`, and `groups`, equal for responses to one prompt. epochs, statistics: what
+        an update computed of them, as lib/traces.py says.
         """
         if self.is_main:
             ids = (tokenizer, pad_id, queries, responses)
-            traces.write(self.folder, traces.of_tokens(step, again, *ids, tokens, episodes, texts))
+            traces.write(
+                self.folder,
+                traces.of_tokens(step, again, *ids, tokens, episodes, texts, epochs or {}, statistics or {}),
+            )
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,11 @@
 """Traces: a few episodes of an update with every number of every token, which report.py shows.
 
 traces/<update>.safetensors in a run's folder holds episodes of the batch, <update>_again.safetensors responses to
-queries that are the same each time: tensors `tokens.<name>` (episodes, response_length) and `episodes.<name>`
-(episodes,), and in the metadata the texts, so that a trace is read without the tokenizer.
+queries that are the same each time. Its tensors are `tokens.<name>` (episodes, response_length), `episodes.<name>`
+(episodes,), `epochs.<name>` (episodes, epochs, response_length), which is what each epoch computed before its
+optimiser step, and `statistics.<name>` (episodes,) or (episodes, epochs), which is what an episode shares with
+others: the KL coefficient, the mean and deviation of its group, the divisor of its loss. The texts are in the
+metadata, so that a trace is read without the tokenizer.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib import files, rewards, scorers
 from ppo_rlhf.lib.errors import InputError
 
-TRACED = 8  # episodes that a trace keeps
+TRACED = 8  # queries that are answered again each time
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Trace:
     tokens: dict[str, Tensor]  # (episodes, response_length)
     episodes: dict[str, Tensor]  # (episodes,)
     texts: dict[str, list[str]]  # more texts of each episode, such as reference answers
+    epochs: dict[str, Tensor] = field(default_factory=dict)  # (episodes, epochs, response_length)
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # (episodes,) or (episodes, epochs)
 
 
 def path_of(run_folder: Path, update: int, again: bool = False) -> Path:
@@ -54,7 +60,8 @@ def kept(run_folder: Path) -> list[tuple[int, bool]]:
 def write(run_folder: Path, trace: Trace) -> None:
     """Write to a temporary name, then rename: a reader never sees half a trace."""
     tensors = {f"tokens.{name}": tensor for name, tensor in trace.tokens.items()}
-    tensors |= {f"episodes.{name}": tensor for name, tensor in trace.episodes.items()}
+    for part in ("episodes", "epochs", "statistics"):
+        tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(trace, part).items()}
     texts = {"queries": trace.queries, "responses": trace.responses, "texts": trace.texts}
     path = path_of(run_folder, trace.update, trace.again)
     temporary = path.with_suffix(".tmp")
@@ -80,7 +87,7 @@ def checksum(tensors: dict[str, Tensor], texts: dict[str, Any]) -> str:
 def read(run_folder: Path, update: int, again: bool = False) -> Trace:
     """The trace of an update; an InputError if the file is damaged."""
     path = path_of(run_folder, update, again)
-    parts: dict[str, dict[str, Tensor]] = {"tokens": {}, "episodes": {}}
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in ("tokens", "episodes", "epochs", "statistics")}
     try:
         with safe_open(path, "pt") as file:
             texts = json.loads(file.metadata()["texts"])
@@ -134,6 +141,8 @@ def of_tokens(
     tokens: dict[str, Tensor],
     episodes: dict[str, Tensor],
     texts: dict[str, list[str]],
+    epochs: dict[str, Tensor],
+    statistics: dict[str, Tensor],
 ) -> Trace:
     """The trace of as many episodes as `tokens` has rows; the other arguments may have more.
 
@@ -148,7 +157,62 @@ def of_tokens(
         {"ids": responses[:n], **tokens},
         {name: values[:n] for name, values in episodes.items()},
         {name: values[:n] for name, values in texts.items()},
+        {name: values[:n] for name, values in epochs.items()},
+        {name: values[:n] for name, values in statistics.items()},
     )
+
+
+# ---- What the epochs of an update computed ---------------------------------------------------------------------
+
+# Rows of the local batch, and numbers of them, (rows, ...). A training loop appends what it has anyway.
+Seen = tuple[Tensor, dict[str, Tensor]]
+
+
+def of_epochs(seen: list[Seen], episodes: int) -> dict[str, Tensor]:
+    """What each epoch computed for the first rows of the local batch: (episodes, epochs, ...) under each name.
+
+    Every epoch sees a row once, so a number's k-th appearance is that of epoch k.
+    """
+    found: dict[str, list[list[Tensor]]] = {}
+    for rows, numbers in seen:
+        for name, tensor in numbers.items():
+            of_rows = found.setdefault(name, [[] for _ in range(episodes)])
+            for place, row in enumerate(rows.flatten().tolist()):
+                if row < episodes:
+                    of_rows[row].append(tensor.flatten(0, rows.dim() - 1)[place].detach())
+    return {name: torch.stack([torch.stack(of_row) for of_row in of_rows]) for name, of_rows in found.items()}
+
+
+def moments(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor] = torch.clone) -> tuple[Tensor, Tensor]:
+    """Mean and deviation with which `whiten` of the scripts scales values where the mask is True: two 0-d tensors."""
+    count, values = reduce(mask.sum()).clamp(min=1), values.double().masked_fill(~mask, 0)
+    mean = reduce(values.sum()) / count
+    variance = reduce(((values - mean).masked_fill(~mask, 0) ** 2).sum()) / count
+    return mean, (variance + 1e-8).sqrt()
+
+
+def statistics_of_minibatches(
+    seen: list[Seen],
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    value_mask: Tensor,
+    reduce: Callable[[Tensor], Tensor] = torch.clone,
+) -> list[Seen]:
+    """Mean and deviation with which each minibatch was whitened, and how many tokens and values count in it.
+
+    The tensors are those of the local batch, (local_batch, response_length). reduce: sums over all processes.
+    """
+    found = []
+    for rows, numbers in seen:
+        if "returns" in numbers:
+            of_rewards = moments(rewards[rows], value_mask[rows], reduce)
+            of_advantages = moments(numbers["returns"] - values[rows], mask[rows], reduce)
+            told = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True))
+            told |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
+            told |= {"tokens": reduce(mask[rows].sum()), "values": reduce(value_mask[rows].sum())}
+            found.append((rows, {name: x.expand(rows.shape) for name, x in told.items()}))
+    return found
 
 
 # ---- What the scripts share -----------------------------------------------------------------------------------

@@ -1,0 +1,460 @@
+"""The derivations of report.html and `report.py --explain`: every number of small runs, in a browser."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from runs import only, policy_arguments, posts_arguments, world_arguments
+from test_report import browser, data_of, opened  # noqa: F401, they are fixtures
+
+from ppo_rlhf import report, rlvr_math, rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf.lib import cli, derivation, traces
+
+RUNS = {
+    "1": "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 0.01 --ppo.gamma 0.9",
+    "1 minibatches": "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 0.01 --ppo.gamma 0.9 "
+    "--ppo.nminibatches 2 --ppo.no-whiten_rewards --rewards.adaptive_kl.target 1 --ppo.whiten_groups 1 "
+    "--trace_episodes 12",
+    "2": "--ppo.lr 0.01 --ppo.nminibatches 2 --trace_episodes 12",
+    "2 k3": "--ppo.lr 0.01 --ppo.nminibatches 2 --ppo.whiten_rewards --ppo.gamma 0.9 --rewards.kl_estimator k3 "
+    "--rewards.missing_eos subtract",
+    "gae": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.cliprange_value 0.01 --rewards.kl_coef 0.1",
+    "grpo": "--ppo.advantage grpo --rewards.kl_coef 0.1 --rewards.kl_estimator k3 --ppo.dual_clip 1.25 "
+    "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k3 --ppo.loss_aggregation seq-mean-token-mean",
+    "dr_grpo": "--ppo.advantage dr_grpo --ppo.loss cispo --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k2 "
+    "--ppo.loss_aggregation seq-mean-token-sum-norm",
+    "rloo": "--ppo.advantage rloo --rewards.kl_coef 0.1 --rewards.kl_estimator k2 --ppo.loss reinforce "
+    "--ppo.loss_aggregation seq-mean-token-sum --trace_episodes 10",
+    "opo": "--ppo.advantage opo --rewards.kl_coef 0.1 --rewards.kl_estimator abs --ppo.loss gspo "
+    "--ppo.cliprange_low 0.0003 --ppo.cliprange_high 0.0004 --rewards.kl_loss_coef 0.1 "
+    "--rewards.kl_loss_estimator abs --ppo.loss_aggregation seq-mean-token-mean",
+    "reinforce++": "--ppo.advantage reinforce++ --ppo.gamma 0.9 --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
+    "--rewards.kl_loss_estimator k3+ --rewards.mask_truncated",
+    "reinforce++-baseline": "--ppo.advantage reinforce++-baseline --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
+    "--rewards.kl_loss_estimator k1+",
+    "remax": "--ppo.advantage remax --rewards.kl_coef 0.1 --rewards.kl_estimator full --rewards.kl_loss_coef 0.1 "
+    "--rewards.kl_loss_estimator full",
+}
+GROUPS = (
+    "--preset sums-grpo --rewards.verifier test_explain:odd --ppo.lr 0.01 --ppo.batch_size 16 --ppo.noptepochs 2 "
+    "--ppo.samples_per_prompt 4 --ppo.total_episodes 48 --ppo.nminibatches 2 --save_interval 0 --log_interval 0 "
+    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --task.response_length 12 --trace_interval 2"
+)
+SUMMARIES = (
+    "--rewards.function ppo_rlhf.worlds.posts:gold_scores --ppo.total_episodes 48 --ppo.batch_size 16 "
+    "--save_interval 0 --log_interval 0 --eval_interval 0 --eval_posts 8 --trace_interval 2"
+)
+
+
+def odd(prompts, responses, answers):
+    """A verifier that even an untrained model satisfies now and then."""
+    return [float(sum(map(str.isalnum, response)) % 2) for response in responses]
+
+
+def script_of(name: str):
+    return train_policy if name[0] == "1" else tldr_policy if name[0] == "2" else rlvr_policy
+
+
+@pytest.fixture(scope="session")
+def trained(request, tmp_path_factory):
+    """A function name -> the folder of that run; each is made once."""
+    made = {}
+
+    def train(name: str) -> Path:
+        if name not in made:
+            script, folder = script_of(name), tmp_path_factory.mktemp("explained")
+            if script is train_policy:
+                arguments = [*world_arguments(request.getfixturevalue("tiny_world")), *policy_arguments()]
+                arguments += ["--trace_interval", "3"]
+            elif script is tldr_policy:
+                world = request.getfixturevalue("tiny_posts")
+                arguments = [*posts_arguments(world), "--base_model", f"{world}/model", *SUMMARIES.split()]
+            else:
+                world = request.getfixturevalue("tiny_sums")
+                arguments = [*GROUPS.split(), "--base_model", f"{world}/model", "--task.problems", str(world)]
+            with contextlib.chdir(folder):
+                script.train(cli.parse_args(script.PRESETS, [*arguments, *RUNS[name].split()]))
+            made[name] = only(folder, "runs/*")
+        return made[name]
+
+    return train
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_number_of_every_token_is_derived(name, trained, opened):  # noqa: F811
+    folder = trained(name)
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    found = page.evaluate("differences()")
+    assert found["wrong"] == []
+    assert found["checked"] > 300 and found["lines"] > 2 * found["checked"]
+
+
+def test_a_trace_keeps_as_many_episodes_as_it_is_told_to(trained):
+    """In chapter 3 whole groups of four. As many queries as ever are answered again."""
+    for name, most in (("1", 8), ("1 minibatches", 12), ("2", 12), ("gae", 8), ("rloo", 12)):
+        for update, again in traces.kept(trained(name)):
+            assert len(traces.read(trained(name), update, again).queries) == (8 if again else most), (name, update)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_terminal_says_what_the_page_says(name, trained, opened, capsys):  # noqa: F811
+    """The lines of every token in Python and in JavaScript: the same steps, and numbers that are equal to 1e-9."""
+    folder = trained(name)
+    data = data_of(report.report(report.Args(str(folder))).read_text())["runs"][0]
+    page = opened(folder / "report.html")
+    theirs = page.evaluate(LINES)
+    settings = derivation.settings_of(json.loads((folder / "meta.json").read_text())["args"])
+    ours = []
+    for update in data["traces"]:
+        for episode in update["episodes"]:
+            group = report.group_of(episode, update["episodes"])
+            for t in range(len(episode["places"])):
+                lines, missing = derivation.explain(episode, settings, 0, t, group)
+                ours.append([*([line.step.result, line.step.only, line.value] for line in lines), missing])
+    assert [[line[:2] for line in lines] for lines in ours] == [[line[:2] for line in lines] for lines in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        for (*_, value), (*_, expected) in zip(mine[:-1], other[:-1], strict=True):
+            assert value == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    report.report(report.Args(str(folder), explain=(data["traces"][-1]["update"], 1, 1)))
+    text = capsys.readouterr().out
+    assert "log π(y_t | x, y_<t)" in text and "WRONG" not in text and "not known" not in text
+
+
+LINES = """() => data.runs[0].traces.flatMap(update => update.episodes.flatMap(episode =>
+  episode.places.map((_, t) => {
+  const run = data.runs[0], group = groupOf(update, episode);
+  const {lines, missing} = explainToken(run.steps, episode, run.settings, 0, t, group);
+  return [...lines.map(line => [line.step.result, line.step.only, line.value]), missing];
+})))"""
+
+MISTAKES = {  # in the text of derivation.js
+    "gamma once too often": (
+        "1",
+        "discountedSums(deltas, s.gamma * s.lam)",
+        "discountedSums(deltas, s.gamma ** 2 * s.lam)",
+    ),
+    "value after the end": (
+        "1",
+        "t + 1 < values.length ? values[t + 1] : 0",
+        "values[Math.min(t + 1, values.length - 1)]",
+    ),
+    "score on the first token": ("1", "t === last ? found.score", "t === 0 ? found.score"),
+    "whitening without its mean": ("1", "(x - shared.advantage_mean)", "x"),
+    "a mask shifted by one": (
+        "2",
+        "tokens[name].map(Boolean)",
+        "tokens[name].map((_, t, row) => Boolean(row[t + 1]))",
+    ),
+    "a biased deviation": ("grpo", "Math.max(totals.length - 1, 1)", "totals.length"),
+    "without leaving one out": ("rloo", "n / (n - 1) * ", ""),
+    "lengths forgotten": ("opo", "x * lengths[i]", "x"),
+    "another estimate": ("grpo", "Math.expm1(Math.min(-d, 20)) + d", "Math.expm1(Math.min(d, 20)) - d"),
+    "a baseline that is forgotten": ("remax", "x - less", "x"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(mistake, trained, opened, tmp_path):  # noqa: F811
+    name, right, wrong = MISTAKES[mistake]
+    page = report.report(report.Args(str(trained(name)), out=str(tmp_path / "report.html")))
+    text = page.read_text()
+    assert text.count(right) == 1
+    page.write_text(text.replace(right, wrong))
+    opened_page = opened(page)
+    assert len(opened_page.evaluate("differences()")["wrong"]) > 5
+
+
+def test_a_click_shows_where_a_number_comes_from(trained, opened):  # noqa: F811
+    folder = trained("1")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html", viewport={"width": 360, "height": 800}, color_scheme="dark")
+    page.select_option("#left-episode", "0")
+    page.locator("#left-response .token").nth(3).click()
+    box = page.locator("#derivation")
+    titles = box.locator(".line > b").all_inner_texts()
+    wanted = ["log-prob", "log-prob, reference", "KL", "reward", "whitened reward", "value", "temporal difference"]
+    wanted += ["advantage", "return", "whitened advantage", "new log-prob", "ratio", "policy loss of the token"]
+    wanted += [
+        "gradient",
+        "share of the policy loss",
+        "new value",
+        "value loss of the token",
+        "share of the value loss",
+    ]
+    assert titles == [*wanted, "all epochs"]
+    assert box.locator(".wrong").count() == 0 and box.locator(".same").count() == 4
+    assert "train_policy.py" in box.inner_text() and "[D56]" in box.inner_text()
+    line = box.locator(".line", has_text="temporal difference").locator(".filled").inner_text()
+    # The formula with its numbers is an equation that is true to its four digits.
+    left, right = line.split(" = ")
+    assert eval(left.replace("·", "*").replace("−", "-")) == pytest.approx(float(right), abs=2e-3)
+    page.locator("#left-response .token").nth(0).focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert "token 2 come from" in box.locator("h3").inner_text()
+    page.select_option("#epoch", "0")
+    assert box.locator(".line", has_text="ratio").locator(".filled").first.inner_text().endswith("= 1")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    page.select_option("#left-episode", "8")  # answered again
+    assert "not trained on" in box.locator(".missing").inner_text()
+
+
+# ---- What if? --------------------------------------------------------------------------------------------------
+
+CHANGES = [
+    {"estimator": name, "whiten_advantages": name in rlvr_math.WHITENED, "gamma": 0.9, "lam": 0.7}
+    for name in rlvr_math.ESTIMATORS
+]
+CHANGES += [
+    {"loss": loss, "low": 0.1, "high": 0.3, "dual_clip": 1.4} for loss in ("ppo", "gspo", "cispo", "reinforce")
+]
+CHANGES += [{"kl_estimator": name, "kl_coef": 0.4} for name in ("k1", "abs", "k2", "k3")]
+CHANGES += [{"whiten_advantages": False}, {"whiten_advantages": True, "estimator": "rloo"}]
+
+
+def invented(seed: int) -> dict[str, torch.Tensor]:
+    """A batch of chapter 3 in float64: eight responses of at most nine tokens, in two groups."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(8, 9, generator=generator).double() for name in ("logprobs", "values", "new_values")}
+    near = {
+        name: drawn["logprobs"] + 0.4 * torch.randn(8, 9, generator=generator).double() for name in ("ref", "new")
+    }
+    lengths = torch.randint(1, 10, (8, 1), generator=generator)
+    drawn |= {"ref_logprobs": near["ref"], "new_logprobs": near["new"], "scored": torch.arange(9) < lengths}
+    drawn |= {"scores": torch.randint(0, 3, (8,), generator=generator).double(), "groups": torch.arange(8) // 4}
+    return drawn | {"baselines": torch.rand(8, generator=generator).double()}
+
+
+def episodes_of(x: dict[str, torch.Tensor]) -> list[dict]:
+    """The batch as the page has it."""
+    found = []
+    for i in range(8):
+        places = list(range(int(x["scored"][i].sum())))
+        told = {name: x[name][i, : len(places)].tolist() for name in x if x[name].dim() == 2}
+        tokens = {name: told[name] for name in ("logprobs", "ref_logprobs", "values")}
+        marks = {"scored": [1] * len(places), "mask": [1] * len(places)}
+        epochs = {name: [told[name]] for name in ("new_logprobs", "new_values")}
+        shared = {"kl_coef": 0.2, "baselines": x["baselines"][i].item(), "tokens": int(x["scored"].sum())}
+        numbers = {"scores": x["scores"][i].item(), "groups": int(x["groups"][i])}
+        found.append({"places": places, "tokens": tokens | marks, "epochs": epochs, "statistics": shared})
+        found[-1] |= {"numbers": numbers, "again": False}
+    return found
+
+
+def with_tensors(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]:
+    """What rlvr_math.py makes of the batch."""
+    mask = x["scored"]
+    told = (x["scores"], x["logprobs"], x["ref_logprobs"], mask, s["kl_coef"], s["kl_estimator"])
+    rewards, _, kl = rlvr_math.compute_rewards(*told)
+    estimate = rlvr_math.ESTIMATORS[s["estimator"]]
+    more = {"values": x["values"], "baselines": x["baselines"], "gamma": s["gamma"], "lam": s["lam"]}
+    advantages, returns = estimate(rewards, mask, x["groups"], **more)
+    if s["whiten_advantages"]:
+        advantages = rlvr_math.whiten(advantages, mask, keep_mean=False)
+    told = (x["new_logprobs"], x["logprobs"], advantages, mask, s["loss"])
+    loss, clipped, dual = rlvr_math.token_losses(*told, low=s["low"], high=s["high"], dual_clip=s["dual_clip"])
+    found = {"rewards": rewards, "kl": kl, "advantages": advantages, "loss": loss, "is_dual": dual.double()}
+    found["share"] = loss / mask.sum()
+    if s["loss"] in ("ppo", "gspo"):
+        found["is_clipped"] = (clipped & ~dual).double()
+    if returns is not None:
+        told = (x["new_values"], x["values"], returns, mask, s["cliprange_value"])
+        found |= {"returns": returns, "value_loss": rlvr_math.value_losses(*told)[0]}
+    return found
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(map(str, changes.values())))
+def test_what_if_computes_what_the_scripts_compute(changes, trained, opened):  # noqa: F811
+    folder = trained("gae")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    settings = derivation.settings_of(
+        {"ppo": {"samples_per_prompt": 4, "cliprange_value": 0.2, "cliprange_low": None}}
+    )
+    settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None}
+    for seed in range(4):
+        x = invented(seed)
+        theirs = page.evaluate("([...told]) => whatIf(...told)", [episodes_of(x), settings, changes, 0])
+        for name, expected in with_tensors(x, settings | changes).items():
+            for i, row in enumerate(theirs):
+                wanted = expected[i, : len(row[name])].tolist()
+                assert list(map(float, row[name])) == pytest.approx(wanted, rel=1e-6, abs=1e-6), (seed, name, i)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rewards_too", [True, False])
+def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa: F811
+    folder = trained("gae")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    x, changes = invented(seed), {"gamma": 0.8, "lam": 0.6, "kl_coef": 0.5, "whiten_rewards": rewards_too}
+    x["scored"] = torch.ones_like(x["scored"])
+    settings = derivation.settings_of({"ppo": {"cliprange": 0.2, "cliprange_value": 0.2}}) | {
+        "gamma": 1.0,
+        "lam": 1.0,
+    }
+    theirs = page.evaluate("([...told]) => whatIf(...told)", [episodes_of(x), settings, changes, 0])
+    rewards, _, _ = train_policy.compute_rewards(x["scores"], x["logprobs"], x["ref_logprobs"], 0.5)
+    ppo = train_policy.PpoArgs(gamma=0.8, lam=0.6, whiten_rewards=rewards_too)
+    [advantages], [returns] = train_policy.group_advantages(rewards[None], x["values"][None], ppo)
+    for name, expected in {"advantages": advantages, "returns": returns, "rewards": rewards}.items():
+        for i, row in enumerate(theirs):
+            assert row[name] == pytest.approx(expected[i].tolist(), rel=1e-6, abs=1e-6)
+
+
+def test_without_changes_what_if_shows_the_recorded_numbers(trained, opened):  # noqa: F811
+    for name in ("1", "1 minibatches", "2", "2 k3", "gae", "grpo", "reinforce++-baseline"):
+        folder = trained(name)
+        report.report(report.Args(str(folder)))
+        page = opened(folder / "report.html")
+        recorded = page.evaluate(RECORDED)
+        assert recorded and max(abs(one - other) for one, other in recorded) < 1e-4
+
+
+RECORDED = """() => {
+  const run = data.runs[0], episodes = run.traces[0].episodes.filter(episode => !episode.again);
+  return whatIf(episodes, run.settings, {}, 0).flatMap((found, i) => {
+    const told = (episodes[i].epochs.advantages || [episodes[i].tokens.advantages])[0];
+    return found.advantages.map((x, t) => [x, told[t]]).filter((_, t) => found.learns[t]);
+  });
+}"""
+
+
+def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):  # noqa: F811
+    folder = trained("1")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    page.select_option("#left-episode", "0")
+    page.locator("#what-if > summary").click()
+    page.locator("#compared tr").nth(1).wait_for()
+    assert page.locator("#compared .changed").count() == 0
+    page.locator("#what-lam").press("Home")  # to 0
+    assert page.locator("#compared .changed").count() > 10
+    assert "would be" in page.locator("#summary").inner_text()
+    page.get_by_role("button", name="as in the run").click()
+    assert page.locator("#compared .changed").count() == 0
+
+
+# ---- Find an episode -------------------------------------------------------------------------------------------
+
+
+def rows_of(page) -> list[dict[str, str]]:
+    """The table of episodes, as the reader sees it."""
+    heads, *rows = page.evaluate(TABLE)
+    return [dict(zip([head.rstrip(" ↑↓") for head in heads], row, strict=True)) for row in rows]
+
+
+TABLE = """() => [...document.querySelectorAll("#others tr")].map(row => [...row.children].map(x => x.textContent))"""
+
+
+def number_in(text: str) -> float:
+    return float("nan") if text == "–" else float(text)
+
+
+def test_episodes_are_sorted_and_filtered(trained, opened):  # noqa: F811
+    folder = trained("rloo")
+    data = data_of(report.report(report.Args(str(folder))).read_text())["runs"][0]
+    page = opened(folder / "report.html", viewport={"width": 390, "height": 800})
+    first = data["traces"][0]["episodes"]
+    for i, row in enumerate(rows_of(page)):
+        counts = first[i]["tokens"]["mask"]
+        assert number_in(row["tokens"]) == sum(counts)
+        kl = sum(x for x, count in zip(first[i]["tokens"]["kl"], counts, strict=True) if count)
+        assert number_in(row["KL"]) == pytest.approx(kl, rel=1e-3, abs=1e-6)
+
+    # A title sorts, from the highest down; again, from the lowest up. What is not known comes last.
+    for title in ("KL", "tokens", "score", "mean advantage"):
+        for down in (True, False):
+            page.locator("#others .sort").get_by_text(re.compile(f"^{title}( [↑↓])?$")).press("Enter")
+            numbers = [number_in(row[title]) for row in rows_of(page)]
+            known = [x for x in numbers if x == x]
+            assert known == sorted(known, reverse=down) == numbers[: len(known)]
+            assert len(set(known)) > 1 or title == "tokens"  # none of these responses ends
+            order = page.locator("#others th[aria-sort]").get_attribute("aria-sort")
+            assert order == ("descending" if down else "ascending")
+
+    # Filters, one by one, over all updates.
+    page.select_option("#find-which", "all")
+    everything = [e for update in data["traces"] for e in update["episodes"]]
+    assert len(rows_of(page)) == len(everything)
+    for choice, right in (("1", True), ("0", False)):
+        page.select_option("#find-right", choice)
+        wanted = [e for e in everything if e["numbers"]["verifier"] is not None]
+        assert len(rows_of(page)) == sum((e["numbers"]["verifier"] > 0) == right for e in wanted) > 0
+    page.locator("#find-all").click()
+    page.select_option("#find-stopped", "0")
+    assert len(rows_of(page)) == sum(not e["numbers"]["stopped"] for e in everything) > 0
+    page.locator("#find-all").click()
+    page.select_option("#find-column", "score")
+    page.fill("#find-from", "0.5")
+    found = [e["numbers"]["scores"] for e in everything]
+    assert len(rows_of(page)) == sum(x is not None and x >= 0.5 for x in found) > 0
+    page.fill("#find-to", "0.75")
+    assert len(rows_of(page)) == 0 and page.locator("#found").inner_text().startswith("0 of")
+    page.locator("#find-all").click()
+    word = everything[-1]["query"].split()[-1]
+    page.fill("#find-text", word.upper())
+    texts = [" ".join([e["query"], "".join(e["pieces"]), *e["texts"].values()]) for e in everything]
+    assert len(rows_of(page)) == sum(word.lower() in text.lower() for text in texts) > 0
+
+    # A row leads to its episode.
+    page.fill("#find-text", "")
+    page.locator("#others td button").last.click()
+    assert page.locator("#left-number").inner_text() == str(data["traces"][-1]["update"])
+    assert page.locator("#left-query").inner_text() == everything[-1]["query"]
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def test_episodes_that_end_are_found(trained, opened):  # noqa: F811
+    folder = trained("2")
+    (data,) = data_of(report.report(report.Args(str(folder))).read_text())["runs"]
+    page = opened(folder / "report.html")
+    page.select_option("#find-which", "all")
+    found = []
+    for choice in ("1", "0"):
+        page.select_option("#find-stopped", choice)
+        found.append(len(rows_of(page)))
+        stopped = [e["numbers"]["stopped"] for update in data["traces"] for e in update["episodes"]]
+        assert found[-1] == stopped.count(int(choice)) > 0
+    assert sum(found) == len(stopped)
+
+
+def test_a_point_of_a_curve_leads_to_the_nearest_trace(trained, opened):  # noqa: F811
+    folder = trained("rloo")
+    text = report.report(report.Args(str(folder))).read_text()
+    last = data_of(text)["runs"][0]["traces"][-1]["update"]
+    page = opened(folder / "report.html")
+    for key, update in (("ArrowRight", last), ("ArrowLeft", 0)):
+        page.locator("#plot-0 svg").focus()
+        for _ in range(last + 2):
+            page.keyboard.press(key)
+        assert page.locator("#plot-0 .place").inner_text() == f"update {update}"
+        page.keyboard.press("Enter")
+        assert page.locator("#left-number").inner_text() == str(update)
+    page.locator("#plot-0 svg").click()
+    middle = int(page.locator("#plot-0 .place").inner_text().removeprefix("update "))
+    page.locator("#plot-0 .jump").click()
+    updates = [update["update"] for update in data_of(text)["runs"][0]["traces"]]
+    assert page.locator("#left-number").inner_text() == str(min(updates, key=lambda x: abs(x - middle)))
+
+
+def test_a_drag_over_a_chart_zooms(trained, opened):  # noqa: F811
+    folder = trained("rloo")
+    report.report(report.Args(str(folder)))
+    page = opened(folder / "report.html")
+    chart = page.locator("#plot-0 svg")
+    whole = page.locator("#plot-0 path").first.get_attribute("d")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 40, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, y, steps=4)
+    page.mouse.up()
+    assert 0 < page.locator("#plot-0 path").first.get_attribute("d").count("L") < whole.count("L")
+    chart.dblclick()
+    assert page.locator("#plot-0 path").first.get_attribute("d") == whole
