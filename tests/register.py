@@ -240,8 +240,7 @@ def rows(files: Files) -> list[Row]:
                 if match := FIELD.match(lines[number]):
                     names.append(match[1])
                     fields[match[1]], places[match[1]] = match[2], number
-            optional = OPTIONAL if page.endswith("chapter1.md") or name.startswith("X") else (*OPTIONAL, "why")
-            complete = names == [field for field in FIELDS if field in names or field not in optional]
+            complete = names == [field for field in FIELDS if field in names or field not in OPTIONAL]
             found.append(Row(name, page, head, fields, places, complete and shown == name, star is not None))
     return found
 
