@@ -74,7 +74,7 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
 GOLDEN_ROW = re.compile(r"^\| (`[\w*/.]+\.(?:npz|jsonl?|xz)`.*?) \|", re.MULTILINE)
 ABLATION_ROW = re.compile(r"^\| \[(\w+)\]\S+ \| `([\w.-]+)` \| [^|]+ \| \d+ \| ([^|]+) \| ([^|]+) \|", re.MULTILINE)
-INTERVAL = re.compile(r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?")
+MEASURED = re.compile(r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?|\d+\.\d+ %")
 LENGTH = re.compile(r"(\]\((ppo_rlhf/[\w/]+\.py)\), )([\d,]+)( lines)")
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path
@@ -333,7 +333,7 @@ def measurement_problems(files: Files) -> Iterator[str]:
         if "measured" in row.fields and not any(target.startswith(RESULTS) for target in targets):
             yield f"{row.id} is measured, but links to no result"
     for name, text in said.items():
-        for figure in INTERVAL.findall(text):
+        for figure in MEASURED.findall(text):
             if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", results):
                 yield f"{name} says {figure}, which no page of results has"
     for name, ablation, *cells in ABLATION_ROW.findall(files.get(ABLATIONS, "")):
