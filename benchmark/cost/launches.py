@@ -31,7 +31,6 @@ from ppo_rlhf.lib import cli, files, run
 
 PAGE = Path(__file__).with_name("launches.md")
 RESULT = speed.ROOT / "benchmark/results/launches/launches.json"
-START, END = "<!-- written by launches.py -->", "<!-- end -->"
 LAUNCH, WAIT = 5e-6, 20e-6  # seconds
 KINDS = ("launch", "copy to device", "copy to host", "wait")
 LAYERS, TOKENS = (1, 2), (8, 16)  # of the counted runs
@@ -257,11 +256,19 @@ def bound_rows(all_counts: dict[str, dict[str, Counts]]) -> list[dict[str, str]]
     return rows
 
 
-def write_page(all_counts: dict[str, dict[str, dict[str, float]]]) -> None:
-    tables = [f"\n{name}:\n\n{markdown(count_rows(SHAPES[name], counts))}" for name, counts in all_counts.items()]
-    tables.append(f"\nWhat that implies, as arithmetic:\n\n{markdown(bound_rows(all_counts))}")
-    before, _, rest = PAGE.read_text().partition(START)
-    PAGE.write_text(before + START + "".join(tables) + END + rest.partition(END)[2])
+def tables(all_counts: dict[str, dict[str, Counts]]) -> dict[str, str]:
+    """What the page has between each pair of marks."""
+    counts = [f"{name}:\n\n{markdown(count_rows(SHAPES[name], steps))}" for name, steps in all_counts.items()]
+    return {"counts": "\n".join(counts), "bounds": markdown(bound_rows(all_counts))}
+
+
+def write_page(all_counts: dict[str, dict[str, Counts]]) -> None:
+    page = PAGE.read_text()
+    for name, table in tables(all_counts).items():
+        start, end = f"<!-- {name}, written by launches.py -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(start)
+        page = f"{before}{start}\n{table}{end}{rest.partition(end)[2]}"
+    PAGE.write_text(page)
 
 
 def print_lines(counts: Counter, most: int) -> None:
