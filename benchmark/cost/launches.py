@@ -135,7 +135,7 @@ def count_run(shape: Shape, layers: int, tokens: int) -> Counter[tuple[str, stan
         if shape.chapter == 1:
             speed.write_jsonl(folder / "texts.jsonl", [words] * 64)
             own = {"task.query_dataset": folder / "texts.jsonl", "task.query_length": 16, "task.start_text": None}
-            own |= {"task.end_text": None, "task.truncate_after": 0, "ppo.whiten_groups": 2}
+            own |= {"task.end_text": None, "task.truncate_after": 0, "ppo.whiten_groups": 8}
             own |= {"rewards.function": scorer}
             script = train_policy
         else:
