@@ -161,6 +161,7 @@ def machine(args: Args) -> Outcome:
 # and a token differs only if its number falls between two roundings of a probability. None of this has been tried on
 # a GPU, so these are estimates.
 TOLERANCES = {"float32": (1e-3, 1e-3), "bfloat16": (0.1, 0.05)}
+FEW_DTYPES = ("float32", "bfloat16", "float32", "bfloat16")  # of the cases of a rehearsal
 GAPS = ("ppo/val/first_ratio_gap", "val/first_ratio_gap")
 
 
@@ -201,7 +202,7 @@ def cases_of(few: bool) -> dict[str, Case]:
             **{"lm_short_steps": steps, "lm_steps": steps, "lm_batch_size": 8},
         )
     )
-    batch, updates = (8, 1) if few else (64, 3)
+    batch, updates = (16, 1) if few else (64, 3)
     ppo = f"ppo.total_episodes {batch * updates} --{{0}}ppo.batch_size {batch} --{{0}}save_interval 0"
     chapter1 = (
         f"--preset tales --base_model {story}/model --task.query_dataset {story}/stories.txt "
@@ -234,6 +235,10 @@ def cases_of(few: bool) -> dict[str, Case]:
     }
     if few:
         del found["chapter 1, compiled"]
+        found = {
+            name: replace(case, dtypes=(dtype,))
+            for (name, case), dtype in zip(found.items(), FEW_DTYPES, strict=True)
+        }
     return found
 
 
@@ -292,8 +297,8 @@ def numbers(args: Args) -> Outcome:
 # ---- Speed -----------------------------------------------------------------------------------------------------
 
 
-def measure_speed(args: Args, outcome: Outcome, name: str, words: str, peer: str) -> dict[str, Any]:
-    """What speed.py measures, with its tables. peer: an interpreter with TRL, `make` or nothing."""
+def measure_speed(args: Args, outcome: Outcome, name: str, words: str, peer: str = "") -> dict[str, Any]:
+    """What speed.py measures, with its tables; nothing if it fails. peer: an interpreter with TRL, `make` or none."""
     file = args.folder / f"speed-{name.replace(' ', '-')}.json"
     file.unlink(missing_ok=True)
     where = ["--device", "cpu" if args.rehearse else "cuda", "--folder", str(args.folder / "speed")]
@@ -318,11 +323,14 @@ def ppo(args: Args) -> Outcome:
             "--base_model tales --batch_size 8 --query_length 8 --response_length 4 --updates 1 --pairs 1 --epochs 1"
         )
         outcome.left_out.append("--compile: a CPU needs half a minute for that")
-    if not args.trl_1_12:
-        outcome.left_out.append("TRL 1.12: --trl_1_12 names no interpreter")
-    report = measure_speed(args, outcome, "PPO", sizes, args.trl_1_12)
+    report = measure_speed(args, outcome, "PPO", sizes)
     if not args.rehearse:
-        measure_speed(args, outcome, "PPO compiled", f"{sizes} --compile", "")
+        measure_speed(args, outcome, "PPO compiled", f"{sizes} --compile")
+    if args.trl_1_12:  # TRL holds the logits of whole sequences, and so gets them in four parts
+        few = "--dtype float32 --pairs 1 --micro_batch_size" + (" 4" if args.rehearse else " 128")
+        measure_speed(args, outcome, "PPO next to TRL", f"{sizes} {few}", args.trl_1_12)
+    else:
+        outcome.left_out.append("TRL 1.12: --trl_1_12 names no interpreter")
     if report:
         model = report["arguments"]["base_model"]
         work = scaling.Work(
@@ -349,9 +357,11 @@ def grpo(args: Args) -> Outcome:
             "--chapter 3 --base_model tales --query_length 8 --response_length 4 --mean_response 3 --batch_size 8 "
             "--samples_per_prompt 2 --epochs 1 --updates 1 --pairs 1"
         )
-    if not args.trl_1_16:
+    measure_speed(args, outcome, "GRPO", sizes)
+    if args.trl_1_16:
+        measure_speed(args, outcome, "GRPO next to TRL", f"{sizes} --dtype float32", args.trl_1_16)
+    else:
         outcome.left_out.append("TRL 1.16: --trl_1_16 names no interpreter")
-    measure_speed(args, outcome, "GRPO", sizes, args.trl_1_16)
     return outcome
 
 
@@ -441,6 +451,12 @@ def padding(args: Args) -> Outcome:
 OUTPUT_LAYER = '"hf_overrides": {"head_dtype": "float32"},'  # of lib/engine_vllm.py
 
 
+def vllm_words(code: Path, case: Case, dtype: str, python: str) -> list[str | Path]:
+    """How a run with vLLM is started, from a copy of the package."""
+    words = [code / "ppo_rlhf/rlvr_async.py", *case.words.split(), "--dtype", dtype, "--engine", "vllm"]
+    return [*words, "--vllm_python", python]
+
+
 def vllm(args: Args) -> Outcome:
     """Each way twice: an update of rlvr_async.py, whose first batch vLLM samples with the learner's own weights."""
     if not args.vllm:
@@ -463,10 +479,10 @@ def vllm(args: Args) -> Outcome:
                 raise RuntimeError(f"{engine} has no line {OUTPUT_LAYER}")
             if not head:
                 engine.write_text(engine.read_text().replace(OUTPUT_LAYER, ""))
-            words = [place / "code/ppo_rlhf/rlvr_async.py", *case.words.split(), "--dtype", dtype, "--engine", "vllm"]
+            words = vllm_words(place / "code", case, dtype, args.vllm)
             more = {"VLLM_BATCH_INVARIANT": invariant, "RAY_USAGE_STATS_ENABLED": "0"}
             more["PYTHONPATH"] = os.pathsep.join([str(place / "code"), os.environ.get("PYTHONPATH", "")])
-            if start([*words, "--vllm_python", args.vllm], place / "run", **more).wait():
+            if start(words, place / "run", **more).wait():
                 outcome.problems.append(f"{way}: {last_words(place / 'run')}")
                 break
             (run,), (model,) = (place / "run/runs").iterdir(), (place / "run/models").glob("*/policy/*.safetensors")

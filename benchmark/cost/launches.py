@@ -124,14 +124,15 @@ def ones(prompts: list[str], *_: list[str]) -> list[float]:
 
 
 def count_run(shape: Shape, layers: int, tokens: int) -> Counter[tuple[str, stand_in.Place]]:
-    """What the second of two updates counts: 16 episodes in as many passes as the shape has, with a trace."""
+    """What the second of two updates counts: a few episodes in as many passes as the shape has, with a trace."""
     scorer = "benchmark.cost.launches:ones"
     words = " ".join(f"w{number}" for number in range(1, 25))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = small_model(folder, shape.config, layers)
         common = {"base_model": model, "log_interval": 0, "save_interval": 0, "trace_interval": 1}
-        common |= {"ppo.total_episodes": 32, "ppo.batch_size": 16, "task.response_length": tokens}
+        batch = 64 if shape.chapter == 1 else 16  # chapter 1 has eight groups by default
+        common |= {"ppo.total_episodes": 2 * batch, "ppo.batch_size": batch, "task.response_length": tokens}
         if shape.chapter == 1:
             speed.write_jsonl(folder / "texts.jsonl", [words] * 64)
             own = {"task.query_dataset": folder / "texts.jsonl", "task.query_length": 16, "task.start_text": None}
