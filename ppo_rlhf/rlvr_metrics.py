@@ -107,15 +107,15 @@ def update_metrics(
         accelerator=accelerator,
     )
     # [V55] A minibatch in which no token counts is in no mean either.
-    live_steps = accelerator.reduce(steps["tokens"], "sum") > 0  # (steps,)
+    live_steps = (accelerator.reduce(steps["tokens"], "sum") > 0).nonzero()[:, 0]  # numbers of steps
     shares = {
-        name: x[live_steps].sum() / live_steps.sum().clamp(min=1)
+        name: x[live_steps].sum() / max(len(live_steps), 1)
         for name, x in steps.items()
         if not name.endswith("grad_norm")
     }
     m |= processes.sum_over_processes(shares | {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0]}, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
-    off = m["val/ratio"] - 1 if live_steps.any() else 0
+    off = m["val/ratio"] - 1 if len(live_steps) else 0
     m |= {"val/ratio_var": m[SQUARED_RATIO_GAP] - off**2, "val/first_ratio_gap": math.sqrt(m[FRESH_RATIO_GAP])}
     if critic:
         variance_of_errors = m["square_of_error"] - m["error"] ** 2

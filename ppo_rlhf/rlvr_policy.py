@@ -833,23 +833,23 @@ class ActorCritic(models.MixedPrecision):
         """
         # [V30] What the networks say at a position is about the next token: hence the shift by one.
         #       dp_critic.py#L117
-        place, labels = (tokens, responses, pad_id), responses[mask]  # labels: (tokens,)
+        at = mask.nonzero(as_tuple=True)  # a mask as an index would wait for the device each time
+        place, labels = (tokens, responses, pad_id), responses[at]  # labels: (tokens,)
         with self.autocast():
             if recorded is None:
-                states = [lm.read_before_responses(self.lm_backbone, *place)[mask]]  # (tokens, width)
+                states = [lm.read_before_responses(self.lm_backbone, *place)[at]]  # (tokens, width)
                 if reference:
-                    states.append(reference.hidden_states(*place)[mask])
+                    states.append(reference.hidden_states(*place)[at])
                 read = partial(self.read_hidden, reference)
                 logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, labels, *states)
             else:
-                logprobs = recorded[mask]
+                logprobs = recorded[at]
                 entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
             if self.critic:
-                read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[mask]
+                read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[at]
                 values = self.critic.gain * lm.read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
-        found = (logprobs, values, entropies, exact_kl)
-        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found)
+        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (logprobs, values, entropies, exact_kl))
 
     def read_hidden(
         self, reference: Reference | None, labels: Tensor, hidden: Tensor, ref_hidden: Tensor | None = None

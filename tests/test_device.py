@@ -16,6 +16,7 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arg
 from test_rlvr_runs import LETTERS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmark.cost import launches, stand_in
 from ppo_rlhf.lib import traces
 
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
@@ -52,6 +53,12 @@ def check_numbers(here: Path, there: Path, runs: str = "runs/*", *, exact: bool 
     for row, other in zip(found, expected, strict=True):
         row, other = ({k: v for k, v in one.items() if "time/" not in k} for one in (row, other))
         assert row == (other if exact else pytest.approx(other, rel=1e-9, abs=1e-12, nan_ok=True))
+
+
+def check_waits(folder: Path, bounds: dict[str, int]) -> None:
+    """How often the host waited in the second update of a run on the device, by step; at most so often."""
+    found = launches.by_step(stand_in.load(folder / "counts.json")[1])
+    assert {step: found[step]["wait"] for step in bounds if found[step]["wait"] > bounds[step]} == {}
 
 
 def check_resumption(here: Path, there: Path, script: str, *, exact: bool = True, **environment: str) -> None:
@@ -106,6 +113,7 @@ def test_the_policy_of_chapter_1_in_bfloat16_and_its_resumption(chapter_1, tiny_
     words = policy_words(tiny_world, chapter_1, *IN_BFLOAT16)
     folders = run_both(tmp_path, "train_policy.py", words, AUTOCAST="cpu")
     check_numbers(*folders)
+    check_waits(folders[1], {"generate": 0, "reference": 0, "passes": 1})
     check_resumption(*folders, "train_policy.py", AUTOCAST="cpu")
 
 
@@ -163,7 +171,7 @@ GROUPS = (
 )
 GRPO = (
     "--ppo.samples_per_prompt 4 --ppo.advantage grpo --ppo.critic_warmup 0 --rewards.kl_loss_coef 0.01 "
-    "--eval_interval 0 --trace_interval 0"
+    "--eval_interval 0 --trace_interval 0 --save_interval 0 --log_interval 0"
 )
 ASYNCHRONOUS = "--staleness 1 --eval_interval 0 --trace_interval 0 --ppo.critic_warmup 0"
 TOOLS = RLVR.replace("sums", "sums-tools") + " --ppo.samples_per_prompt 2 --task.response_length 24 --eval_interval 0"
@@ -200,7 +208,15 @@ def test_chapter_3_with_groups_and_its_resumption(tiny_sums, tmp_path):
 
 def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
     words = rlvr_words(tiny_sums, *GRPO.split(), model=wide_model)
-    check_numbers(*run_both(tmp_path, "rlvr_policy.py", words), exact=False)
+    folders = run_both(tmp_path, "rlvr_policy.py", words)
+    check_numbers(*folders, exact=False)
+    # Two passes of training, each with three waits: for the minibatch's number of tokens, for the tokens that are
+    # read, and for the lengths of rows that packing needs. Sampling 8 tokens looks once whether rows have ended.
+    check_waits(
+        folders[1], {"generate": 4, "read": 1, "reference": 2, "score": 1, "advantages": 0, "passes": 7, "log": 7}
+    )
+    launched = launches.by_step(stand_in.load(folders[1] / "counts.json")[1])["generate"]["launch"]
+    assert launched <= 710  # 8 tokens and a layer
 
 
 def test_asynchronous_rollouts(tiny_sums, tmp_path):
