@@ -74,7 +74,8 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
 GOLDEN_ROW = re.compile(r"^\| (`[\w*/.]+\.(?:npz|jsonl?|xz)`.*?) \|", re.MULTILINE)
 ABLATION_ROW = re.compile(r"^\| \[(\w+)\]\S+ \| `([\w.-]+)` \| [^|]+ \| \d+ \| ([^|]+) \| ([^|]+) \|", re.MULTILINE)
-MEASURED = re.compile(r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?|\d+\.\d+ %")
+INTERVAL = r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?"
+SHARE = r"\d+\.\d+ %"
 LENGTH = re.compile(r"(\]\((ppo_rlhf/[\w/]+\.py)\), )([\d,]+)( lines)")
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path
@@ -326,16 +327,19 @@ def measurement_problems(files: Files) -> Iterator[str]:
     """Entries that differ from the pages of results: numbers without a source, and ablations that are not quoted."""
     results = "\n".join(text for path, text in files.items() if path.startswith(RESULTS))
     entries = {row.id: row for row in rows(files) if row.complete}
-    said = {"README.md": " ".join(the_ten(files).split())}
+    figures = [("README.md", figure) for figure in re.findall(INTERVAL, " ".join(the_ten(files).split()))]
     for row in entries.values():
-        said[row.id] = " ".join(row.fields.get(name, "") for name in FIELDS[:3])
-        targets = [normpath(PAGES + target) for _, target in LINK.findall(row.fields.get("measured", ""))]
-        if "measured" in row.fields and not any(target.startswith(RESULTS) for target in targets):
+        measured = row.fields.get("measured", "")
+        targets = [normpath(PAGES + target) for _, target in LINK.findall(measured)]
+        if measured and not any(target.startswith(RESULTS) for target in targets):
             yield f"{row.id} is measured, but links to no result"
-    for name, text in said.items():
-        for figure in MEASURED.findall(text):
-            if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", results):
-                yield f"{name} says {figure}, which no page of results has"
+        figures += [(row.id, figure) for figure in re.findall(f"{INTERVAL}|{SHARE}", measured)]
+        figures += [
+            (row.id, figure) for name in FIELDS[:2] for figure in re.findall(INTERVAL, row.fields.get(name, ""))
+        ]
+    for name, figure in figures:
+        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", results):
+            yield f"{name} says {figure}, which no page of results has"
     for name, ablation, *cells in ABLATION_ROW.findall(files.get(ABLATIONS, "")):
         measured = entries[name].fields.get("measured", "") if name in entries else ""
         quoted = f"[`{ablation}`]({TO_ROOT}{ABLATIONS})", *(cell.strip("*") for cell in cells)
