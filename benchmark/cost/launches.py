@@ -290,9 +290,10 @@ def main(args: Args) -> None:
             print(name)
             print_lines(count_run(shape, 1, TOKENS[1]), args.lines)
         return
+    commit = run.commit()
     fits = {name: coefficients(shape) for name, shape in SHAPES.items()}
     RESULT.parent.mkdir(exist_ok=True, parents=True)
-    files.write_json(RESULT, {"commit": run.commit(), "kinds": KINDS, "coefficients": fits})
+    files.write_json(RESULT, {"commit": commit, "kinds": KINDS, "coefficients": fits})
     write_page({name: counts_of(SHAPES[name], fit) for name, fit in fits.items()})
 
 
