@@ -111,8 +111,7 @@ class RewardsArgs:
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
-    """what happens to the score of a response that does not end. replace: it becomes minus the penalty; subtract: it
-    is lowered by the penalty"""
+    """score of a response that does not end. replace: minus the penalty; subtract: lowered by the penalty"""
     missing_stop_penalty: float = 1.0
     """units of score, for missing_stop"""
     min_response_length: int = 0
@@ -172,8 +171,7 @@ class PpoArgs:
     ] = "token-mean"
     """how losses of tokens become one number; see aggregate"""
     cliprange_low: float | None = None
-    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 for cispo, which as published has no lower bound
-    (verl gives it one of 0.8)"""
+    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 (no lower bound, as published) for cispo"""
     cliprange_high: float = 0.2
     """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
     dual_clip: float | None = None
@@ -194,6 +192,8 @@ class PpoArgs:
     """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
+    share_prefixes: bool = False
+    """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: all of a process"""
 
@@ -989,12 +989,12 @@ def load_networks(
     task, low_precision = args.task, args.dtype == "bfloat16"
     length, vocab_size = task.prompt_length + task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
-    packing.enable(lm_backbone)
+    packing.enable(lm_backbone, share_prefixes=args.ppo.share_prefixes)
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
         critic = networks.load_critic(args, vocab_size, zero_head=args.ppo.value_head == "zero")
-        packing.enable(critic.lm_backbone)
+        packing.enable(critic.lm_backbone, share_prefixes=args.ppo.share_prefixes)
     modes = {"low_precision": low_precision, "entropy_learns": args.ppo.entropy_coef > 0}
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
@@ -1009,7 +1009,7 @@ def load_networks(
         frozen = lm_backbone
         if adapters is None:
             frozen = models.load_base_model(args, frozen=True)
-            packing.enable(frozen)
+            packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
             models.place(frozen, accelerator)
         reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
     return actor_critic, reference, adapters

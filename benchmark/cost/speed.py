@@ -6,7 +6,7 @@
         --batch_size 16 --dtype float32 bfloat16
     python benchmark/cost/speed.py --query_length 64 --shortest_query 24 --peer trl
     python benchmark/cost/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 \\
-        --batch_size 256 --minibatches 2 --epochs 1 --peer trl
+        --batch_size 256 --minibatches 2 --epochs 1 --peer trl --share_prefixes False True
     python benchmark/cost/speed.py --processes 1 2
     python benchmark/cost/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 \\
         --dtype bfloat16 --compile --output speed.json
@@ -33,6 +33,7 @@ Chapter 3 is GRPO without a KL penalty. Its responses end where the model ends t
 sums writes 5 to 88 tokens, and random weights are given a chance of ending that is the same at every token.
 """
 
+import itertools
 import json
 import math
 import os
@@ -152,6 +153,8 @@ class Args:
     """arithmetic of ours; with several, ours runs with each. The peers run in float32"""
     processes: tuple[int, ...] = (1,)
     """processes of ours; with several, ours runs with each"""
+    share_prefixes: tuple[bool, ...] = (False,)
+    """chapter 3: whether ours reads what rows begin with once for all of them; with several, ours runs with each"""
     compile: bool = False
     """chapter 1: compile our models"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -325,16 +328,17 @@ class Runner:
     python: str
     dtype: str
     processes: int = 1
+    share_prefixes: bool = False
 
 
 def runners(args: Args) -> list[Runner]:
-    """Ours, in each precision and with each number of processes, and the peers."""
+    """Ours, in each precision, with each number of processes, with shared prefixes or without, and the peers."""
     who = []
-    for dtype in args.dtype:
-        for processes in args.processes:
-            words = ["ours"] + [dtype] * (len(args.dtype) > 1)
-            words += [f"{processes} process{'es' * (processes > 1)}"] * (len(args.processes) > 1)
-            who.append(Runner(", ".join(words), "ours", sys.executable, dtype, processes))
+    for dtype, processes, shares in itertools.product(args.dtype, args.processes, args.share_prefixes):
+        words = ["ours"] + [dtype] * (len(args.dtype) > 1)
+        words += [f"{processes} process{'es' * (processes > 1)}"] * (len(args.processes) > 1)
+        words += ["shared prefixes" if shares else "each row"] * (len(args.share_prefixes) > 1)
+        who.append(Runner(", ".join(words), "ours", sys.executable, dtype, processes, shares))
     return who + [Runner(peer, peer, peers_python(args), "float32") for peer in args.peer]
 
 
@@ -354,6 +358,7 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
         "micro_batch_size": args.micro_batch_size,
         "epochs": args.epochs,
         "dtype": who.dtype,
+        "share_prefixes": who.share_prefixes,
         "compile": args.compile,
         "updates": WARM_UP + args.updates,
         "processes": who.processes,
@@ -476,6 +481,8 @@ def main(args: Args) -> int:
         raise InputError("--peer details is one of --chapter 1")
     if args.compile and args.chapter == 3:
         raise InputError("--compile goes with --chapter 1")
+    if any(args.share_prefixes) and args.chapter == 1:
+        raise InputError("--share_prefixes goes with --chapter 3")
     if args.shortest_query > args.query_length:
         raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")
     if "details" in args.peer and args.details_path is None:

@@ -213,6 +213,7 @@ def rlvr(settings: Settings) -> Result:
         "ppo.nminibatches": settings["minibatches"],
         "ppo.noptepochs": settings["epochs"],
         "ppo.lr": 1e-6,
+        "ppo.share_prefixes": settings["share_prefixes"],
         "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
     }
     rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, as_argv(flags)))

@@ -87,6 +87,7 @@ MAY_CHANGE = {
     "ppo.local_micro_batch_size",
     "ppo.local_micro_batch_tokens",
     "ppo.local_rollout_batch_size",
+    "ppo.share_prefixes",
     "local_micro_batch_size",
     "local_micro_batch_tokens",
     "local_rollout_batch_size",

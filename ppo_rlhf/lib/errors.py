@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
@@ -168,6 +169,13 @@ def environment_number(name: str, default: int, least: int, most: int = 999_999)
 def is_first_process() -> bool:
     """Whether this is the process that talks, also before accelerate has found the others."""
     return not re.fullmatch("0*[1-9][0-9]*", os.environ.get("RANK", "0"))
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Print a line, on the first process, the first time that this is called with it."""
+    if is_first_process():
+        print(line)
 
 
 PATIENCE = 5.0  # seconds in which a launcher ends all processes after the first has failed

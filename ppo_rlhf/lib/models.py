@@ -410,6 +410,13 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
     if not same_logits(output_layer(model.base_model(tokens).last_hidden_state), logits):
         raise InputError(f"{what} changes its logits after the output layer, which is not supported")
 
+    columns, half, quarter = torch.arange(length, device=model.device), length // 2, length // 4
+    if passes.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
+        rows = torch.cat([tokens, tokens.roll(quarter, 1).where(columns >= half, tokens)])
+        if not same_logits(output_layer(read_tokens(model, rows, vocab_size, slice(None))), model(rows).logits):
+            passes.UNFIT.add(type(model.base_model))
+            errors.say_once(f"{what} does not read shared prefixes as it should: each row is read by itself")
+
     def agrees(places: torch.Tensor) -> bool:
         """Whether the first tokens, at these columns with padding in all others, have the logits from above."""
         row = torch.full_like(tokens, vocab_size)
@@ -417,7 +424,6 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
         hidden_states = read_tokens(model, row, vocab_size, slice(None))
         return same_logits(output_layer(hidden_states[:, places]), logits[:, : len(places)])
 
-    columns, half, quarter = torch.arange(length, device=model.device), length // 2, length // 4
     try:
         at_all = agrees(columns)
         after_padding = agrees(columns[half:])
