@@ -46,7 +46,7 @@ from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
-# Controllers of the KL coefficient. The target is 6 nats per response; small worlds follow it faster.
+# Controllers of the KL coefficient. The target is 6 nats per response. QUICK is for tales, which has few episodes.
 ADAPTIVE, QUICK = cli.AdaptiveKLArgs(target=6.0), cli.AdaptiveKLArgs(target=6.0, horizon=1_000)
 FIXED = cli.AdaptiveKLArgs(target=None)
 
@@ -613,8 +613,8 @@ def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Ten
 
     rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
     """
-    # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean, because a shift of all rewards
-    #       would change what a long response is worth.   train_policy.py#L323-L325
+    # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean: without it, the return of a
+    #       token would change by the mean times the number of tokens left.   train_policy.py#L323-L325
     # [D77] A group is what one process of the original has of a minibatch.   train_policy.py#L158-L159
     if ppo.whiten_rewards:
         rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
@@ -699,7 +699,7 @@ def policy_loss(
 
     Tensors: (batch, response_length). Returns the loss and, detached, clipped share and 0.5 * mean((new - old)^2).
     """
-    # [D60] The larger of the two losses counts: the surrogate is a pessimistic bound.   train_policy.py#L350-L360
+    # [D60] The larger of the two counts, so a token gains nothing by moving further.   train_policy.py#L350-L360
     ratio = torch.exp(new_logprobs - logprobs)  # (batch, response_length)
     losses = -advantages * ratio
     clipped_losses = -advantages * torch.clamp(ratio, 1 - cliprange, 1 + cliprange)

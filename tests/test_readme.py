@@ -406,7 +406,7 @@ def test_four_pairs_of_continuations_the_first_on_the_first_page():
         cells = [row["query"].strip()]
         cells += [f"{row[name].strip()} (gold {row[f'{name} gold']:+.0f})" for name in ("base", "policy")]
         assert (f"| {' | '.join(cells)} |" in RESULTS) == (number > 0)
-        shown = f"| | {cells[0]} |\n|---|---|\n| before | {cells[1]} |\n| after | {cells[2]} |\n"
+        shown = f"| query | {cells[0]} |\n|---|---|\n| before | {cells[1]} |\n| after | {cells[2]} |\n"
         assert (shown in README) == (number == 0)
 
 
