@@ -124,6 +124,10 @@ TLDR = (
     "--{0}ppo.lr 1e-3 --{0}save_interval 1 --{0}eval_interval 1 --{0}eval_prompts 8 --{0}eval_posts 8 "
     "--{0}trace_interval 1"
 )
+ADAPTERS = (
+    "--lora.rank 2 --lora.target_modules all-linear --ppo.noptepochs 1 --eval_interval 0 --eval_posts 0 "
+    "--trace_interval 0"
+)
 STAGES = (
     "--sft.batch_size 24 --sft.epochs 1 --sft.lr 0.03 --sft.save_interval 1 --sft.eval_posts 8 "
     "--reward.batch_size 24 --reward.lr 0.01 --reward.save_interval 1 --reward.normalize_posts 0"
@@ -149,8 +153,7 @@ def tldr_words(world: Path, chapter_2: tuple[Path, Path], *more: str) -> list[st
 
 
 def test_adapters_of_chapter_2_and_their_resumption(chapter_2, tiny_posts, tmp_path):
-    adapters = ("--lora.rank", "2", "--lora.target_modules", "all-linear")
-    words = tldr_words(tiny_posts, chapter_2, *adapters, *IN_BFLOAT16, "--ppo.noptepochs", "1")
+    words = tldr_words(tiny_posts, chapter_2, *IN_BFLOAT16, *ADAPTERS.split())
     folders = run_both(tmp_path, "tldr_policy.py", words, AUTOCAST="cpu")
     check_numbers(*folders)
     check_resumption(*folders, "tldr_policy.py", AUTOCAST="cpu")

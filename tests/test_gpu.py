@@ -1,5 +1,6 @@
 """The first hour on a GPU, rehearsed on a CPU: the steps of benchmark/cost/gpu.py, tiny, and what failures leave."""
 
+import dataclasses
 import json
 import math
 import os
@@ -103,6 +104,29 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "STEPS", {"machine": (gpu.machine, 0.001)})
     step = gpu.do_all(gpu.Args(rehearse=True, folder=tmp_path))["machine"]
     assert step["status"] == "failed" and step["reason"] == "it took more than 0.001 minutes"
+
+
+def test_a_step_that_fails_half_way_keeps_what_it_had_found(tmp_path, monkeypatch):
+    def half(args):
+        yield gpu.Outcome({"numbers": [{"a": "1"}]})
+        raise MemoryError("no room")
+
+    def start(words, folder, **_):
+        folder.mkdir()
+        with pytest.raises(MemoryError):
+            gpu.do_alone(dataclasses.replace(args, alone=words[-1]))
+        (folder / "log.txt").write_text("Traceback\nMemoryError: no room\n")
+        return Ended(words, folder)
+
+    args = gpu.Args(rehearse=True, folder=tmp_path)
+    monkeypatch.setattr(gpu, "STEPS", {"half": (half, 1)})
+    monkeypatch.setattr(gpu, "start", start)
+    step = gpu.do_all(args)["half"]
+    assert (step["status"], step["reason"]) == ("failed", "MemoryError: no room")
+    assert step["tables"] == {"numbers": [{"a": "1"}]}
+    about = {"device": "x", "versions": {"torch": "1", "transformers": "2"}, "command": "c", "commit": step["commit"]}
+    page = gpu.page(about | {"rehearsal": True}, {"half": step})
+    assert "## half: failed" in page and "- MemoryError: no room" in page and "| 1 |" in page
 
 
 def test_what_is_beyond_a_tolerance():

@@ -67,3 +67,25 @@ def test_the_bound_of_the_device():
     rest = 64 * ((2 + 12) * one_pass + (1 + 12) * logits) / 989e12
     rest += ((2 + 12) * bytes_of_pass + (6 + 64) * bytes_of_logits) / 3.35e12
     assert found["the rest"] == pytest.approx(rest)
+
+
+def test_what_the_page_says_of_graphs():
+    rows = {(row["model"], row["GPUs"]): row for row in launches.bound_rows(COUNTS)}
+    page = " ".join((ROOT / "benchmark/cost/launches.md").read_text().split())
+    told = {
+        ("gpt2", "8 H100"): "from {} to {} ms on H100, and",
+        ("gpt2", "8 H200"): "from {} to {} ms on H200.",
+        ("qwen2.5-0.5b", "1 H100"): "from {} to {} ms on one H100, and",
+        ("qwen2.5-0.5b", "8 H100"): "from {} to {} ms on eight.",
+    }
+    for place, sentence in told.items():
+        assert sentence.format(rows[place]["an update, ms"], rows[place]["with a graph, ms"]) in page
+    waits = {
+        name: sum(
+            launches.TIMES.get(step, lambda _: 1)(SHAPES[name]) * kinds["wait"] for step, kinds in steps.items()
+        )
+        for name, steps in COUNTS.items()
+    }
+    # Without traces.
+    waits = {name: number - COUNTS[name]["trace"]["wait"] for name, number in waits.items()}
+    assert waits["gpt2"] == 8 and 80 <= waits["qwen2.5-0.5b"] <= 100 and 100 * launches.WAIT <= 2e-3

@@ -15,10 +15,10 @@
     padding   what it gains to read no padding
     vllm      how far vLLM's log-probs are from ours, with and without batch invariance; are two runs bit-equal?
 
-Each step is a process of its own and ends with <folder>/<step>.json, whatever becomes of the others. When all have
-ended, <output> gets gpu.json and gpu.md. Repeat the command to do again what has failed or was left out; what was
-done is kept. A step that takes longer than it may is ended. The exit status is 1 if a step has failed or has found a
-problem.
+Each step is a process of its own and leaves <folder>/<step>.json, whatever becomes of the others, and of its own end.
+When all have ended, <output> gets gpu.json and gpu.md. Repeat the command to do again what has failed or was left
+out; what was done is kept. A step that takes longer than it may is ended. The exit status is 1 if a step has failed
+or has found a problem.
 """
 
 import csv
@@ -129,7 +129,7 @@ def seconds_of(function: Callable[[], Any], device: torch.device, count: int) ->
     return statistics.median(found[2:])
 
 
-def machine(args: Args) -> Outcome:
+def machine(args: Args) -> Iterator[Outcome]:
     device, few = processes.default_device(), args.rehearse
     small, count = torch.zeros(64, device=device), 20 if few else 2000
     large = torch.zeros(2**18 if few else 2**30, dtype=torch.uint8, device=device)
@@ -152,7 +152,7 @@ def machine(args: Args) -> Outcome:
         rate = 1e9 if few else speed_runs.matmul_rate(device, dtype)
         found[f"matrix products in {str(dtype).removeprefix('torch.')}, TFLOP/s"] = rate / 1e12
     rows = [{"": name, "measured": f"{value:.3g}"} for name, value in found.items()]
-    return Outcome({"the machine": rows}, details=found)
+    yield Outcome({"the machine": rows}, details=found)
 
 
 # ---- Numbers next to the CPU's ---------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def far_off(ours: dict[str, float], theirs: dict[str, float], dtype: str) -> Ite
             yield name, math.inf if math.isnan(off) else off
 
 
-def numbers(args: Args) -> Outcome:
+def numbers(args: Args) -> Iterator[Outcome]:
     outcome, rows = Outcome(), []
     os.environ["PPO_RLHF_CACHE"] = str(args.folder / "worlds")
     if args.rehearse:
@@ -289,9 +289,8 @@ def numbers(args: Args) -> Outcome:
                     }
                 )
                 outcome.details[f"{name}, {stage}, {dtype}"] = {"gpu": ours, "cpu": theirs}
-    if rows:
-        outcome.tables["the first update next to the CPU's"] = rows
-    return outcome
+                outcome.tables["the first update next to the CPU's"] = rows
+            yield outcome
 
 
 # ---- Speed -----------------------------------------------------------------------------------------------------
@@ -315,7 +314,7 @@ def measure_speed(args: Args, outcome: Outcome, name: str, words: str, peer: str
     return report
 
 
-def ppo(args: Args) -> Outcome:
+def ppo(args: Args) -> Iterator[Outcome]:
     outcome = Outcome()
     sizes = "--base_model gpt2 --batch_size 512 --query_length 64 --dtype float32 bfloat16 --updates 4 --pairs 2"
     if args.rehearse:
@@ -324,13 +323,6 @@ def ppo(args: Args) -> Outcome:
         )
         outcome.left_out.append("--compile: a CPU needs half a minute for that")
     report = measure_speed(args, outcome, "PPO", sizes)
-    if not args.rehearse:
-        measure_speed(args, outcome, "PPO compiled", f"{sizes} --compile")
-    if args.trl_1_12:  # TRL holds the logits of whole sequences, and so gets them in four parts
-        few = "--dtype float32 --pairs 1 --micro_batch_size" + (" 4" if args.rehearse else " 128")
-        measure_speed(args, outcome, "PPO next to TRL", f"{sizes} {few}", args.trl_1_12)
-    else:
-        outcome.left_out.append("TRL 1.12: --trl_1_12 names no interpreter")
     if report:
         model = report["arguments"]["base_model"]
         work = scaling.Work(
@@ -342,10 +334,19 @@ def ppo(args: Args) -> Outcome:
             for who, runs in report["runs"].items()
             if who.startswith("ours")
         ]
-    return outcome
+    yield outcome
+    if not args.rehearse:
+        measure_speed(args, outcome, "PPO compiled", f"{sizes} --compile --pairs 1")
+        yield outcome
+    if args.trl_1_12:  # TRL holds the logits of whole sequences, and so gets them in four parts
+        few = "--dtype float32 --pairs 1 --micro_batch_size" + (" 4" if args.rehearse else " 128")
+        measure_speed(args, outcome, "PPO next to TRL", f"{sizes} {few}", args.trl_1_12)
+    else:
+        outcome.left_out.append("TRL 1.12: --trl_1_12 names no interpreter")
+    yield outcome
 
 
-def grpo(args: Args) -> Outcome:
+def grpo(args: Args) -> Iterator[Outcome]:
     outcome = Outcome()
     sizes = (
         "--chapter 3 --base_model qwen2.5-0.5b --query_length 128 --response_length 256 --mean_response 0 "
@@ -358,11 +359,12 @@ def grpo(args: Args) -> Outcome:
             "--samples_per_prompt 2 --epochs 1 --updates 1 --pairs 1"
         )
     measure_speed(args, outcome, "GRPO", sizes)
+    yield outcome
     if args.trl_1_16:
         measure_speed(args, outcome, "GRPO next to TRL", f"{sizes} --dtype float32", args.trl_1_16)
     else:
         outcome.left_out.append("TRL 1.16: --trl_1_16 names no interpreter")
-    return outcome
+    yield outcome
 
 
 # ---- Passes ----------------------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ def fit_passes(costs: dict[int, float]) -> dict[str, float]:
     return {"COST_OF_LAUNCHES": launches, "COST_OF_WEIGHTS": of_large - launches / large}
 
 
-def passes_step(args: Args) -> Outcome:
+def passes_step(args: Args) -> Iterator[Outcome]:
     device, few, points = processes.default_device(), args.rehearse, {}
     outcome, costs, rows = Outcome(), {}, []
     for shape in ("tales", "sums" if few else "gpt2"):
@@ -426,10 +428,10 @@ def passes_step(args: Args) -> Outcome:
         {"": name, "in use": f"{used[name]:.3g}", "fitted": f"{found[name]:.3g}"} for name in used
     ]
     outcome.details |= {"passes": points, "groups": times, "fitted": found}
-    return outcome
+    yield outcome
 
 
-def padding(args: Args) -> Outcome:
+def padding(args: Args) -> Iterator[Outcome]:
     if args.rehearse:
         return Outcome(
             left_out=["padding.py: its smallest case takes a minute on a CPU, and it has a test of its own"]
@@ -443,7 +445,7 @@ def padding(args: Args) -> Outcome:
         report = json.loads(file.read_text())
         outcome.tables["updates, as many times as fast as padded"] = report["table"]
         outcome.details["padding"] = report
-    return outcome
+    yield outcome
 
 
 # ---- vLLM ------------------------------------------------------------------------------------------------------
@@ -457,10 +459,11 @@ def vllm_words(code: Path, case: Case, dtype: str, python: str) -> list[str | Pa
     return [*words, "--vllm_python", python]
 
 
-def vllm(args: Args) -> Outcome:
+def vllm(args: Args) -> Iterator[Outcome]:
     """Each way twice: an update of rlvr_async.py, whose first batch vLLM samples with the learner's own weights."""
     if not args.vllm:
-        return Outcome(left_out=["vLLM: --vllm names no interpreter"])
+        yield Outcome(left_out=["vLLM: --vllm names no interpreter"])
+        return
     outcome, rows, ways = Outcome(), [], [("float32", True, "0")]
     if not args.rehearse:
         ways = [(dtype, head, invariant) for dtype in TOLERANCES for head in (True, False) for invariant in "01"]
@@ -495,14 +498,13 @@ def vllm(args: Args) -> Outcome:
             names = ("async/kl", "async/ess", "async/largest_gap")
             rows.append({"": way, **{f"`{x}`": f"{metrics[0][0][x]:.3g}" for x in names}, "two runs bit-equal": same})
             outcome.details[way] = metrics
-    if rows:
-        outcome.tables["vLLM's log-probs next to the learner's, in the first update"] = rows
-    return outcome
+            outcome.tables["vLLM's log-probs next to the learner's, in the first update"] = rows
+        yield outcome
 
 
 # ---- All steps -------------------------------------------------------------------------------------------------
 
-STEPS: dict[str, tuple[Callable[[Args], Outcome], float]] = {  # and the minutes that each may take
+STEPS: dict[str, tuple[Callable[[Args], Iterator[Outcome]], float]] = {  # and the minutes that each may take
     "machine": (machine, 1),
     "numbers": (numbers, 9),
     "ppo": (ppo, 9),
@@ -514,12 +516,16 @@ STEPS: dict[str, tuple[Callable[[Args], Outcome], float]] = {  # and the minutes
 
 
 def do_alone(args: Args) -> None:
-    """One step, in this process; its result is written in the end."""
+    """One step, in this process. A step yields what it has found so far, which is written each time."""
     started = time.monotonic()
-    outcome = STEPS[args.alone][0](args)
-    status = "problems" if outcome.problems else "done" if outcome.tables else "left out"
-    facts = {"status": status, "seconds": time.monotonic() - started, "commit": commit(), "rehearsal": args.rehearse}
-    write_json(args.folder / f"{args.alone}.json", facts | finite(asdict(outcome)))
+
+    def write(outcome: Outcome, status: str) -> None:
+        facts = {"status": status, "seconds": time.monotonic() - started, "commit": commit()}
+        write_json(args.folder / f"{args.alone}.json", facts | {"rehearsal": args.rehearse} | finite(asdict(outcome)))
+
+    for outcome in STEPS[args.alone][0](args):
+        write(outcome, "unfinished")
+    write(outcome, "problems" if outcome.problems else "done" if outcome.tables else "left out")
 
 
 def finite(x: Any) -> Any:
@@ -559,10 +565,11 @@ def do_all(args: Args) -> dict[str, dict[str, Any]]:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
                     process.wait()
-            if not file.exists():
-                failed = {"status": "failed", "reason": reason or last_words(log), "commit": commit()}
-                write_json(file, failed | {"rehearsal": args.rehearse, "tables": {}, "left_out": [], "problems": []})
-            known = json.loads(file.read_text())
+            known = json.loads(file.read_text()) if file.exists() else {"status": "unfinished", "commit": commit()}
+            if known["status"] == "unfinished":
+                empty = {"rehearsal": args.rehearse, "tables": {}, "left_out": [], "problems": []}
+                known = empty | known | {"status": "failed", "reason": reason or last_words(log)}
+                write_json(file, known)
             words = [known["status"], known.get("reason", ""), *known["problems"], *known["left_out"]]
             print(*("  " + word for word in words if word), sep="\n", flush=True)
         if known:

@@ -32,7 +32,9 @@ from ppo_rlhf.lib import cli, files, run
 PAGE = Path(__file__).with_name("launches.md")
 RESULT = speed.ROOT / "benchmark/results/launches/launches.json"
 LAUNCH, WAIT = 5e-6, 20e-6  # seconds
-KINDS = ("launch", "copy to device", "copy to host", "wait")
+HEADS = {"launch": "launches", "copy to device": "copies to the device"}  # of the columns
+HEADS |= {"copy to host": "copies to the host", "wait": "waits"}
+KINDS = tuple(HEADS)
 LAYERS, TOKENS = (1, 2), (8, 16)  # of the counted runs
 # A function that is on the way to a line says to which step the line belongs; the first that is found counts.
 STEPS = {
@@ -126,7 +128,8 @@ def ones(prompts: list[str], *_: list[str]) -> list[float]:
 def count_run(shape: Shape, layers: int, tokens: int) -> Counter[tuple[str, stand_in.Place]]:
     """What the second of two updates counts: a few episodes in as many passes as the shape has, with a trace."""
     scorer = "benchmark.cost.launches:ones"
-    words = " ".join(f"w{number}" for number in range(1, 25))
+    # Queries differ in length, so that there is always padding.
+    texts = [" ".join(f"w{number}" for number in range(1, 25 - i % 3)) for i in range(64)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = small_model(folder, shape.config, layers)
@@ -134,14 +137,14 @@ def count_run(shape: Shape, layers: int, tokens: int) -> Counter[tuple[str, stan
         batch = 64 if shape.chapter == 1 else 16  # chapter 1 has eight groups by default
         common |= {"ppo.total_episodes": 2 * batch, "ppo.batch_size": batch, "task.response_length": tokens}
         if shape.chapter == 1:
-            speed.write_jsonl(folder / "texts.jsonl", [words] * 64)
+            speed.write_jsonl(folder / "texts.jsonl", texts)
             own = {"task.query_dataset": folder / "texts.jsonl", "task.query_length": 16, "task.start_text": None}
             own |= {"task.end_text": None, "task.truncate_after": 0, "ppo.whiten_groups": 8}
             own |= {"rewards.function": scorer}
             script = train_policy
         else:
             for split in ("train", "test"):
-                rows = [{"question": words, "answer": "#### 1"}] * 64
+                rows = [{"question": text, "answer": "#### 1"} for text in texts]
                 speed.write_jsonl(folder / f"problems_{split}.jsonl", rows)
             own = {"preset": "sums-grpo", "task.problems": folder, "task.prompt_length": 64, "eval_interval": 0}
             own |= {"ppo.samples_per_prompt": 4, "ppo.nminibatches": shape.passes, "rewards.kl_loss_coef": 0.001}
@@ -228,16 +231,16 @@ def host_seconds(shape: Shape, counts: dict[str, Counts], *, graph: bool = False
     return found
 
 
+def shown(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.3g}"
+
+
 def count_rows(shape: Shape, counts: dict[str, Counts]) -> list[dict[str, str]]:
-    rows = [
+    return [
         {"step": step, "times": str(TIMES.get(step, lambda _: 1)(shape))}
-        | {
-            f"{name}{'es' if name == 'launch' else 's'}".replace("copys", "copies"): f"{kinds[name]:,.3g}"
-            for name in KINDS
-        }
+        | {head: shown(kinds[kind]) for kind, head in HEADS.items()}
         for step, kinds in counts.items()
     ]
-    return rows
 
 
 def bound_rows(all_counts: dict[str, dict[str, Counts]]) -> list[dict[str, str]]:
