@@ -162,7 +162,8 @@ def test_demo_of_chapter_3():
         assert numbers == tuple(round(100 * x[f"eval/{name}"], 1) for x in (before, after))
     solved = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
     solved = {row["prompt"].strip(): row for row in solved}
-    shown = [line.strip("| ").split(" | ") for line in page.splitlines() if "#### " in line and line.startswith("|")]
+    demo = page.partition("## The demo\n")[2].partition("\n## ")[0]
+    shown = [line.strip("| ").split(" | ") for line in demo.splitlines() if "#### " in line and line.startswith("|")]
     assert len(shown) == 3
     for problem, *samples in shown:
         found = [" ".join(solved[problem][f"a_{which}_sample"].split()) for which in ("right", "wrong")]
