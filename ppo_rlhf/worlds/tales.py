@@ -143,7 +143,7 @@ SLOTS = {
 
 
 def write_story(rng: random.Random, sentences: int) -> str:
-    """A story of so many sentences. Pleasant, unpleasant and neutral words are equally likely in slots that have all."""
+    """A story of so many sentences. Pleasant, unpleasant and neutral words are equally likely."""
     name, other = rng.sample(NAMES.split(), 2)
     cast = {"name": name, "other": other, "home": rng.choice(rng.choice(SLOTS["place"]))}
 
