@@ -433,10 +433,11 @@ def passes_step(args: Args) -> Iterator[Outcome]:
 
 def padding(args: Args) -> Iterator[Outcome]:
     if args.rehearse:
-        return Outcome(
+        yield Outcome(
             left_out=["padding.py: its smallest case takes a minute on a CPU, and it has a test of its own"]
         )
-    file, outcome = args.folder / "padding.json", Outcome()
+        return
+    file, outcome = args.folder / "report-of-padding.json", Outcome()
     file.unlink(missing_ok=True)
     words = ["--cases", "tales", "gpt2", "posts", "pythia", "--turns", "3", "--device", "cuda", "--output", str(file)]
     if start([HERE / "padding.py", *words], args.folder / "log-padding").wait():
@@ -498,7 +499,7 @@ def vllm(args: Args) -> Iterator[Outcome]:
             names = ("async/kl", "async/ess", "async/largest_gap")
             rows.append({"": way, **{f"`{x}`": f"{metrics[0][0][x]:.3g}" for x in names}, "two runs bit-equal": same})
             outcome.details[way] = metrics
-            outcome.tables["vLLM's log-probs next to the learner's, in the first update"] = rows
+            outcome.tables["log-probs of vLLM next to the learner's, in the first update"] = rows
         yield outcome
 
 
