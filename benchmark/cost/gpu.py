@@ -16,8 +16,8 @@
     vllm      how far vLLM's log-probs are from ours, with and without batch invariance; are two runs bit-equal?
 
 Each step is a process of its own and leaves <folder>/<step>.json, whatever becomes of the others, and of its own end.
-When all have ended, <output> gets gpu.json and gpu.md. Repeat the command to do again what has failed or was left
-out; what was done is kept. A step that takes longer than it may is ended. The exit status is 1 if a step has failed
+When all have ended, <output> gets gpu.json and gpu.md. Repeat the command to do again what has not succeeded, or name
+a step to do it in any case. A step that takes longer than it may is ended. The exit status is 1 if a step has failed
 or has found a problem.
 """
 
@@ -59,7 +59,7 @@ class Args:
     rehearse: bool = False
     """make every step tiny, on the CPU: to find mistakes of this script before the day"""
     steps: tuple[str, ...] = ()
-    """which steps; none: all"""
+    """which steps, even if they were done before; none: all that were not"""
     trl_1_12: str = ""
     """interpreter of an environment with TRL 1.12, for ppo; `make`: one is made, from the package index"""
     trl_1_16: str = ""
@@ -433,10 +433,11 @@ def passes_step(args: Args) -> Iterator[Outcome]:
 
 def padding(args: Args) -> Iterator[Outcome]:
     if args.rehearse:
-        return Outcome(
+        yield Outcome(
             left_out=["padding.py: its smallest case takes a minute on a CPU, and it has a test of its own"]
         )
-    file, outcome = args.folder / "padding.json", Outcome()
+        return
+    file, outcome = args.folder / "report-of-padding.json", Outcome()
     file.unlink(missing_ok=True)
     words = ["--cases", "tales", "gpt2", "posts", "pythia", "--turns", "3", "--device", "cuda", "--output", str(file)]
     if start([HERE / "padding.py", *words], args.folder / "log-padding").wait():
@@ -498,7 +499,7 @@ def vllm(args: Args) -> Iterator[Outcome]:
             names = ("async/kl", "async/ess", "async/largest_gap")
             rows.append({"": way, **{f"`{x}`": f"{metrics[0][0][x]:.3g}" for x in names}, "two runs bit-equal": same})
             outcome.details[way] = metrics
-            outcome.tables["vLLM's log-probs next to the learner's, in the first update"] = rows
+            outcome.tables["log-probs of vLLM next to the learner's, in the first update"] = rows
         yield outcome
 
 
@@ -551,8 +552,8 @@ def do_all(args: Args) -> dict[str, dict[str, Any]]:
     for name, (_, minutes) in STEPS.items():
         file = args.folder / f"{name}.json"
         known = json.loads(file.read_text()) if file.exists() else None
-        again = known is None or known["status"] != "done" or bool(known["left_out"])
-        if again and (not args.steps or name in args.steps):
+        again = known is None or known["status"] != "done"
+        if name in args.steps or (again and not args.steps):
             file.unlink(missing_ok=True)
             print(f"{name}: at most {minutes} minutes", flush=True)
             log, reason = args.folder / f"step-{name}", ""
