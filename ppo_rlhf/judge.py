@@ -1,6 +1,6 @@
 """Compare the summaries of two models pairwise, and report how often the first one wins.
 
-    # a language model decides, behind any OpenAI-compatible endpoint; the other side is the reference of each post
+    # a language model decides, through any OpenAI-compatible endpoint; the other side is the reference of each post
     python ppo_rlhf/judge.py --candidate runs/<run> --endpoint.url http://localhost:8000/v1 --endpoint.model <name>
     # a known gold score decides; the other side is another run
     python ppo_rlhf/judge.py --candidate runs/<run> --baseline runs/<sft run> --gold ppo_rlhf.worlds.posts:gold_scores
@@ -12,16 +12,16 @@ The language model sees each pair in both orders, because judges tend to prefer 
 row is the mean of the two verdicts: 1 if the candidate wins, 0.5 for a tie, 0 if it loses. A row that lacks a verdict
 is left out of the win rate and counted: nothing is drawn at random.
 
-Judges also tend to prefer what is longer. So the mean lengths stand beside the win rate, and with them the win rate
-that a logistic regression on the difference in length predicts for summaries of equal length.
+Judges also tend to prefer longer texts. So the results have the mean lengths, and the win rate that a logistic
+regression on the difference in length predicts for summaries of equal length.
 
 Every verdict and refusal is written to a cache as it arrives. The same command goes on where an interrupted one
 stopped, and costs nothing once all are there. What failed, or ended in no verdict, is not kept and is asked again.
 Only one evaluation at a time can use a cache.
-The folder `<candidate>__against_<baseline>__by_<judge>` beside the candidate's file gets judgement.json with all
+The folder `<candidate>__against_<baseline>__by_<judge>` next to the candidate's file gets judgement.json with all
 numbers, and judgement.jsonl with every row.
 
-Files and lines beside marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
+Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
 
 import contextlib
@@ -113,9 +113,9 @@ class Args:
     endpoint: EndpointArgs = field(default_factory=EndpointArgs)
     """judge by a language model"""
     cache: str = ""
-    """file of the endpoint's verdicts; empty: judge_cache.jsonl beside the candidate's file"""
+    """file of the endpoint's verdicts; empty: judge_cache.jsonl next to the candidate's file"""
     out: str = ""
-    """folder for the results; empty: one beside the candidate's file that names baseline and judge"""
+    """folder for the results; empty: one next to the candidate's file that names baseline and judge"""
     seed: int = 1
     """chooses the examples that are printed"""
 
@@ -187,7 +187,7 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
         if "prompt" in row and "query" not in row:
             raise InputError(
                 f"{flag} {path}: holds solutions of chapter 3, which the verifier of their run has judged; meta.json "
-                f"beside it has the accuracy. Here, summaries are compared: rows with query, response and reference"
+                f"next to it has the accuracy. Here, summaries are compared: rows with query, response and reference"
             )
         if wrong := [name for name, kind in kinds.items() if not files.fits(row.get(name), kind)]:
             raise InputError(f"{flag} {path}: line {number} has no {wrong[0]}, or one of another type")
@@ -451,7 +451,7 @@ def read_api_key(variable: str) -> str:
 
 
 class Endpoint:
-    """A judge behind an OpenAI-compatible API, with its cache."""
+    """A judge that is reached through an OpenAI-compatible API, with its cache."""
 
     def __init__(self, args: EndpointArgs, cache: Path):
         self.args = args
@@ -639,7 +639,7 @@ class Endpoint:
 
 # ---- The two kinds of judge ------------------------------------------------------------------------------------
 
-# Result per pair (None: it lacks a verdict), what is written beside it, and numbers for the report.
+# Result per pair (None: it lacks a verdict), what is written next to it, and numbers for the report.
 Judgement = tuple[list[float | None], list[dict[str, Any]], dict[str, Any]]
 
 
@@ -757,7 +757,7 @@ def results_folder(args: Args) -> Path:
 
 def statistics_of(pairs: Sequence[Pair], results: Sequence[float | None]) -> dict[str, Any]:
     """Win rates, counts and mean lengths, over the rows that have a result."""
-    # [T59] Lengths stand beside every win rate.   eval/rlhf_scale.py#L205
+    # [T59] Every win rate is shown with the lengths.   eval/rlhf_scale.py#L205
     judged = [(pair, result) for pair, result in zip(pairs, results, strict=True) if result is not None]
     known = [result for _, result in judged]
     differences = [pair.candidate_length - pair.baseline_length for pair, _ in judged]

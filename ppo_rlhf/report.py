@@ -259,7 +259,7 @@ NUMBERS = {  # of an episode: title
     "raw_scores": "score without penalties",
     "stopped": "ends (1: yes)",
     "groups": "group",
-    "verifier": "by the verifier (above 0: right)",
+    "verifier": "by the verifier (above 0: correct)",
 }
 MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
 
@@ -389,7 +389,7 @@ HELD_OUT = 20
 def held_out_texts(runs: list[OneRun]) -> list[tuple[dict[str, str], dict[str, str]]]:
     """Texts and numbers of the first held-out queries after the training; those first that all runs have.
 
-    What two runs have alike stands once, all else with the number of its run.
+    A value that two runs share is listed once, and all others with the number of their run.
     """
     answers = [answers_of(one_run) for one_run in runs]
     queries = dict.fromkeys(query for of_run in answers for query in of_run)
@@ -471,7 +471,7 @@ PANELS = [
     Panel(
         "Responses that end",
         "objective/stopped objective/eos_rate val/stop_token_rate eval/eos_rate eval/stopped",
-        "Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely right.",
+        "Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely correct.",
         "Falls: the policy has found that long responses pay. Check the penalty and response_length.",
     ),
     Panel(
@@ -486,13 +486,13 @@ PANELS = [
         "eval/scores eval/gold_scores eval/reference_gold_scores eval/gsm8k_strict eval/gsm8k_flexible eval/mean@* "
         "eval/pass@*",
         "Follows the training score.",
-        "Stays behind: the policy has learned the training queries by heart, or the reward model is wrong elsewhere. "
+        "Lags behind: the policy has learned the training queries by heart, or the reward model is wrong elsewhere. "
         "Stop earlier, take more queries, or label what the policy writes now.",
     ),
     Panel(
         "Groups without a signal",
         "val/groups_zero_std val/groups_all_right val/groups_all_wrong",
-        "Well below 1. The groups that are all wrong become fewer, those that are all right slowly more.",
+        "Well below 1. Groups that are all wrong become rarer, and groups that are all correct slowly more frequent.",
         "groups_zero_std near 1: in nearly every group all responses have the same score, and nothing is learned "
         "from them. Take easier or harder prompts, more samples per prompt, or filter_groups.",
     ),

@@ -30,7 +30,7 @@ again by another worker, with the same result; and with K = 0, metrics and weigh
 for bit.
 
 Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 
     pip install -e '.[async]'
     python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
@@ -171,7 +171,7 @@ def train(args: Args) -> Path:
                 controller.update(metrics["objective/kl"], sizes.batch)
                 this_run.end_of_update(
                     *(number, metrics | progress.evaluation),
-                    f"right {metrics['objective/verifiable_correct_rate']:.3f}",
+                    f"correct {metrics['objective/verifiable_correct_rate']:.3f}",
                     samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
                     trace=partial(trace, number, episodes, batch, controller),
                     checkpoint=partial(
@@ -274,7 +274,7 @@ class Batches:
                 raise RuntimeError(
                     f"round {round_number}: a worker has answered with other weights or ends than we see"
                 )
-            # [V82] The sampler's log-probs are kept, besides those of the learner's forward pass.
+            # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
             answers.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
         self.waiting += run.seconds_since(started)
         rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request

@@ -85,7 +85,7 @@ class Rollout(Rows):
 
 @dataclass(frozen=True)
 class Batch(Rows):
-    """What is learned from: the results of steps 5 and 6, and what the losses of step 7 need besides."""
+    """What is learned from: the results of steps 5 and 6, and what else the losses of step 7 need."""
 
     rewards: Tensor  # (rows, response_length), KL penalty and score
     non_score_rewards: Tensor  # (rows, response_length), the KL penalty

@@ -4,7 +4,7 @@ None of this changes what is learned. `setup` is a Setup of rlvr_policy.py, and
 `progress` its Progress.
 
 Marks like [V55] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def update_metrics(
     """The metrics of an update. Every process adds its shares, and all get the same numbers.
 
     generated: all that was sampled for it; nothing, if what was left over filled the batch. steps: what update
-    returned. Raises a NumericalError if the numbers cannot be right.
+    returned. Raises a NumericalError if the numbers are impossible.
     """
     accelerator, generated = setup.accelerator, generated or [episodes]
     names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores", "sampler_logprobs")
@@ -165,7 +165,7 @@ def sample_rows(setup: Any, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch)
 def what_epochs_computed(
     episodes: rlvr_data.Rollout, batch: rlvr_data.Batch, ppo: Any, count: int, accelerator: Accelerator
 ) -> dict[str, dict[str, Tensor]]:
-    """What a trace keeps of the first `count` episodes besides: `epochs` and `statistics`, as lib/traces.py says."""
+    """The other parts of a trace of the first `count` episodes: `epochs` and `statistics`, see lib/traces.py."""
     statistics = traces.of_epochs(batch.seen, count)
     epochs = {name: statistics.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}
     statistics["kept"] = batch.mask[:count].any(1)

@@ -1,4 +1,4 @@
-"""Read what a trained policy writes, beside the model that it started from.
+"""Show what a trained policy writes, next to what the model that it started from writes.
 
 Both continue the same queries with the same sampling noise, and the reward model scores what they write.
 
@@ -12,11 +12,11 @@ A policy of chapter 1 continues texts, at the task's temperature.
 One of chapter 2 summarises posts of the test split, at the temperature of evaluations. There, --prompt is the text
 of a post, or a whole query as evaluation.jsonl has it, from SUBREDDIT: to TL;DR:
 
-One of chapter 3 solves held-out problems, at the task's temperature, and its verifier says which solutions are right.
+One of chapter 3 solves held-out problems, at the task's temperature, and its verifier checks the solutions.
 With --temperature 0 they are those of evaluation.jsonl. There, --prompt is a question, and becomes a prompt as in the
 run.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import dataclasses
@@ -72,11 +72,11 @@ class Continuations:
 
     source = "query_dataset"  # where held-out queries come from: a field of the task
     verdict = "score"  # what the function that the policy names gives
-    own_functions: Collection[str] = ()  # names of functions of ours, besides those that begin with ppo_rlhf
+    own_functions: Collection[str] = ()  # names of functions of ours, in addition to those that begin with ppo_rlhf
 
     def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
         """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
-        may lie beside the policy's run, in root.
+        may be next to the policy's run, in root.
         """
         self.task, self.tokenizer = cli.from_dict(texts.TaskArgs, task), tokenizer
         trained_on = run.find_path(self.task.query_dataset, root).resolve()
@@ -148,7 +148,7 @@ class Summaries(Continuations):
 
 
 class Solutions(Continuations):
-    """Chapter 3: a problem is solved, up to a stop token, and a verifier says whether the solution is right.
+    """Chapter 3: a problem is solved, up to a stop token, and a verifier says whether the solution is correct.
 
     Queries are prompts as the policy's run rendered them; references are the answers, as texts.
     """

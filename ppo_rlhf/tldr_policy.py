@@ -20,7 +20,7 @@ updates, held-out posts are summarised first. The sizes of batches come before `
 algorithm after it in its order, and metrics, loading and saving last.
 
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
-ee77a9a, which reproduced OpenAI's; files and lines beside marks are the original's. Marks like [D54] are details of
+ee77a9a, which reproduced OpenAI's; files and lines next to marks are the original's. Marks like [D54] are details of
 chapter 1, too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577.
 Where we differ on purpose, there is a mark like [X20]; see docs/details.
 
@@ -760,7 +760,7 @@ def update_metrics(
     """The metrics of an update: means over all episodes, means over all optimiser steps, and how far the run is.
 
     steps: what ppo_update returns. Every process adds its shares, and all get the same numbers. Raises a
-    NumericalError if they cannot be right.
+    NumericalError if they are impossible.
     """
     args, accelerator, seconds = this_run.args, this_run.accelerator, this_run.seconds()
     objectives = {name: of_each(rollout, episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored

@@ -9,7 +9,7 @@ and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
     accelerate launch --num_processes 8 ppo_rlhf/train_both.py --preset descriptiveness --reward.track --policy.track
     python ppo_rlhf/train_both.py --resume runs/<run>                                     # either of the two runs
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import dataclasses

@@ -180,7 +180,7 @@ def test_tables_of_the_estimators():
         re.search(r"of both sections, at commit (\w+);", " ".join(RESULTS.split()))[1]
     }
     parts = {part: own.groupby("variant") for part, own in runs.groupby("part")}
-    rows = table_under("| `--ppo.advantage` | right, samples (%)")
+    rows = table_under("| `--ppo.advantage` | correct samples (%)")
     assert {name.strip("`") for name in rows} == set(rlvr_policy.ESTIMATORS) == set(parts["estimators"].groups)
     for name, cells in rows.items():
         own = parts["estimators"].get_group(name.strip("`"))
@@ -252,7 +252,7 @@ def test_bypass_and_decoupled_are_alike_in_one_column_of_two():
     overall = {column: interval_of(ahead[column].groupby("seed").mean()) for column in ahead}
     by_age, page = ahead["greedy"].groupby("staleness").mean(), " ".join(RESULTS.split())
     for words in (
-        "alike among samples**: with `bypass`, {:.1f} ± {:.1f} points more are right".format(*overall["samples"]),
+        "alike among samples**: with `bypass`, {:.1f} ± {:.1f} points more are correct".format(*overall["samples"]),
         "by {:.1f}, {:.1f}, {:.1f} and {:.1f} points".format(*by_age),
         f"in {(ahead['greedy'] > 0).sum()} of the 20 pairs of runs",
         "Averaged over the stalenesses it is {:.1f} ± {:.1f} points".format(*overall["greedy"]),
@@ -377,7 +377,7 @@ def test_curves_of_the_questions():
         found = shown[-len(values) :]
         assert found == pytest.approx(values, abs=tolerance), name
     first, last = ends(one["objective/score"])
-    assert f"{first:.2f} → {last:.2f}; {right.iloc[0]:.0f} → {right.iloc[-10:].mean():.0f} % right" in page
+    assert f"{first:.2f} → {last:.2f}; {right.iloc[0]:.0f} → {right.iloc[-10:].mean():.0f} % correct" in page
     values = [*ends(one["ppo/loss/value"]), *ends(three["loss/value_avg"])]
     assert "{:.1f} → {:.2f}; {:.2f} → {:.3f}".format(*values) in page
     after_warm_up = three["policy/grad_norm"][5:]

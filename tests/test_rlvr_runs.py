@@ -605,13 +605,13 @@ def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
     assert any("1+1?" in line for line in lines) and not any("2+2?" in line or "⏎" in line for line in lines)
     start = lines.index("2 held-out problems before after")
     assert lines[start + 1 : start + 8] == [
-        "right, likeliest response 25.0% 75.0%",
+        "correct, likeliest response 25.0% 75.0%",
         "steps 2 12.5% 12.5%",
-        "right, samples: pass@1 - 50.0%",
-        "right, samples: pass@4 - 100.0%",
+        "correct, samples: pass@1 - 50.0%",
+        "correct, samples: pass@4 - 100.0%",
         "tokens, likeliest response 7.0 7.0",
         "tokens, samples - 9.2",
-        "pass@k: one of k samples, or more, is right.",
+        "pass@k: one of k samples, or more, is correct.",
     ]
     assert "It took 1.5 minutes." in lines
     this_run.is_main = False

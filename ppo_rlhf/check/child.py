@@ -22,7 +22,7 @@ from ppo_rlhf.check import calls, cases
 
 
 def load(path: Path) -> ModuleType:
-    """The adapter as a module; what is beside it can be imported."""
+    """The adapter as a module; modules next to it can be imported."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location("adapter", path)
     module = importlib.util.module_from_spec(spec)

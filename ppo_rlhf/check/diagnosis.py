@@ -74,7 +74,7 @@ def answer_of(function: Callable, case: Case) -> Answer:
     """What a fault says in a case; a text if it raises."""
     try:
         return calls.outputs_of(function, case, torch.float64)
-    except Exception as error:  # faults may fail in many ways, as the code that they stand for
+    except Exception as error:  # faults may fail in many ways, like the code that they represent
         return str(error) or type(error).__name__
 
 

@@ -1143,7 +1143,7 @@ def aggregate_norm_without_the_sequences():
 
 @fault("aggregate", "V55")
 def aggregate_empty_rows_count():
-    """Rows without a token are in the mean over responses."""
+    """Rows without a token count in the mean over responses."""
     return (
         "max((lengths > 0).sum(), 1) if sequences is None else sequences",
         "len(mask) if sequences is None else sequences",

@@ -120,7 +120,7 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
 
 
 def run_script(main: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
-    """main(arguments of the command line); what is the user's to mend ends in one line and exit status 2."""
+    """main(arguments of the command line); a user error ends in one line and exit status 2."""
     errors.run_script(lambda: main(parse(sys.argv[1:])))
 
 

@@ -6,7 +6,7 @@
 
 All that goes in and out are numpy arrays, numbers and texts. An engine knows nothing of how it is called from afar.
 
-Files and lines beside marks are those of verl-project/verl at commit b178a3c.
+Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
 import hashlib

@@ -25,7 +25,7 @@ class InputError(ValueError):
 
 
 class NumericalError(ValueError):
-    """A number that the run depends on cannot be right. The message is one line: which, where, what is kept."""
+    """A number that the run depends on is impossible. The message is one line: which, where, what is kept."""
 
 
 class Stopped(BaseException):
@@ -60,7 +60,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS} 
 
 
 def run_script(main: Callable[[], Any]) -> None:
-    """Run main(); turn an error that is the user's to mend into one line and exit status 2."""
+    """Run main(); turn a user error into one line and exit status 2."""
     if sys.stdout is None:  # it was closed; a file must not take its number, which libraries may write to
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -1,6 +1,6 @@
 """The processes that train together: their number, their shares, what they add up; sharded weights.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
 
 
 def check_update(metrics: dict[str, float], update: int, dtype: str, gap: str = "ppo/val/first_ratio_gap") -> None:
-    """Raise a NumericalError if the metrics of an update of PPO, over all processes, cannot be right.
+    """Raise a NumericalError if the metrics of an update of PPO, over all processes, are impossible.
 
     gap: the one that says how far the ratio is off 1 before the first step.
     """
@@ -197,7 +197,7 @@ def make_outermost(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within the block, parts of a sharded model may be called: what lies around its layers is whole.
+    """Within the block, parts of a sharded model may be called: everything around its layers is whole.
 
     Layers are gathered when they are called. At the end, all is sliced again.
     """

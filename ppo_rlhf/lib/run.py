@@ -57,7 +57,7 @@ def absolute(path: str) -> Path:
 
 
 def shown(path: Path) -> Path:
-    """An absolute path as messages name it: relative to the current folder, if it lies there."""
+    """An absolute path as messages name it: relative to the current folder, if it is there."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -77,7 +77,7 @@ def beside(runs: Path) -> Path:
 
 
 def find_path(path: str, root: Path) -> Path:
-    """Where a path lies that a run was given: beside the run, in its root, or else in the current folder."""
+    """The place of a path that a run was given: next to the run, in its root, or else in the current folder."""
     return root / path if root != Path.cwd() and os.path.exists(root / path) else Path(path)
 
 
@@ -129,7 +129,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def seconds_since(started: float) -> float:
-    """Seconds since time.monotonic() was `started`; above 0, also where the clock stands still."""
+    """Seconds since time.monotonic() was `started`; above 0, even if the clock stops."""
     return max(time.monotonic() - started, 1e-9)
 
 
@@ -190,7 +190,7 @@ class Run:
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
-        # [D82] The arguments stand beside what the run makes.   train_policy.py#L422-L436
+        # [D82] The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
             "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
@@ -241,7 +241,7 @@ class Run:
     def start_logging(self, first_step: int, config: dict[str, Any] | None = None) -> None:
         """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
 
-        config: what Weights & Biases gets besides the arguments.
+        config: what Weights & Biases gets in addition to the arguments.
         """
         if not self.is_main:
             return
@@ -637,7 +637,7 @@ def upload_model(folder: Path, entity: str, name: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     repository = f"{entity}/{name}" if entity else name
-    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` beside the weights names base model and task.\n"
+    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` next to the weights names base model and task.\n"
     (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
     try:
         api = HfApi()

@@ -241,7 +241,7 @@ def train_language_model(
     rows = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(tokenizer.encode(story)) for story in stories], batch_first=True, padding_value=-1
     )  # (stories, tokens)
-    # A window begins where a sentence begins, as queries do, and lies within one story.
+    # A window begins where a sentence begins, as queries do, and stays within one story.
     sentence_starts = torch.cat([torch.ones_like(rows[:, :1]), rows[:, :-1] == full_stop], dim=1).bool()
     length = args.lm_sequence_length
     fits = torch.nn.functional.pad(rows[:, length:], (0, min(length, rows.shape[1])), value=-1) >= 0
