@@ -15,6 +15,7 @@ An estimate follows for a GPU. It is arithmetic, not a measurement: the FLOPs of
 attention, of each way.
 """
 
+import itertools
 import json
 import resource
 import statistics
@@ -159,16 +160,15 @@ def main(args: Args) -> None:
     if args.alone:
         print(measure_memory(args))
         return
-    found = []
-    for prompt in args.prompts:
-        for response in args.responses:
-            found.append(measure(args, prompt, response))
-            print(json.dumps(row_of(found[-1]), ensure_ascii=False), flush=True)
-    print(markdown([row_of(one) for one in found]))
-    if args.output:
-        machine = {"cpu": cpu_name(), "threads": torch.get_num_threads()}
-        arguments = {name: value for name, value in asdict(args).items() if name not in ("output", "alone")}
-        write_json(args.output, {"commit": commit(), "machine": machine, "arguments": arguments, "measured": found})
+    machine = {"cpu": cpu_name(), "threads": torch.get_num_threads()}
+    arguments = {name: value for name, value in asdict(args).items() if name not in ("output", "alone")}
+    report: dict[str, Any] = {"commit": commit(), "machine": machine, "arguments": arguments, "measured": []}
+    for prompt, response in itertools.product(args.prompts, args.responses):
+        report["measured"].append(measure(args, prompt, response))
+        print(json.dumps(row_of(report["measured"][-1]), ensure_ascii=False), flush=True)
+        if args.output:
+            write_json(args.output, report)
+    print(markdown([row_of(one) for one in report["measured"]]))
 
 
 if __name__ == "__main__":
