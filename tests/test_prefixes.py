@@ -1,6 +1,8 @@
 """Rows that share what they begin with (--ppo.share_prefixes): the same numbers, and less to read."""
 
+import dataclasses
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from test_passes import Read, numbers
 from test_rlvr_update import ARCHITECTURES, CONTEXT, PAD, RESPONSE, same_parameters, updated
 from torch.testing import assert_close
 
+from benchmark.cost import prefixes
 from ppo_rlhf.lib import errors, lm, models, packing, passes
 from ppo_rlhf.rlvr_math import ESTIMATORS
 from ppo_rlhf.rlvr_policy import RewardsArgs
@@ -30,9 +33,9 @@ def grouped() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.arange(RESPONSE) < torch.tensor(LENGTHS).unsqueeze(1)
 
 
-def unshared(tokens: torch.Tensor) -> int:
+def unshared_of(tokens: torch.Tensor, pad_id: int) -> int:
     """How many different beginnings the rows have, counted one by one."""
-    rows = [[token for token in row if token != PAD] for row in tokens.tolist()]
+    rows = [[token for token in row if token != pad_id] for row in tokens.tolist()]
     return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
 
 
@@ -134,7 +137,7 @@ def test_it_reads_the_same(tiny_models, monkeypatch, architecture, cost, width):
     (found * weights).sum().backward()
     # The last column of five rows is padding, and is read as the token 0; one more token represents the rest.
     padded = torch.where(tokens[:, -1:] == PAD, 0, tokens[:, -1:])
-    assert counted.tokens == unshared(torch.cat([tokens[:, :-1], padded], 1)) + 1 < 0.7 * real.sum()
+    assert counted.tokens == unshared_of(torch.cat([tokens[:, :-1], padded], 1), PAD) + 1 < 0.7 * real.sum()
     # Norms of Llama and Qwen compute in float32, whatever the weights are.
     tolerance = 1e-12 if architecture in ("gpt2", "gpt_neox") else 1e-4
     assert_close(found, expected.detach(), atol=tolerance, rtol=tolerance)
@@ -277,3 +280,24 @@ def test_a_model_that_shares_otherwise_is_noticed_before_the_run(tiny_models, mo
     assert capsys.readouterr().out == said * wrong
     for network in (model, critic, SimpleNamespace(modules=critic.modules)):
         assert (passes.find_shared(network, tokens, tokens != PAD) is None) == wrong
+
+
+# ---- benchmark/cost/prefixes.py --------------------------------------------------------------------------------
+
+
+def test_the_benchmark_compares_two_ways_of_the_same_pass(monkeypatch, capsys, tmp_path):
+    """Two prompts of 30 tokens, four responses of 5 to 15 tokens to each: 320 tokens, of which 140 are read once."""
+    monkeypatch.setattr(prefixes, "peak_memory", lambda *arguments: {"each": 2, "shared": 1}[arguments[-1]] * 10**9)
+    args = prefixes.Args((30,), (10,), group=4, tokens=320, layers=1, pairs=2, output=tmp_path / "prefixes.json")
+    tokens, responses = prefixes.make_rows(args, 30, 10)
+    assert tokens.shape == (8, 45) and unshared_of(tokens, prefixes.PAD) <= 140
+    assert len({tuple(row) for row in tokens[:, :30].tolist()}) == 2
+    assert sorted((responses != prefixes.PAD).sum(1).tolist()) == [5, 6, 8, 9, 11, 12, 14, 15]
+    layer = 2 * 896 * 896 + 2 * 896 * 128 + 896 + 2 * 128 + 3 * 896 * 4864 + 2 * 896
+    attention = 12 * 896 * sum((30 + n) ** 2 / 2 for n in (5, 6, 8, 9, 11, 12, 14, 15))
+    assert prefixes.gflops(args, tokens, False, 3) == pytest.approx(3 * (6 * 320 * layer + attention) / 1e9)
+    prefixes.main(args)
+    prefixes.main(dataclasses.replace(args, memory=True, output=None))
+    (found,) = json.loads((tmp_path / "prefixes.json").read_text())["measured"]
+    assert found["difference of gradients"] < 1e-5 and [len(times) for times in found["seconds"].values()] == [2, 2]
+    assert found["tokens"] == 320 and "| 30 + 10 | 8 | 2.00 | 1.00 |" in capsys.readouterr().out

@@ -172,6 +172,17 @@ def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_fol
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
 
 
+def test_shared_prefixes_change_nothing_but_rounding(tiny_sums, in_folder, monkeypatch):
+    """V120: critic, reference and policy, sharded over two processes, next to one process that reads each row."""
+    words = [*sums_arguments(tiny_sums), *COMMON.split(), *ONCE, "--ppo.samples_per_prompt", "4"]
+    expected, folder = run_in(in_folder(), monkeypatch, *words), in_folder()
+    results = launch_together(2, "rlvr_policy.py", *words, "--ppo.share_prefixes", folder=folder, **SHARDED)
+    assert all(result.status == 0 for result in results), results[0].stderr
+    assert "each row is read by itself" not in results[0].stdout
+    for one, other in zip(metrics_of(only(folder, "runs/*")), expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
+
+
 def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, monkeypatch):
     """generation_config.json names one more than config.json does. A sharded model reads its weights later."""
     plain = shutil.copytree(tiny_qwen, tmp_path / "plain")

@@ -213,10 +213,10 @@ def rlvr(settings: Settings) -> Result:
         "ppo.nminibatches": settings["minibatches"],
         "ppo.noptepochs": settings["epochs"],
         "ppo.lr": 1e-6,
-        "ppo.share_prefixes": settings["share_prefixes"],
         "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
     }
-    rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, as_argv(flags)))
+    argv = as_argv(flags) + (["--ppo.share_prefixes"] if settings["share_prefixes"] else [])
+    rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv))
     return finish(updates, device, settings, phases=phases, tokens=tokens_of(queries, responses))
 
 

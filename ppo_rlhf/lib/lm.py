@@ -215,6 +215,7 @@ def generate_until(
     """
     width = contexts.shape[1]
     hidden, mask, cache = read_contexts(lm_backbone, left_pad(contexts, pad_id), pad_id, uniforms.shape[1])
+    states = [(layer.keys, layer.values) for layer in cache.layers]
     position_ids = mask.sum(1, keepdim=True)  # of the next token: (rows, 1)
     seen = F.pad(mask, (0, uniforms.shape[1]), value=False)  # by a response token; no response token is there yet
     token_mask = torch.zeros(seen.shape, dtype=lm_backbone.dtype, device=seen.device)
@@ -242,12 +243,15 @@ def generate_until(
             rows, ended, tokens, position_ids, token_mask = (
                 tensor[kept] for tensor in (rows, ended, tokens, position_ids, token_mask)
             )
-            for layer in cache.layers:
-                layer.keys, layer.values = layer.keys[kept], layer.values[kept]
-        token_mask[..., width + column] = 0
+            states = [(keys[kept], values[kept]) for keys, values in states]
+        # [V121] Attention gets the columns that are filled. The room for later tokens would cost as much as they do.
+        filled = width + column + 1
+        token_mask[..., filled - 1] = 0
+        for layer, both in zip(cache.layers, states, strict=True):
+            layer.keys, layer.values = (x[:, :, :filled] for x in both)
         hidden = lm_backbone.base_model(
             input_ids=tokens,
-            attention_mask=token_mask,
+            attention_mask=token_mask[..., :filled],
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 UPDATES, PROMPTS, GROUP = 70, 32, 8  # in an update: so many problems, with so many responses to each
 MINIBATCHES, RESPONSE_LENGTH = 2, 88  # optimiser steps per update; tokens after which a response is cut off
@@ -61,12 +61,9 @@ def generate(policy: PreTrainedModel, prompts: list, n: int, temperature: float,
     mask = tokens != PAD  # (prompts, longest)
     tokens, positions = tokens.masked_fill(~mask, 0), mask.cumsum(1) - mask.long()  # (prompts, longest) each
     # The cache keeps the keys and values of earlier tokens, so that each step only has to read the newest token.
-    cache = StaticCache(policy.config, max_cache_len=tokens.shape[1])
+    cache = DynamicCache(config=policy.config)
     states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (prompts, width)
-    for layer in cache.layers:  # each prompt is read once for its n responses, which need room for their tokens
-        copies = (x.repeat_interleave(n, 0) for x in (layer.keys, layer.values))
-        layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, RESPONSE_LENGTH)) for x in copies)
-        layer.max_cache_len += RESPONSE_LENGTH
+    cache.batch_repeat_interleave(n)  # each prompt is read once for its n responses
     states, mask, positions = (x.repeat_interleave(n, 0) for x in (states, mask, positions[:, -1:]))
     responses, logprobs = torch.full(noise.shape, PAD), torch.zeros(noise.shape)  # (rows, RESPONSE_LENGTH) each
     rows = torch.arange(len(noise))  # those that are still sampled
@@ -80,8 +77,7 @@ def generate(policy: PreTrainedModel, prompts: list, n: int, temperature: float,
         going = (responses[rows] != end).all(1)  # (rows,)
         if column % 4 == 3 and 2 * going.sum() <= len(rows):  # now and then, responses that have ended leave
             rows, tokens, mask, positions = rows[going], tokens[going], mask[going], positions[going]
-            for layer in cache.layers:
-                layer.keys, layer.values = layer.keys[going], layer.values[going]
+            cache.batch_select_indices(going)
         if not len(rows):
             break
         states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (rows, width)
