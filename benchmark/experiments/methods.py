@@ -8,15 +8,16 @@
 All three start from one fine-tuned model, which is also the reference, and see the same COMPARISONS comparisons. A
 seed is that of a reward model, of its best-of-n, of DPO and of PPO:
 
-    best-of-n   the reward model chooses among n samples of the fine-tuned model; nothing is trained
+    best-of-n   the score chooses among n samples of the fine-tuned model; nothing is trained
     DPO         dpo.py on the comparisons, for every beta in BETAS
     PPO         tldr_policy.py with the reward model, for every coefficient of the KL penalty in KL_COEFS
 
 Each policy is measured on the way to its end. It summarises POSTS held-out posts once, at the temperature of PPO. KL
 is log p(policy) - log p(reference) of what it wrote, summed over a summary, which estimates the KL divergence, in
-nats. The gold score, the reward model's score and the length are those of the same summaries.
+nats. Gold score, score and length are those of the same summaries. The score is the one that PPO sees: the reward
+model's, or -1 if the summary does not end. Best-of-n is also shown without that penalty.
 
-Best-of-n is computed from SAMPLES samples of each post, sorted by the reward model's score. If n of the SAMPLES are
+Best-of-n is computed from SAMPLES samples of each post, sorted by the score. If n of the SAMPLES are
 drawn without replacement, sample number i of the order, from 1, is the best of them with probability
 C(i - 1, n - 1) / C(SAMPLES, n). The mean of the gold scores with these weights has no bias. The KL divergence is at
 most log n - (n - 1) / n, and equal to it if no two samples are the same (Beirami et al. 2024, arXiv 2401.01879).
@@ -52,12 +53,14 @@ COMPARISONS = 2_048
 POSTS = 256
 SAMPLES = 64
 NUMBERS = (1, 2, 4, 8, 16, 32, 64)  # of n
-BETAS = (0.03, 0.1, 0.3)
+BETAS = (0.3, 1.0)
+STAGES = (1 / 8, 1 / 4, 1 / 2, 1)  # of DPO's training, at which it is measured
 KL_COEFS = (0.05,)
 DISTANCES = (0.5, 1.0, 1.5, 2.0, 3.0)  # KL in nats at which the methods are compared
 METHODS = ("best-of-n", "dpo", "ppo")
 TASK = posts.TASKS["posts"]
-MEASURED = ("kl", "gold", "proxy", "length", "ended")
+MEASURED = ("kl", "gold", "score", "length", "ended")
+PENALTIES = (1.0, 0.0)  # of best-of-n, for a summary that does not end; 0: it keeps its score
 
 
 # ---- What is measured ------------------------------------------------------------------------------------------
@@ -70,7 +73,7 @@ class Judge:
     held_out: posts.Posts
     ids: posts.TaskIds
     reference: PreTrainedModel
-    proxy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (queries, responses) -> (rows,)
+    reward_model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (queries, responses) -> (rows,)
     gold: Callable[..., torch.Tensor]  # the same
 
     @classmethod
@@ -84,7 +87,7 @@ class Judge:
             held_out=posts.read_posts(task, tokenizer, "validation", POSTS),
             ids=ids,
             reference=models.load_pretrained(sft, torch.float32).requires_grad_(False),
-            proxy=networks.response_scorer(reward_model, ids.pad),
+            reward_model=networks.response_scorer(reward_model, ids.pad),
             gold=posts.text_scorer("ppo_rlhf.worlds.posts:gold_scores", "rewards.monitor", tokenizer, ids),
         )
 
@@ -94,6 +97,12 @@ class Judge:
         contexts = posts.trim_padding(queries, pad_id=self.ids.pad)
         given = (contexts, uniforms, self.ids.pad, self.ids.vocab_size, TASK.temperature, {self.ids.stop})
         return lm.generate_until(policy, *given)[0]
+
+    def score(self, queries: torch.Tensor, responses: torch.Tensor, penalty: float = PENALTIES[0]) -> torch.Tensor:
+        """The reward model's score, or minus the penalty if a summary does not end: (rows,)."""
+        ended = lm.has_stop(responses, self.ids.stop, 0)
+        form = "replace" if penalty else "none"
+        return tldr_policy.punish_missing_eos(self.reward_model(queries, responses), ended, form, penalty)
 
     @torch.no_grad()
     def measure(self, policy: PreTrainedModel) -> dict[str, float]:
@@ -106,21 +115,21 @@ class Judge:
         numbers = {
             "kl": (logprobs - ref_logprobs).masked_fill(~mask, 0).sum(1),
             "gold": self.gold(queries, responses),
-            "proxy": self.proxy(queries, responses),
+            "score": self.score(queries, responses),
             "length": mask.sum(1),
             "ended": lm.has_stop(responses, self.ids.stop, 0),
         }
         return {name: values.double().mean().item() for name, values in numbers.items()}
 
 
-def best_of_n(proxy: np.ndarray, numbers: np.ndarray, n: int) -> np.ndarray:
-    """The number of the sample with the highest proxy among n, drawn without replacement: expectations (posts,).
+def best_of_n(scores: np.ndarray, numbers: np.ndarray, n: int) -> np.ndarray:
+    """The number of the sample with the highest score among n, drawn without replacement: expectations (posts,).
 
-    proxy, numbers: (posts, samples). Samples with equal proxies keep their order.
+    scores, numbers: (posts, samples). Samples with equal scores keep their order.
     """
-    samples = proxy.shape[1]
+    samples = scores.shape[1]
     weights = np.array([math.comb(i, n - 1) / math.comb(samples, n) for i in range(samples)])
-    order = np.argsort(proxy, axis=1, kind="stable")
+    order = np.argsort(scores, axis=1, kind="stable")
     return np.take_along_axis(numbers, order, axis=1) @ weights
 
 
@@ -147,31 +156,32 @@ def run_samples(sft: str) -> None:
 
 
 def run_best_of_n(sft: str, reward: str, samples: str) -> None:
-    """points.json of best-of-n with a reward model."""
+    """points.json of best-of-n with a reward model, for both PENALTIES."""
     judge, responses = Judge.load(sft, reward), torch.load(samples, weights_only=True)
-    numbers: dict[str, list] = {name: [] for name in ("proxy", "gold", "length", "ended")}
+    numbers: dict[str, list] = {name: [] for name in ("raw", "gold", "length", "ended")}
     for queries, own in zip(judge.held_out.queries, responses, strict=True):
         queries = queries.expand(SAMPLES, -1)
-        numbers["proxy"].append(judge.proxy(queries, own).numpy())
+        numbers["raw"].append(judge.reward_model(queries, own).numpy())
         numbers["gold"].append(judge.gold(queries, own).numpy())
         numbers["length"].append((own != judge.ids.pad).sum(1).numpy())
         numbers["ended"].append(lm.has_stop(own, judge.ids.stop, 0).numpy())
     tables = {name: np.stack(rows).astype(np.float64) for name, rows in numbers.items()}  # (posts, samples) each
-    points = [
-        {"at": n, "kl": best_of_n_kl(n)}
-        | {name: float(best_of_n(tables["proxy"], table, n).mean()) for name, table in tables.items()}
-        for n in NUMBERS
-    ]
+    points, raw = [], tables.pop("raw")
+    for penalty in PENALTIES:
+        tables["score"] = np.where(tables["ended"] == 1, raw, -penalty) if penalty else raw
+        for n in NUMBERS:
+            means = {name: float(best_of_n(tables["score"], table, n).mean()) for name, table in tables.items()}
+            points.append({"setting": penalty, "at": n, "kl": best_of_n_kl(n)} | means)
     different = float(np.mean([len({tuple(row) for row in own.tolist()}) for own in responses]))
     keep_points(points, different=different)
 
 
 def run_dpo(sft: str, reward: str, beta: float, argv: list[str]) -> None:
-    """points.json of DPO: every quarter of its training."""
+    """points.json of DPO, at STAGES of its training."""
     judge, points = Judge.load(sft, reward), []
 
     def watch(step: int, steps: int, policy: PreTrainedModel) -> None:
-        if step and step * 4 % steps == 0:
+        if step in [round(stage * steps) for stage in STAGES]:
             points.append({"at": step} | judge.measure(policy))
 
     words = ["--base_model", sft, "--beta", str(beta), "--num_train", str(COMPARISONS), *argv]
@@ -284,7 +294,7 @@ def read_points(args: Args) -> pd.DataFrame:
     """One row for each measurement of each finished run: method, setting, seed, at (n, step or update), MEASURED."""
     rows: list[dict[str, Any]] = []
     for seed in range(1, args.seeds + 1):
-        folders = {("best-of-n", 0.0): "best-of-n"}
+        folders = {("best-of-n", PENALTIES[0]): "best-of-n"}
         folders |= {("dpo", beta): f"dpo-{beta:g}" for beta in BETAS}
         for (method, setting), name in folders.items():
             folder = args.folder / name / f"seed{seed}"
@@ -327,7 +337,9 @@ def report(args: Args) -> int:
 
 
 def name_of(method: str, setting: float) -> str:
-    return {"best-of-n": "best-of-n", "dpo": f"DPO, beta {setting:g}", "ppo": f"PPO, kl_coef {setting:g}"}[method]
+    if method == "best-of-n":
+        return "best-of-n" if setting else "best-of-n, no penalty"
+    return f"DPO, beta {setting:g}" if method == "dpo" else f"PPO, kl_coef {setting:g}"
 
 
 def cell(values: pd.Series, form: str = ".2f") -> str:
@@ -343,9 +355,9 @@ def table_of(points: pd.DataFrame) -> list[dict[str, str]]:
         shown = NUMBERS if method == "best-of-n" else [own["at"].max()]
         for at in shown:
             here = own[own["at"] == at]
-            name = f"best of {at}" if method == "best-of-n" else name_of(method, setting)
+            name = name_of(method, setting).replace("best-of-n", f"best of {at}")
             cells = {"policy": name, "seeds": str(len(here)), "KL (nats)": cell(here["kl"])}
-            cells |= {"gold score": cell(here["gold"]), "reward model's score": cell(here["proxy"])}
+            cells |= {"gold score": cell(here["gold"]), "score": cell(here["score"])}
             rows.append(cells | {"tokens": cell(here["length"]), "end (%)": cell(100 * here["ended"], ".1f")})
     return rows
 
@@ -361,7 +373,9 @@ def gold_at(points: pd.DataFrame, kl: float) -> float:
 
 def with_start(points: pd.DataFrame) -> pd.DataFrame:
     """The same with a row of the fine-tuned model, best of 1, at the beginning of each run that has none."""
-    start = points[(points["method"] == "best-of-n") & (points["at"] == 1)].set_index("seed")
+    start = points[(points["method"] == "best-of-n") & (points["setting"] > 0) & (points["at"] == 1)].set_index(
+        "seed"
+    )
     begun = [points]
     for (method, setting, seed), own in points.groupby(["method", "setting", "seed"]):
         if seed in start.index and not (own["kl"] == 0).any():
@@ -382,17 +396,21 @@ def comparison_of(points: pd.DataFrame) -> list[dict[str, str]]:
     return rows
 
 
-COLORS = {"best-of-n": ["#0072b2"], "dpo": ["#f0b27a", "#e67e22", "#a04000"], "ppo": ["#009e73", "#145a32"]}
+COLORS = {
+    "best-of-n": ["#0072b2", "#85c1e9"],
+    "dpo": ["#f0b27a", "#e67e22", "#a04000"],
+    "ppo": ["#009e73", "#145a32"],
+}
 
 
 def picture_of(points: pd.DataFrame) -> Figure:
-    """Gold score and the reward model's score over KL: seeds thin, their mean at each measurement thick."""
+    """Gold score and score over KL: seeds thin, their mean at each measurement thick."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
     points, seen = with_start(points), dict.fromkeys(METHODS, 0)
     for (method, setting), own in points.groupby(["method", "setting"], sort=False):
         color, seen[method] = COLORS[method][seen[method] % len(COLORS[method])], seen[method] + 1
-        for axes, column in zip(panels, ("gold", "proxy"), strict=True):
+        for axes, column in zip(panels, ("gold", "score"), strict=True):
             for _, curve in own.groupby("seed"):
                 axes.plot(
                     curve.sort_values("at")["kl"], curve.sort_values("at")[column], color=color, lw=0.6, alpha=0.5
@@ -401,7 +419,7 @@ def picture_of(points: pd.DataFrame) -> Figure:
             axes.plot(
                 mean["kl"], mean[column], color=color, lw=2.2, marker="o", ms=3.5, label=name_of(method, setting)
             )
-    titles = ("gold score: the truth", "reward model's score: what best-of-n and PPO see")
+    titles = ("gold score: the truth", "score: what best-of-n and PPO see")
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("KL from the fine-tuned model (nats per summary)", fontsize=9)
