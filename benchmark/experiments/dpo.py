@@ -40,8 +40,8 @@ class Args(cli.RunArgs):
     """passes over the comparisons"""
     batch_size: int = 8
     """comparisons per optimiser step"""
-    lr: float = 1e-4
-    """learning rate of the first step of AdamW; it falls linearly to 0"""
+    lr: float = 3e-5
+    """learning rate of the first step of AdamW; it falls linearly to 0. Higher ones overshoot in the first steps"""
     task: posts.TaskArgs = field(default_factory=lambda: posts.TASKS["posts"])
     """queries and responses"""
 

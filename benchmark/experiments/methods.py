@@ -220,6 +220,8 @@ class Args:
     """which methods"""
     seeds: int = 5
     """how many seeds of each"""
+    betas: tuple[float, ...] = BETAS
+    """of DPO"""
     workers: int = 1
     """how many runs at once"""
     folder: Path = ROOT / "benchmark" / "runs" / "methods"
@@ -228,7 +230,7 @@ class Args:
     """folder that gets points.csv and methods.md"""
     picture: Path = ROOT / "static" / "methods.png"
     """the figure"""
-    policy: str = "--ppo.total_episodes 1536 --eval_interval 4 --eval_posts 64 --trace_interval 0 --log_interval 0"
+    policy: str = "--ppo.total_episodes 1024 --eval_interval 2 --eval_posts 64 --trace_interval 0 --log_interval 0"
     """what all runs of PPO have in common: arguments of tldr_policy.py"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
@@ -275,7 +277,7 @@ def run(args: Args) -> int:
             samples = shlex.quote(str(args.folder.resolve() / "samples" / "seed1" / "samples.pt"))
             jobs += jobs_of(args, "best-of-n", f"{script} best-of-n {given} {samples}", seed)
         if "dpo" in args.only:
-            for beta in BETAS:
+            for beta in args.betas:
                 jobs += jobs_of(args, f"dpo-{beta:g}", f"{script} dpo {given} {beta:g}", seed)
         if "ppo" in args.only:
             for coef in KL_COEFS:
