@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from processes import launch
 from runs import (
@@ -335,6 +336,115 @@ def test_run_goes_on_where_it_stopped(tiny_world, tmp_path):
 def test_bad_input(words, message, tmp_path):
     result = launch(ABLATIONS, *words, folder=tmp_path)
     assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1, result
+
+
+# ------------------------------------------------------------------------------------------------ the committed pages
+
+RESULTS = ablations.ROOT / "benchmark/results/ablations"
+ATLAS = (ablations.ROOT / "docs/atlas.md").read_text()
+
+
+def measured(kind: str) -> dict[str, pd.DataFrame]:
+    """Of each ablation that the CSV of a world has: its effects, seed by seed; of the baseline, itself."""
+    world, path = ablations.WORLDS[kind], RESULTS / f"{ablations.WORLDS[kind].file}.csv"
+    if not path.exists():
+        return {}
+    runs = pd.read_csv(path).set_index(["ablation", "seed"])[list(world.effects)]
+    found = {"baseline": runs.loc["baseline"]}
+    for name in set(runs.index.get_level_values(0)) - {"baseline"}:
+        found[name] = (runs.loc[name] - runs.loc[world.ablations[name].against]).dropna(how="all")
+    return found
+
+
+def check_cell(cell: str, values: pd.Series, *, bold: bool = True) -> None:
+    """A cell has mean and 95 % interval of these values, to the digits shown."""
+    test = scipy.stats.ttest_1samp(values, 0) if len(values) > 1 else None
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", cell)]
+    assert numbers[0] == pytest.approx(values.mean(), abs=0.0051)
+    if test:
+        interval = test.confidence_interval(0.95)
+        assert numbers[1] == pytest.approx((interval.high - interval.low) / 2, abs=0.0051)
+        assert cell.startswith("**") == (bold and interval.low * interval.high > 0)
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split(" |")]
+
+
+@pytest.mark.parametrize("kind", ablations.WORLDS)
+def test_tables_of_results(kind):
+    world, effects = ablations.WORLDS[kind], measured(kind)
+    shown = set()
+    for path in (RESULTS / f"{world.file}.md", RESULTS / f"{world.file}-settings.md"):
+        if path.exists():
+            header, _, *rows = [line for line in path.read_text().splitlines() if line.startswith("|")]
+            names = cells_of(header)
+            for row in map(cells_of, rows):
+                name = row[names.index("ablation")].strip("`")
+                shown.add(name)
+                assert row[names.index("seeds")].split(",")[0] == str(len(effects[name]))
+                for effect in world.effects:
+                    check_cell(row[names.index(effect)], effects[name][effect], bold=name != "baseline")
+    assert shown == set(effects)
+
+
+def test_atlas_is_what_was_measured():
+    """Every ablation has a row: its effects, or that it has not been run. Holm's correction is over all worlds."""
+    p_values: dict[tuple[str, str], float] = {}
+    for kind, world in ablations.WORLDS.items():
+        for name, effects in measured(kind).items():
+            if name != "baseline" and len(effects) > 1:
+                p_values[kind, name] = scipy.stats.ttest_1samp(effects[world.reward], 0).pvalue
+    ranked, corrected = sorted(p_values, key=p_values.__getitem__), {}
+    for rank, key in enumerate(ranked):
+        corrected[key] = max([(len(ranked) - j) * p_values[ranked[j]] for j in range(rank + 1)])
+    for kind, world in ablations.WORLDS.items():
+        part = ATLAS.partition(ablations.BEGIN.format(kind))[2].partition(ablations.END)[0]
+        header, _, *rows = [line for line in part.splitlines() if line.startswith("|")]
+        names, effects, shown = cells_of(header), measured(kind), []
+        for row in map(cells_of, rows):
+            (name,) = re.findall(rf'id="{kind}-([\w.-]+)"', row[names.index("change")])
+            shown.append(name)
+            assert world.ablations[name].what in row[names.index("change")] and row[names.index("why")].endswith(".")
+            detail = world.ablations[name].detail
+            assert row[names.index("detail")] == f"[{detail}](details/chapter{world.chapter}.md#{detail})"
+            if name not in effects:
+                assert row[names.index(world.reward)] == "not yet run" and row[-1] == "0"
+                continue
+            for effect in set(names) & set(world.effects):
+                check_cell(row[names.index(effect)], effects[name][effect])
+            p = min(1, corrected.get((kind, name), math.nan))
+            cell = row[names.index("p, Holm")]
+            assert cell == "" if math.isnan(p) else cell == "< 0.001" if p < 0.001 else abs(float(cell) - p) < 6e-4
+        assert shown == [name for name in world.ablations if name != "baseline"]
+    left = sorted((key for key in corrected if corrected[key] < 0.05), key=corrected.__getitem__)
+    count = sum(len(world.ablations) - 1 for world in ablations.WORLDS.values())
+    run = sum(len(measured(kind)) - 1 for kind in ablations.WORLDS if measured(kind))
+    text = " ".join(ATLAS.split())
+    assert f"{run} of {count} changes have been run, {len(p_values)} of them with two seeds or more" in text
+    assert f"correction for {len(p_values)} comparisons, {len(left)} effects on the reward are left" in text
+    part = ATLAS.partition(ablations.BEGIN.format("count"))[2].partition(ablations.END)[0]
+    assert sorted(re.findall(r"`([\w.-]+)`", part)) == sorted(name for _, name in left)
+
+
+def test_prose_of_the_atlas_has_numbers_of_its_tables():
+    """Every number with an interval in the prose is, but for its sign, in a table here or in docs/results.md."""
+    prose, sources = ATLAS, (ablations.ROOT / "docs/results.md").read_text()
+    for name in PARTS:
+        before, _, rest = prose.partition(ablations.BEGIN.format(name))
+        sources += rest.partition(ablations.END)[0]
+        prose = before + rest.partition(ablations.END)[2]
+    figures = re.findall(r"\d+\.\d+ ± \d+\.\d+", " ".join(prose.split()))
+    assert len(figures) > 4
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", sources), figure
+
+
+def test_the_ten_are_those_of_the_register():
+    part = ATLAS.partition("## The ten that matter")[2].partition("\n## ")[0]
+    register = (ablations.ROOT / "docs/details/README.md").read_text().partition("## The ten that decide")[2]
+    ten = re.findall(r"^\d+\. \[(\w+)\]", register.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(re.findall(r"\(\[(\w+)\]\(details/", part)) == sorted(ten)
 
 
 # ------------------------------------------------------------------------------------------------ over-optimisation

@@ -3,11 +3,13 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from golden_models import close, load_arrays, under
 from processes import launch
@@ -130,3 +132,73 @@ def test_gold_at_a_distance_by_hand():
     curve = pd.DataFrame({"kl": [0.0, 2.0, 1.0], "gold": [1.0, 3.0, 1.5]})
     assert methods.gold_at(curve, 0.5) == 1.25 and methods.gold_at(curve, 1.5) == 2.25
     assert math.isnan(methods.gold_at(curve, 2.5))
+
+
+# ---- The committed pages ---------------------------------------------------------------------------------------
+
+RESULTS = ROOT / "benchmark/results/methods"
+SECTION = (ROOT / "docs/results.md").read_text().partition("## Best-of-n, DPO and PPO")[2].partition("\n## ")[0]
+
+
+def rows_under(text: str, header: str) -> dict[str, list[str]]:
+    """The cells of a table by the first of each row. header: how its first line begins."""
+    lines = text[text.index(header) :].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[: lines.index("")]]
+    return {first: cells for first, *cells in rows}
+
+
+def check_cell(cell: str, values: list[float], places: int) -> None:
+    """Mean and 95 % interval over seeds."""
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", cell)]
+    assert numbers[0] == pytest.approx(np.mean(values), abs=0.51 * 10**-places), cell
+    if len(values) > 1:
+        interval = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        assert numbers[1] == pytest.approx((interval.high - interval.low) / 2, abs=0.0051), cell
+
+
+def gold_by_hand(curve: pd.DataFrame, kl: float) -> float:
+    """The line between the two neighbouring points, in the order of their KL."""
+    below, above = curve[curve["kl"] <= kl], curve[curve["kl"] > kl]
+    if above.empty:
+        return math.nan
+    (x0, y0), (x1, y1) = (
+        own[["kl", "gold"]].to_numpy()[i] for own, i in ((below.sort_values("kl"), -1), (above.sort_values("kl"), 0))
+    )
+    return y0 + (y1 - y0) * (kl - x0) / (x1 - x0)
+
+
+def test_tables_of_the_methods():
+    points, page = pd.read_csv(RESULTS / "points.csv"), (RESULTS / "methods.md").read_text()
+    kinds = list(points.groupby(["method", "setting"], sort=False))
+    compared, ends = rows_under(page, "| policy | seeds | KL 0.5"), rows_under(page, "| policy | seeds | KL (nats)")
+    assert set(compared) == {methods.name_of(*kind) for kind, _ in kinds}
+    start = points.query("method == 'best-of-n' and setting == 1 and at == 1").set_index("seed")
+    for (method, setting), own in kinds:
+        seeds, cells = sorted(set(own["seed"])), compared[methods.name_of(method, setting)]
+        assert cells[0] == str(len(seeds))
+        for cell, kl in zip(cells[1:], methods.DISTANCES, strict=True):
+            curves = [own[own["seed"] == seed] for seed in seeds]
+            begun = [c if (c["kl"] == 0).any() else pd.concat([start.loc[[s]], c]) for c, s in zip(curves, seeds)]
+            golds = [gold_by_hand(curve, kl) for curve in begun]
+            assert cell == "" if np.isnan(golds).any() else not check_cell(cell, golds, 2)
+        for at in methods.NUMBERS if method == "best-of-n" else [own["at"].max()]:
+            here = own[own["at"] == at]
+            name = methods.name_of(method, setting).replace("best-of-n", f"best of {at}")
+            columns = [("kl", 1, 2), ("gold", 1, 2), ("score", 1, 2), ("length", 1, 2), ("ended", 100, 1)]
+            for cell, (column, scale, places) in zip(ends[name][1:], columns, strict=True):
+                check_cell(cell, list(scale * here[column]), places)
+
+
+def test_kl_of_best_of_n_in_the_table():
+    points = pd.read_csv(RESULTS / "points.csv").query("method == 'best-of-n'")
+    assert points["kl"].to_numpy() == pytest.approx([math.log(n) - 1 + 1 / n for n in points["at"]], rel=1e-4)
+
+
+def test_the_section_has_the_numbers_of_the_table():
+    """Every mean with an interval stands in methods.md, and the table of the section is the first one there."""
+    page = (RESULTS / "methods.md").read_text()
+    assert page.split("\n\n")[0] in SECTION
+    figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+", " ".join(SECTION.split()))
+    assert figures and all(figure in page for figure in figures)
+    commits = set(pd.read_csv(RESULTS / "points.csv")["commit"].astype(str))
+    assert all(commit in page for commit in commits)
