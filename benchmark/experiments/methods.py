@@ -230,7 +230,7 @@ class Args:
     """folder that gets points.csv and methods.md"""
     picture: Path = ROOT / "static" / "methods.png"
     """the figure"""
-    policy: str = "--ppo.total_episodes 1024 --eval_interval 2 --eval_posts 64 --trace_interval 0 --log_interval 0"
+    policy: str = "--ppo.total_episodes 1024 --eval_interval 4 --eval_posts 64 --trace_interval 0 --log_interval 0"
     """what all runs of PPO have in common: arguments of tldr_policy.py"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
@@ -318,11 +318,11 @@ def read_ppo(folder: Path, coef: float, seed: int) -> list[dict[str, Any]]:
     meta, table = read_meta(folder), read_numbers(folder / "metrics.csv")
     if not meta["finished"]:
         return []
-    interval_of_updates = meta["args"]["eval_interval"]
+    between = meta["args"]["eval_interval"]
     points = {
         int(row["step"]): {name: row[f"eval/measured/{name}"] for name in MEASURED}
         for _, row in table.iterrows()
-        if row["step"] % interval_of_updates == 0
+        if row["step"] % between == 0
     }
     points[len(table)] = {name: meta["results"][f"validation/measured/{name}"] for name in MEASURED}
     whose = {"method": "ppo", "setting": coef, "seed": seed, "commit": meta["commit"][:7]}
