@@ -194,6 +194,9 @@ def strays(page: str) -> set[str]:
     printed = "\n".join(one_update.blocks(RECORDED))
     known = set(re.findall(r"\d+\.\d+", printed)) | {str(value) for value in RECORDED["settings"].values()}
     known |= set(re.findall(r"\d+\.\d+", one_update.COMMAND))
+    known.add(str(train_policy.PRESETS["tales"].task.temperature))
+    # If the ratio of Dorothea, whose whitened advantage is -1.423, were 1.3: both numbers of the loss.
+    known |= {"1.2", "1.3", f"{1.423 * 1.2:.3f}", f"{1.423 * 1.3:.3f}"}
     head, _, update = page.partition("## What to choose\n")
     page = (
         head + update.partition("\n## ")[2]
