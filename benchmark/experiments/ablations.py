@@ -54,7 +54,7 @@ class Ablation:
     reward: tuple[str, ...] = ()
     """arguments of train_reward.py; the ablation gets a reward model of its own"""
     lines: dict[str, str] = field(default_factory=dict)
-    """what to replace in the scripts, wherever it stands"""
+    """what to replace in the scripts, wherever it is"""
     own_reward_model: bool = False
     """whether the lines matter for the reward model too"""
 

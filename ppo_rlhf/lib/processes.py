@@ -40,6 +40,11 @@ def keep_freed_memory() -> None:
         library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
 
 
+def default_device() -> torch.device:
+    """Where models run: on a GPU if PyTorch finds one, otherwise on the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def make_accelerator(*, sharding: bool = True) -> Accelerator:
     """The processes that the launcher started, on GPUs or, where there is none, on the CPU.
 
@@ -59,7 +64,7 @@ def make_accelerator(*, sharding: bool = True) -> Accelerator:
         )
     patience = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
     try:
-        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
+        accelerator = Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[patience])
     except ValueError as error:
         raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
     if accelerator.num_processes != started:
@@ -109,8 +114,8 @@ def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
 
 
 def anew_with_lower(argument: str) -> str:
-    """What to do about a training that diverged: the remedy of check_finite."""
-    return f"if it happens again after --resume, begin anew with a lower {flag(argument)}"
+    """Advice for a training that diverged: the remedy of check_finite."""
+    return f"if it happens again after --resume, start again with a lower {flag(argument)}"
 
 
 FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
@@ -168,7 +173,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     must not learn.
     """
     if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
-        raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+        raise InputError("only version 2 of FSDP, without offloading, is supported: benchmark/accelerate/fsdp2.yaml")
     # FSDP2 warns of in-place operations on what a module returns. No network here makes any.
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
@@ -227,7 +232,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves, tied weights once; if it is sharded, on the first process. All of them must call this."""
+    """The tensors to save, tied weights once; if sharded, on the first process. All processes must call this."""
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     return {name: gather_for_saving(tensor) for name, tensor in model.state_dict().items() if name in names}
 

@@ -39,7 +39,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, lm, problems, rewards, texts, tools
+from ppo_rlhf.lib import cli, errors, lm, problems, processes, rewards, texts, tools
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building, tales
 
@@ -107,7 +107,7 @@ class ToolsArgs(SumsArgs):
 THINGS = "apples lanterns kettles ropes baskets ladders blankets hammers mirrors barrels candles boats bells"
 Step = tuple[str, int]  # + - or *, and by how much
 
-# What happens: {she} has the things, {other} is somebody else
+# The events: {she} has the things, {other} is somebody else
 EVENTS = {
     "+": ("{other} gives {her} {number}.", "{she} finds {number}.", "{she} buys {number}."),
     "-": ("{she} gives {other} {number}.", "{she} loses {number}.", "{she} sells {number}."),
@@ -169,13 +169,13 @@ def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[st
 
 # ---- Pupils ----------------------------------------------------------------------------------------------------
 
-# What may go wrong in a step: its result, its number, its operation, or that it is there at all
+# The errors in a step: its result, its number, its operation, or that it is there at all
 ERRORS = ("slips", "misreads", "confuses", "forgets")
 HURRIED = 2  # the most steps of a pupil in a hurry
 
 
 def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
-    """What a pupil who errs writes for a step, and how many there are after it then."""
+    """The text that an erring pupil writes for a step, and the number of things after it."""
     operation, by = step
     while True:
         written, slip = step, 0
@@ -264,12 +264,12 @@ def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def train_language_model(
-    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, args: SumsArgs, device: str
+    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, args: SumsArgs, device: torch.device
 ) -> tuple[LlamaForCausalLM, float]:
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
-    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. What a calculator says
-    is read, but not learned; its tokens are those that rlvr_tools.py inserts.
+    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. A calculator's answer is
+    read, but not learned; its tokens are those that rlvr_tools.py inserts.
 
     To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
     initial weights. So it begins with the shortest fifth of the pairs.
@@ -357,14 +357,14 @@ def write_rows(path: Path, found: list[Problem]) -> None:
 
 def build_world(folder: Path, args: SumsArgs) -> None:
     """Write problems, tokenizer and language model to a new folder; it appears when all is there."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = processes.default_device()
     with building.new_world(folder, "sums") as place:
         print(f"sums: writing {args.train_problems + args.test_problems:,} problems", flush=True)
         rng, taken = random.Random(args.seed), set()
         for split in ("test", "train"):
             found = write_problems(rng, getattr(args, f"{split}_problems"), args, taken)
             write_rows(place / f"problems_{split}.jsonl", found)
-        # What the language model learns from are other problems again.
+        # The language model learns from yet other problems.
         others = write_problems(rng, args.lm_solutions, args, taken)
         suffix = problems.TASKS["sums"].prompt_suffix
         habits = args.error_rate, args.wordy, args.hasty
