@@ -34,7 +34,7 @@ next to marks are the original's. See docs/details.
 
     pip install -e '.[async]'
     python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
-    python ppo_rlhf/rlvr_async.py --resume runs/<run>           # go on after an interruption
+    python ppo_rlhf/rlvr_async.py --resume runs/<run>           # resume after an interruption
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def train(args: Args) -> Path:
 
 
 class Batches:
-    """What was asked for and not yet taken. The main process asks, and shares the answers with the others."""
+    """The batches that were requested and not yet taken. The main process requests them for all processes."""
 
     def __init__(self, setup: rlvr_policy.Setup, policy: nn.Module, ray: Any, progress: rlvr_policy.Progress):
         self.setup, self.policy, self.ray, self.is_main = setup, policy, ray, setup.accelerator.is_main_process
@@ -199,7 +199,7 @@ class Batches:
     def __enter__(self) -> Batches:
         if self.is_main:
             self.workers = Workers(self.setup, self.ray)
-            # What had been sampled ahead when the run was cut off is sampled again, by the same weights.
+            # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
             for name, weights in self.older.items():
                 self.put(int(name.removeprefix("version ")), weights)
         self.older.clear()
@@ -295,7 +295,7 @@ class Batches:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """What a function returns on the main process, or the InputError that it raises, on every process.
+    """The result of a function on the main process, or the InputError that it raises, on every process.
 
     Every process must call this."""
     made, problem = None, ""
@@ -347,7 +347,7 @@ class Workers:
             self.free.put(None)
 
     def ask(self, weights: Any, prompts: Tensor, n: int, noise: Tensor, temperature: float, version: int) -> Future:
-        """A promise of a Sampled. weights: those of the version, published. What is asked for first comes first."""
+        """A promise of a Sampled. weights: those of the version, published. Requests are answered in their order."""
         piece = (prompts.cpu().numpy(), n, noise.cpu().numpy(), temperature, version)
         return self.threads.submit(self.answer, weights, piece)
 
@@ -427,7 +427,7 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     try:
         import ray  # an extra
     except ModuleNotFoundError as error:
-        raise InputError("rollouts apart from the learner need Ray: pip install -e '.[async]'") from error
+        raise InputError("sampling in other processes needs Ray: pip install -e '.[async]'") from error
     if ray.is_initialized():
         return ray
     own = {"address": "local", "num_cpus": args.workers + 1, "include_dashboard": False}
@@ -457,7 +457,7 @@ def greet(host: str, port: int) -> None:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
         # Both sides begin with a frame of settings: three bytes of length, type 4, and five more (RFC 9113, 3.4).
         if connection.makefile("rb").read(9)[3:4] != b"\4":
-            raise OSError("another program than Ray listens there")
+            raise OSError("a program other than Ray listens there")
 
 
 @contextlib.contextmanager
@@ -510,7 +510,7 @@ Reweigh = Callable[[Tensor, rlvr_data.Batch], Tensor]  # (new_logprobs, mb) -> f
 def correct(
     episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: Accelerator
 ) -> tuple[rlvr_data.Rollout, Tensor | None, Reweigh | None, dict[str, float]]:
-    """What update `number` learns from episodes that older weights have sampled.
+    """The batch from which update `number` learns, of episodes that older weights have sampled.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
 
@@ -604,7 +604,7 @@ def check_arguments(args: Args) -> None:
     for problem in without_effect(args):
         raise InputError(problem)
     if args.engine == "vllm" and not args.vllm_python:
-        raise InputError(f"{cli.flag('engine')} vllm wants {cli.flag('vllm_python')}, the interpreter that has vLLM")
+        raise InputError(f"{cli.flag('engine')} vllm needs {cli.flag('vllm_python')}, the interpreter that has vLLM")
     if args.engine == "vllm" and (args.lora.rank or args.dtype == "float64"):
         raise InputError(
             f"{cli.flag('engine')} vllm goes with {cli.flag('lora.rank')} 0, and {cli.flag('dtype')} float32 or "

@@ -1,4 +1,4 @@
-"""What a run of chapter 3 logs: metrics, evaluations, samples, traces, panels of its picture.
+"""The log of a run of chapter 3: metrics, evaluations, samples, traces, panels of its picture.
 
 None of this changes what is learned. `setup` is a Setup of rlvr_policy.py, and
 `progress` its Progress.
@@ -34,7 +34,7 @@ def token_statistics(
     square = (log_ratio.exp() - 1) ** 2
     numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
     numbers |= {"policy/entropy_avg": entropies, "val/ratio": log_ratio.exp(), SQUARED_RATIO_GAP: square}
-    # What an older policy has sampled does not start at a ratio of 1.
+    # Samples of an older policy do not start at a ratio of 1.
     numbers |= {FRESH_RATIO_GAP: square * mb.fresh.unsqueeze(1)}
     return {
         name: rlvr_math.aggregate(x.double(), mb.loss_mask, "token-mean", tokens=tokens)

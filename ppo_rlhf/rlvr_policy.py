@@ -1,10 +1,10 @@
 """PPO, GRPO and their relatives with verifiable rewards: chapter 3.
 
-A language model (the policy) solves problems, and a verifier says of each response whether it is right. Reinforcement
-learning makes right responses more likely, and a penalty on the KL divergence may keep the policy near the model that
+A language model (the policy) solves problems, and a verifier decides whether a response is correct. Reinforcement
+learning makes correct responses likelier, and a penalty on the KL divergence may keep the policy near the model that
 it started from (the reference). The main differences from chapter 2: the score comes from a rule, not from a model;
 a problem may get several responses, a group, whose mean takes the place of the critic; generation stops at a stop id.
-Each update does eight things, and `train()` below reads so:
+Each update does eight things, the steps of `train()` below:
 
     1. draw problems
     2. generate n responses to each
@@ -20,12 +20,12 @@ algorithm after it in its order, and metrics, loading and saving last. rlvr_asyn
 samplers in other processes. small/grpo.py is one setting of this script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 
     python ppo_rlhf/rlvr_policy.py --preset sums                # no network: a world of word problems, in minutes
     python ppo_rlhf/rlvr_policy.py --preset gsm8k-grpo --ppo.advantage rloo
     accelerate launch --num_processes 8 ppo_rlhf/rlvr_policy.py --preset gsm8k --ppo.local_micro_batch_size 8
-    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # go on after an interruption
+    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # resume after an interruption
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Args(cli.RunArgs):
     eval_problems: int = 0
     """how many held-out problems an evaluation has, the first ones; 0: all"""
     eval_samples: int = 0
-    """sampled responses to each of them before the first update and after the last, besides the greedy one"""
+    """sampled responses to each of them before the first update and after the last, in addition to the greedy one"""
     eval_temperature: float = 1.0
     """sampling temperature of the eval_samples"""
     task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
@@ -324,7 +324,7 @@ PRESETS = {name: dataclasses.replace(args, preset=name) for name, args in PRESET
 
 @dataclass(frozen=True)
 class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
     updates: int
     steps_per_update: int  # of the optimisers; a run prints all sizes when it starts
@@ -426,7 +426,7 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
         metrics |= rlvr_metrics.run_metrics(setup, this_run, progress, number, lr, len(generated))
         controller.update(metrics["objective/kl"], sizes.batch)
         this_run.end_of_update(
-            *(number, metrics | progress.evaluation, f"right {metrics['objective/verifiable_correct_rate']:.3f}"),
+            *(number, metrics | progress.evaluation, f"correct {metrics['objective/verifiable_correct_rate']:.3f}"),
             samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
             trace=partial(trace, number, episodes, batch, controller),
             checkpoint=partial(training_state, actor_critic, optimizers, progress),
@@ -436,7 +436,7 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run has from its beginning, and what no update changes."""
+    """The parts of a run that no update changes."""
 
     given: Args  # as they were typed, with names such as `sums` that are not yet paths
     args: Args
@@ -577,7 +577,7 @@ Source = tuple[Callable[..., Tensor], float]  # (prompts, texts, answers, querie
 def score_responses(
     setup: Setup, prompts: list[str], answers: list[str], queries: Tensor, responses: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each source says (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say."""
+    """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say."""
     texts = problems.to_texts(setup.tokenizer, responses, setup.ids)
     functions, weights = zip(*setup.sources.values(), strict=True)
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
@@ -625,7 +625,7 @@ def compute_advantages(
     episodes: Rollout, rewards: Tensor, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic."""
-    # [V32] They are of all tokens of the response. What is left out of the loss is not left out here.
+    # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
     estimate = partial(ESTIMATORS[ppo.advantage], values=episodes.values, baselines=episodes.baselines)
     advantages, returns = estimate(rewards, episodes.mask, episodes.groups, gamma=ppo.gamma, lam=ppo.lam)
     if ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages:
@@ -703,7 +703,7 @@ def update(
 
 
 def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, int]:
-    """What aggregate divides by, of a minibatch. mask: of this process's rows. reduce: sums over all processes."""
+    """The divisors of aggregate for a minibatch. mask: of this process's rows. reduce: sums over all processes."""
     # [V60] [V61] These are counts of the whole minibatch on all processes, so that the weight of a token does not
     #       depend on its micro-batch and process.   dp_actor.py#L575-L578, dp_critic.py#L240-L245
     numbers = torch.stack([mask.sum(), mask.any(1).sum(), mask.new_tensor(len(mask), dtype=torch.long)])
@@ -763,7 +763,7 @@ def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: Rewar
     if name == "full" or not shaping.kl_loss_coef:
         return exact_kl
     kl = kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, name)
-    # [V50] The detached ratio makes the estimate right also when the policy has moved. With k3+ this is the unbiased
+    # [V50] The detached ratio keeps the estimate correct when the policy has moved. With k3+ this is the unbiased
     #       estimate of DeepSeek-V3.2.   core_algos.py#L1841-L1864
     ratio = torch.exp((new_logprobs.detach() - mb.logprobs).masked_fill(~mb.loss_mask, 0).clamp(-20, 20))
     return kl * ratio if name.endswith("+") else kl
@@ -1016,7 +1016,7 @@ def load_networks(
 
 
 def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) -> dict[str, Source]:
-    """What scores, under its name, with its weight; the verifier first."""
+    """The sources of scores, by name, with their weights; the verifier first."""
     shaping, prefix = args.rewards, args.task.response_prefix
 
     def of_texts(name: str, field: str) -> Callable[..., Tensor]:
@@ -1070,7 +1070,7 @@ def set_learning_rates(
 
 @dataclass
 class Progress:
-    """What one update hands to the next, besides the networks; a checkpoint keeps it."""
+    """The state that one update hands to the next, in addition to the networks; a checkpoint keeps it."""
 
     first_update: int  # when this process started or resumed the run
     controller: AdaptiveKLController
@@ -1082,7 +1082,7 @@ class Progress:
 def start_run(
     setup: Setup, actor_critic: ActorCritic, optimizers: dict[str, torch.optim.Optimizer], joint: dict | None = None
 ) -> tuple[run.Run, Progress]:
-    """Make the run's folder, or go on from its newest checkpoint. joint: as of `train`."""
+    """Make the run's folder, or resume from its newest checkpoint. joint: as of `train`."""
     args, accelerator, parts = setup.args, setup.accelerator, {}
 
     def restore(tensors: dict[str, Tensor]) -> None:
@@ -1119,7 +1119,7 @@ def training_state(
     progress: Progress,
     others: Callable[[], dict[str, dict[str, Tensor]]] = dict,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What a checkpoint keeps: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
+    """The content of a checkpoint: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
     pool, trained = progress.pool, networks_of(actor_critic)
     parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
     parts |= ({"surplus": pool.surplus.tensors()} if pool.surplus else {}) | others()

@@ -57,7 +57,7 @@ class Args:
     reward_model: str = ""
     """folder of a reward model; empty: the one that the policy was trained with"""
     query_dataset: str = ""
-    """where queries come from; empty: what the task's data set holds out"""
+    """where queries come from; empty: the texts that the task's data set holds out"""
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
 
@@ -96,13 +96,13 @@ class Continuations:
         return texts.encode_text(self.tokenizer, prompt)[: self.task.query_length]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
-        """What the models read of queries (n, query_length): (n, context_length)."""
+        """The context that the models read for queries (n, query_length): (n, context_length)."""
         return texts.add_affixes(queries, self.ids.prefix, self.ids.suffix)
 
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        """What a model writes (n, response_length) after contexts (n, context_length)."""
+        """The responses (n, response_length) of a model after contexts (n, context_length)."""
         return lm.generate(model, contexts, noise, self.ids.pad, self.ids.pad, temperature)[0]
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ class Continuations:
         return responses, truncated, truncated
 
     def as_texts(self, shown: torch.Tensor) -> list[str]:
-        """What is shown of responses, as texts."""
+        """The part of responses that is shown, as texts."""
         return texts.to_texts(self.tokenizer, shown, self.ids.pad)
 
     def scorer(self, name: str, field: str) -> scorers.Scorer:

@@ -33,7 +33,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     resume: str = ""
-    """folder of one of the three runs to go on with: runs/<run>; the arguments are those of the newest of them"""
+    """folder of one of the three runs to resume: runs/<run>; the arguments are those of the newest of them"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses of all three stages"""
     sft: tldr_sft.Args = field(default_factory=tldr_sft.Args)

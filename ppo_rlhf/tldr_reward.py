@@ -14,7 +14,7 @@ are the original's. [X20] and the like are places where we differ on purpose; se
     python ppo_rlhf/tldr_reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
     python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
     accelerate launch --num_processes 8 ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --track
-    python ppo_rlhf/tldr_reward.py --resume runs/<run>                                 # go on after an interruption
+    python ppo_rlhf/tldr_reward.py --resume runs/<run>                                 # resume after an interruption
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def check_arguments(args: Args) -> None:
 
 @dataclass(frozen=True)
 class PairSizes:
-    """What follows from the arguments, the number of comparisons and the number of processes."""
+    """Sizes that follow from the arguments, the number of comparisons and the number of processes."""
 
     comparisons: int
     steps: int

@@ -14,7 +14,7 @@ and lines next to marks are the original's. Marks like [X20] are places where we
     python ppo_rlhf/tldr_sft.py --preset posts                            # no network, two minutes
     python ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU
     accelerate launch --num_processes 8 ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8 --track
-    python ppo_rlhf/tldr_sft.py --resume runs/<run>                       # go on after an interruption
+    python ppo_rlhf/tldr_sft.py --resume runs/<run>                       # resume after an interruption
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def check_arguments(args: Args) -> None:
 
 @dataclass(frozen=True)
 class SftSizes:
-    """What follows from the arguments, the number of posts and the number of processes."""
+    """Sizes that follow from the arguments, the number of posts and the number of processes."""
 
     posts: int
     steps_per_epoch: int

@@ -36,7 +36,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     resume: str = ""
-    """folder of either of the two runs to go on with: runs/<run>; the arguments are those of the newest of them"""
+    """folder of either of the two runs to resume: runs/<run>; the arguments are those of the newest of them"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)

@@ -1,4 +1,4 @@
-"""Episodes per second of chapters 1 and 3, beside other implementations on the same machine in the same minutes.
+"""Episodes per second of chapters 1 and 3, and of other implementations on the same machine in the same minutes.
 
     python benchmark/cost/speed.py   # ours alone, the small model of tales
     python benchmark/cost/speed.py --peer trl --query_length 64
@@ -112,7 +112,7 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 REMARKS = {
     1: {
-        "trl": "TRL runs in float32; it trains a value network beside the policy, of the same size, which "
+        "trl": "TRL runs in float32; it also trains a value network of the same size as the policy, which "
         "nearly doubles its work; it uses AdamW and whitens no rewards.",
         "details": "lm-human-preference-details is its published script, in float32, with its TensorFlow-style Adam; "
         "it whitens the whole batch at once.",
@@ -138,7 +138,11 @@ class Args:
     response_length: int = 24
     """tokens of a response; in chapter 3 the most that it may have"""
     mean_response: float = 24.0
+<<<<<<< HEAD
     """chapter 3, random weights: tokens of a response in the mean, were there no longest; 0: none ends by itself"""
+=======
+    """chapter 3, random weights: mean tokens of a response, if there were no longest"""
+>>>>>>> w-words
     batch_size: int = 64
     """episodes per update"""
     samples_per_prompt: int = 8
@@ -160,9 +164,13 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     peer: tuple[Literal["trl", "details"], ...] = ()
+<<<<<<< HEAD
     """whom to run beside ours"""
     peer_python: str = ""
     """interpreter of an environment with this TRL; by default one is made from the package index"""
+=======
+    """implementations to compare with ours"""
+>>>>>>> w-words
     details_path: Path | None = None
     """a checkout of lm-human-preference-details"""
     updates: int = 3
@@ -283,7 +291,7 @@ def end_after(model: PreTrainedModel, tokens: float) -> None:
 
 
 def mean_query(args: Args) -> float:
-    """Tokens of a query, in the mean."""
+    """Mean tokens of a query."""
     shortest = args.shortest_query or args.query_length
     return shortest + 0.65 * (args.query_length - shortest)
 
@@ -380,7 +388,7 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
     if status or not result_file.exists():
         end = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
         print(end, file=sys.stderr)
-        raise InputError(f"{who.name} ended with status {status}; the end of its log stands above")
+        raise InputError(f"{who.name} ended with status {status}; the end of its log is above")
     result = json.loads(result_file.read_text())
     seconds = (result["updates"][-1] - result["updates"][WARM_UP - 1]) / args.updates
     return result | {
@@ -430,7 +438,7 @@ def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[
 
 
 def response_tokens(args: Args, run: dict[str, Any]) -> float:
-    """Tokens of a response, in the mean."""
+    """Mean tokens of a response."""
     return run["tokens"]["response"] if args.chapter == 3 else args.response_length
 
 

@@ -327,7 +327,7 @@ def register_whole() -> torch.library.Library:
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What stands for torch.cuda."""
+    """A substitute for torch.cuda."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

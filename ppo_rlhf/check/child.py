@@ -2,7 +2,7 @@
 
     python -m ppo_rlhf.check.child adapter.py [function ...]
 
-A line of JSON goes out for each case, before it is called and after. What the adapter prints goes to stderr.
+A line of JSON goes out for each case, before it is called and after. The adapter's own output goes to stderr.
 """
 
 import importlib.util

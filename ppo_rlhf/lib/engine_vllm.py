@@ -62,7 +62,7 @@ def load(llm: Any, weights: dict[str, Any]) -> None:
 
 
 def pack_output_layer(model: Any) -> None:
-    """Pack its weights for the CPU anew: tied to the embedding, it has none of its own that would be loaded."""
+    """Pack its weights for the CPU again: tied to the embedding, it has none of its own that would be loaded."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)

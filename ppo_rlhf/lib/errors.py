@@ -29,7 +29,7 @@ class NumericalError(ValueError):
 
 
 class Stopped(BaseException):
-    """The run was told to stop by SIGTERM. The message is one line: where, and how to go on."""
+    """The run was told to stop by SIGTERM. The message is one line: where, and how to resume."""
 
 
 TYPED_AS: ContextVar[dict[str, str]] = ContextVar("TYPED_AS")  # of arguments with another name than their own
@@ -103,7 +103,7 @@ def run_script(main: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def handler_of(number: signal.Signals, handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """What a signal does to this process within the block, unless it is ignored; only the main thread can say."""
+    """The effect of a signal on this process within the block, unless it is ignored; only the main thread can say."""
     previous = signal.getsignal(number) or signal.SIG_DFL
     if threading.current_thread() is not threading.main_thread() or previous is signal.SIG_IGN:
         yield

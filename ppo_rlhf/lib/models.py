@@ -70,7 +70,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """What ppo_rlhf.json next to the weights of one of our models says about it."""
+    """The content of ppo_rlhf.json, which is next to the weights of our models."""
     try:
         info = files.read_json(folder / "ppo_rlhf.json")
     except (OSError, ValueError) as error:
@@ -180,7 +180,7 @@ def read_whole(
 
 @contextlib.contextmanager
 def without_pickles() -> Iterator[None]:
-    """Keep the library from loading pickles, which an index of safetensors or config.json may name all the same."""
+    """Keep the library from loading pickles, which an index of safetensors or config.json may name nevertheless."""
 
     def refuse(file: Any, *_: Any, **__: Any) -> None:
         raise OSError(f"its weights are in {Path(file).name}, which is a pickle; only safetensors are read")
@@ -313,8 +313,8 @@ def read_slices(model: PreTrainedModel, device: torch.device) -> None:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files_with_weights(path, revision)]
         found = {key: file for file in opened for key in [*file.keys()]}
         for name, parameter in model.named_parameters():
-            # What reward_head.safetensors has counts more: see save_reward_model. The other files may be those of a
-            # model with a head or without, and GPT-NeoX's have an older name of the output layer.
+            # The tensors in reward_head.safetensors take precedence: see save_reward_model. The other files may be
+            # those of a model with a head or without, and GPT-NeoX's have an older name of the output layer.
             names = (f"lm_backbone.{name}", name, name.removeprefix(prefix), prefix + name)
             names += (name.replace("lm_head.", "embed_out."),)
             key = next((other for other in names if other in found), None)
@@ -540,7 +540,7 @@ class MixedPrecision(nn.Module):
 
     @property
     def sampler(self) -> PreTrainedModel:
-        """What generates, within `sampling`: the language model. If it is sharded, a copy of it in one piece.
+        """The model that generates within `sampling`: the language model or, if that is sharded, a copy in one piece.
 
         The copy is in bfloat16 if matrix products are. Without it, each token would gather all layers.
         """
@@ -563,7 +563,7 @@ def layers(network: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_layers(network: nn.Module) -> None:
-    """Let passes with gradients keep only what enters a layer; the backward pass computes the rest anew.
+    """Let passes with gradients keep only the inputs of a layer; the backward pass computes the rest again.
 
     Here and not by the library, which does so in train mode, and there for rollouts too, whose cache it refuses.
     """
@@ -581,7 +581,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 
 
 def compile_backbone(lm_backbone: PreTrainedModel) -> None:
-    """Compile a language model that is not packed. Each line of packed tokens would be compiled anew."""
+    """Compile a language model that is not packed. Each line of packed tokens would be compiled again."""
     lm_backbone.base_model.compile(dynamic=False)
 
 
@@ -591,7 +591,7 @@ def compile_backbone(lm_backbone: PreTrainedModel) -> None:
 @dataclass(frozen=True)
 class LoraArgs:
     rank: int = 0
-    """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all of its own"""
+    """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all its weights"""
     alpha: float = 16.0
     """the adapters' output is scaled by alpha / rank"""
     target_modules: str = ""

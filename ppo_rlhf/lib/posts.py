@@ -415,7 +415,7 @@ def evaluation_rows(
     /,
     **numbers: torch.Tensor,
 ) -> list[dict[str, Any]]:
-    """What evaluation.jsonl holds, one row for each query: texts without special tokens, and their lengths.
+    """The rows of evaluation.jsonl, one for each query: texts without special tokens, and their lengths.
 
     queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
     """

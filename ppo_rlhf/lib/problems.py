@@ -43,14 +43,14 @@ class TaskArgs:
     answer_column: str = "answer"
     """key of a row's answer"""
     kind_column: str = ""
-    """key of what evaluations tell apart, such as steps; empty: nothing"""
+    """key by whose values evaluations group problems, such as steps; empty: no groups"""
     answer_format: Literal["hashes", "boxed", "whole"] = "hashes"
-    """what of an answer a response must say: the number after ####, the content of its last box (all of it, if it
-    has none), or the whole text"""
+    """the part of an answer that a response must give: the number after ####, the content of its last box (all of it,
+    if it has none), or the whole text"""
     prompt_format: Literal["chat", "plain"] = "chat"
     """whether the tokenizer's chat template is put around a question"""
     system_prompt: str | None = None
-    """first message of a chat, which may be empty; None: whatever the template does then, be it a text of its own"""
+    """first message of a chat, which may be empty; None: left to the chat template, which may have its own"""
     prompt_suffix: str = ' Let\'s think step by step and output the final answer after "####".'
     """text after each question"""
     response_prefix: str = ""

@@ -7,7 +7,7 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
     samples.jsonl         the samples that were printed
     learning_curves.png   a picture of metrics.csv
     traces/<step>         with --trace_interval: a few episodes with all their numbers, for report.py
-    checkpoints/<step>/   everything needed to go on: tensors in safetensors, the rest in JSON
+    checkpoints/<step>/   everything needed to resume: tensors in safetensors, the rest in JSON
 
 A run survives kill -9 at any moment, a full disk and a signal to stop. `--resume runs/<run>` continues from the
 newest checkpoint and gives the same numbers as an uninterrupted run.
@@ -62,7 +62,7 @@ def shown(path: Path) -> Path:
 
 
 def root_of(resume: str, joint: dict[str, Any] | None = None) -> Path:
-    """The folder that holds runs/ and models/ of a run that goes on or, without `resume`, begins.
+    """The folder that holds runs/ and models/ of a run that is resumed or, without `resume`, begins.
 
     joint: of a stage of several.
     """
@@ -167,7 +167,7 @@ class Run:
         inputs: dict[str, list[Path]] | None = None,
     ):
         """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs; inputs: files of
-        the models and the data that the arguments name, which must be the same when the run goes on.
+        the models and the data that the arguments name, which must be the same when the run is resumed.
 
         Nothing is written before start_logging.
         """
@@ -256,7 +256,7 @@ class Run:
             ) from error
         if (lock := lock_folder(self.folder)) is not None:
             self._unlock = weakref.finalize(self, os.close, lock)
-        errors.how_to_go_on = f"--resume {shown(self.folder)} goes on"
+        errors.how_to_go_on = f"resume with --resume {shown(self.folder)}"
         self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
@@ -477,7 +477,7 @@ class Run:
             with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
                 yield advance
         except BaseException:
-            self._unlock()  # whoever keeps the exception keeps this object; the run may go on all the same
+            self._unlock()  # the exception may keep this object alive, but the run may be resumed
             raise
         if self._told_to_stop:  # after the last step
             raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; {errors.how_to_go_on}")

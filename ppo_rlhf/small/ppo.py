@@ -86,7 +86,7 @@ UNPLEASANT = """gloomy cruel rotten bitter wicked nasty hateful dreadful filthy 
 
 
 def gold_score(text: str) -> int:
-    """What the annotator really likes. We only print it: with human annotators, nobody would know it."""
+    """The true quality of a text for the annotator. We only print it: with human annotators, nobody would know it."""
     words = re.findall(r"\w+", text)
     return sum(word in PLEASANT.split() for word in words) - sum(word in UNPLEASANT.split() for word in words)
 

@@ -76,8 +76,8 @@ def is_running(process: int) -> bool:
 
 
 def read_facts(world: Path) -> dict[str, Any]:
-    """What a world says of itself: settings, size and loss of its language model, ceiling of accuracy."""
+    """The description of a world: settings, size and loss of its language model, ceiling of accuracy."""
     try:
         return files.read_json(world / "world.json")
     except (OSError, ValueError) as error:
-        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
+        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built again") from error

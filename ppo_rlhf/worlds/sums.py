@@ -107,7 +107,7 @@ class ToolsArgs(SumsArgs):
 THINGS = "apples lanterns kettles ropes baskets ladders blankets hammers mirrors barrels candles boats bells"
 Step = tuple[str, int]  # + - or *, and by how much
 
-# What happens: {she} has the things, {other} is somebody else
+# The events: {she} has the things, {other} is somebody else
 EVENTS = {
     "+": ("{other} gives {her} {number}.", "{she} finds {number}.", "{she} buys {number}."),
     "-": ("{she} gives {other} {number}.", "{she} loses {number}.", "{she} sells {number}."),
@@ -169,13 +169,13 @@ def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[st
 
 # ---- Pupils ----------------------------------------------------------------------------------------------------
 
-# What may go wrong in a step: its result, its number, its operation, or that it is there at all
+# The errors in a step: its result, its number, its operation, or that it is there at all
 ERRORS = ("slips", "misreads", "confuses", "forgets")
 HURRIED = 2  # the most steps of a pupil in a hurry
 
 
 def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
-    """What a pupil who errs writes for a step, and how many there are after it then."""
+    """The text that an erring pupil writes for a step, and the number of things after it."""
     operation, by = step
     while True:
         written, slip = step, 0
@@ -268,8 +268,8 @@ def train_language_model(
 ) -> tuple[LlamaForCausalLM, float]:
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
-    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. What a calculator says
-    is read, but not learned; its tokens are those that rlvr_tools.py inserts.
+    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. A calculator's answer is
+    read, but not learned; its tokens are those that rlvr_tools.py inserts.
 
     To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
     initial weights. So it begins with the shortest fifth of the pairs.
@@ -364,7 +364,7 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         for split in ("test", "train"):
             found = write_problems(rng, getattr(args, f"{split}_problems"), args, taken)
             write_rows(place / f"problems_{split}.jsonl", found)
-        # What the language model learns from are other problems again.
+        # The language model learns from yet other problems.
         others = write_problems(rng, args.lm_solutions, args, taken)
         suffix = problems.TASKS["sums"].prompt_suffix
         habits = args.error_rate, args.wordy, args.hasty

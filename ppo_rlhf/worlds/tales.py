@@ -247,7 +247,7 @@ def train_language_model(
     fits = torch.nn.functional.pad(rows[:, length:], (0, min(length, rows.shape[1])), value=-1) >= 0
     starts = (sentence_starts & fits).nonzero()  # (windows, 2): story and column
     if not len(starts):
-        raise InputError(f"no story goes on for lm_sequence_length {length} tokens after the start of a sentence")
+        raise InputError(f"no story continues for lm_sequence_length {length} tokens after the start of a sentence")
     torch.manual_seed(args.seed)
     model = GPT2LMHeadModel(
         GPT2Config(
