@@ -613,15 +613,9 @@ def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Ten
 
     rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
     """
-<<<<<<< HEAD
     # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean: without it, the return of a
     #       token would change by the mean times the number of tokens left.   train_policy.py#L323-L325
-    # [D77] A group is what one process of the original has of a minibatch.   train_policy.py#L158-L159
-=======
-    # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean, because a shift of all rewards
-    #       would change what a long response is worth.   train_policy.py#L323-L325
     # [D77] A group is the part of a minibatch that one process of the original has.   train_policy.py#L158-L159
->>>>>>> w-words
     if ppo.whiten_rewards:
         rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
     advantages, returns = compute_gae(rewards.flatten(0, 1), values.flatten(0, 1), ppo.gamma, ppo.lam)

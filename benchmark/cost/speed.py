@@ -138,11 +138,7 @@ class Args:
     response_length: int = 24
     """tokens of a response; in chapter 3 the most that it may have"""
     mean_response: float = 24.0
-<<<<<<< HEAD
-    """chapter 3, random weights: tokens of a response in the mean, were there no longest; 0: none ends by itself"""
-=======
-    """chapter 3, random weights: mean tokens of a response, if there were no longest"""
->>>>>>> w-words
+    """chapter 3, random weights: mean tokens of a response, if there were no longest; 0: none ends by itself"""
     batch_size: int = 64
     """episodes per update"""
     samples_per_prompt: int = 8
@@ -164,13 +160,9 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     peer: tuple[Literal["trl", "details"], ...] = ()
-<<<<<<< HEAD
-    """whom to run beside ours"""
+    """implementations to compare with ours"""
     peer_python: str = ""
     """interpreter of an environment with this TRL; by default one is made from the package index"""
-=======
-    """implementations to compare with ours"""
->>>>>>> w-words
     details_path: Path | None = None
     """a checkout of lm-human-preference-details"""
     updates: int = 3

@@ -56,7 +56,6 @@ Effects = dict[
 class World:
     """A small world, the scripts that train in it, and what is measured of a run."""
 
-<<<<<<< HEAD
     chapter: int
     scripts: tuple[str, ...]
     """training scripts; the lines of an ablation may be in any of them"""
@@ -80,20 +79,6 @@ class World:
     @property
     def reward(self) -> str:
         return next(iter(self.effects))
-=======
-    detail: str
-    """id in docs/details/chapter1.md"""
-    what: str
-    """what is different, in words"""
-    policy: tuple[str, ...] = ()
-    """arguments of train_policy.py"""
-    reward: tuple[str, ...] = ()
-    """arguments of train_reward.py; the ablation gets a reward model of its own"""
-    lines: dict[str, str] = field(default_factory=dict)
-    """what to replace in the scripts, wherever it is"""
-    own_reward_model: bool = False
-    """whether the lines matter for the reward model too"""
->>>>>>> w-words
 
 
 LISTS = {"ablations": ablation_list.TALES, "posts": ablation_list.POSTS, "sums": ablation_list.SUMS}
