@@ -22,6 +22,10 @@ RUNS = {
     "2 k3": "--ppo.lr 0.01 --ppo.nminibatches 2 --ppo.whiten_rewards --ppo.gamma 0.9 --rewards.kl_estimator k3 "
     "--rewards.missing_eos subtract",
     "gae": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.cliprange_value 0.01 --rewards.kl_coef 0.1",
+    "critic": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.critic_lam 0.95 --ppo.lam_alpha 0.3 "
+    "--ppo.nll_coef 0.2",
+    "pretraining": "--ppo.advantage gae --ppo.lam 0.8 --ppo.critic_warmup 1 --ppo.critic_explains 0.9",
+    "maxrl": "--ppo.advantage maxrl --ppo.nll_coef 0.2 --ppo.loss_aggregation seq-mean-token-sum",
     "grpo": "--ppo.advantage grpo --rewards.kl_coef 0.1 --rewards.kl_estimator k3 --ppo.dual_clip 1.25 "
     "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k3 --ppo.loss_aggregation seq-mean-token-mean",
     "dr_grpo": "--ppo.advantage dr_grpo --ppo.loss cispo --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k2 "

@@ -28,7 +28,7 @@ from test_tldr_math import on_processes
 from test_traces import gae, standardised
 from torch.testing import assert_close
 
-from ppo_rlhf import report, rlvr_async, rlvr_policy
+from ppo_rlhf import report, rlvr_async, rlvr_data, rlvr_policy
 from ppo_rlhf.lib import checkpoints, cli, derivation, engine, lm, plots, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args, Workers, correct
@@ -631,6 +631,29 @@ def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word
     assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE)[1] is not None
 
 
+@pytest.mark.parametrize("correction", ["decoupled", "bypass", "none"])
+def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(correction):
+    """Whatever the old policy of the ratio is, the sampler's log-probs count, and those of the newest policy."""
+    batch, zeros = stale_batch(), torch.zeros(3, 3, dtype=torch.float64)
+    args = args_of(correction=correction, off_policy_mask=0.5)
+    trained, weights, reweigh, _ = correct(batch, args, 5, ALONE)
+    advantages = torch.tensor([[-1.0, 1, -1], [-1, -1, -1], [-1, -1, -1]]).double()
+    mb = rlvr_data.make_batch(trained, (zeros, zeros, zeros), advantages, zeros, 5, weights)
+    for fall, expected in (
+        (0.4, [[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
+        (0.6, [[0, 1, 0], [0, 0, 0], [0, 0, 1]]),  # the last token of the third is padding
+    ):
+        found = reweigh(batch.sampler_logprobs - fall, mb)
+        assert found.tolist() == expected
+    # Prox is further from the sampler than that; what counts is the newest policy.
+    assert (reweigh(batch.logprobs - 10, mb)[LIVE & (advantages < 0)] == 0).all()
+    ppo = rlvr_policy.PpoArgs(loss="reinforce")
+    if correction == "bypass":
+        _, _, both, _ = correct(batch, args_of(correction=correction, off_policy_mask=0.5, ppo=ppo), 5, ALONE)
+        found = both(batch.sampler_logprobs - 0.6, mb)
+        assert found[0].tolist() == pytest.approx([0, math.exp(-0.6), 0])
+
+
 def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_group():
     kept = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0]]).bool()
     trained, _, _, metrics = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
@@ -694,6 +717,7 @@ BAD = {
     "--rejection_high 3": "--rejection_high 3.0 does nothing with --rejection none; leave it at 2.0",
     "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
     "--correction bypass --ppo.loss reinforce --correction_normalised": "does nothing with --correction bypass",
+    "--off_policy_mask 0": "off_policy_mask is 0.0; it must be above 0",
     "--staleness 0 --correction_level sequence": "--correction_level sequence does nothing with --correction none",
     "--gpus_per_worker -1": "gpus_per_worker is -1.0; it must be at least 0",
     "--preset dapo --staleness 1": "--ppo.filter_groups goes with --staleness 0",
