@@ -107,13 +107,13 @@ def without_effect(args: Any, usual: Any) -> Iterator[str]:
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
     of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains"
-    has_targets = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
+    lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
     start = shaping.value_model or shaping.trained_model
     # [V56] Each row has arguments, whether something reads them, and what would.
     readers = [
         (of_critic, ppo.advantage == "gae", f"{flag('ppo.advantage')} gae"),
         (new_head, ppo.advantage == "gae" and not start, f"a new head of a critic, {flag('ppo.advantage')} gae"),
-        ("ppo.lam", has_targets, f"the policy or the critic using it: {flag('ppo.lam_alpha')} None"),
+        ("ppo.lam", lam_is_read, f"{flag('ppo.lam_alpha')} None or {flag('ppo.critic_lam')} None"),
         ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
         ("ppo.cliprange_low ppo.cliprange_high", ppo.loss != "reinforce", f"a {flag('ppo.loss')} that has a ratio"),
         ("ppo.prompts_per_round ppo.max_generation_rounds", ppo.filter_groups, flag("ppo.filter_groups")),

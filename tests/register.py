@@ -44,7 +44,7 @@ PAGES = "docs/details/"
 GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
-DETAILS += [f"V{number:02d}" for number in range(1, 105)]
+DETAILS += [f"V{number:02d}" for number in range(1, 112)]
 FIELDS = {
     "detail": ["original", "here", "proven by", "without it"],
     "deviation": ["original", "why", "here", "proven by"],

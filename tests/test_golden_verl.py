@@ -573,13 +573,13 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
         [GAE],
     ),
     "returns without values": ("gae", "(of_targets + values)", "of_targets", [GAE]),
-    "the policy's lambda in the targets": (
+    "one lambda in the targets": (
         "gae",
         "advantages if same else",
         "advantages if True else",
         [partial(check_lambdas, "critic_lambda_1"), partial(check_lambdas, "length_adaptive")],
     ),
-    "the critic's lambda in the advantages": (
+    "one lambda in the advantages": (
         "gae",
         "gamma, policy_lam)",
         "gamma, critic_lam)",

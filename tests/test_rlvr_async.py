@@ -261,6 +261,29 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
     assert checked > 500
 
 
+def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny_sums, tmp_path):
+    """In one step per update, the newest policy is the learner's; the share and every derivation say the same."""
+    words = "--staleness 2 --correction bypass --off_policy_mask 0.002 --ppo.nminibatches 1 --ppo.noptepochs 1"
+    words += " --trace_interval 1 --trace_episodes 16"
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split())
+    one_run, some = report.read_run(only(folder, "runs/*")), 0
+    settings = derivation.settings_of(one_run.meta["args"])
+    updates = {update["update"]: update for update in one_run.traced(10**9)}
+    for number, row in enumerate(numbers_of(folder)):
+        x = {name: tensor.numpy() for name, tensor in traces.read(only(folder, "runs/*"), number).tokens.items()}
+        gaps = ((x["sampler_logprobs"] - x["logprobs"]) * x["mask"]).sum(1) / x["mask"].sum(1)
+        masked = (gaps[:, None] > 0.002) & (x["advantages"] < 0) & x["mask"]
+        assert row["async/masked_share"] == pytest.approx(masked.sum() / x["mask"].sum(), abs=1e-9)
+        some += 0 < masked.sum() < x["mask"].sum()
+        episodes = [episode for episode in updates[number]["episodes"] if not episode["again"]]
+        for episode, expected in zip(episodes, masked, strict=True):
+            found = derivation.derive(episode, settings, 0, report.group_of(episode, episodes))
+            length = len(episode["places"])
+            assert found["is_masked"] == expected[:length].tolist()
+            assert all(found["share"][t] == 0 for t in range(length) if expected[t])
+    assert some
+
+
 def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_late, tiny_sums, tmp_path):
     """Under torchrun, with FSDP2; the first process has the workers and publishes what both keep."""
     (tmp_path / "letters.py").write_text(LETTERS)
@@ -745,5 +768,6 @@ def test_presets_are_those_of_the_synchronous_script(capsys):
 
 def test_every_metric_of_asynchrony_is_explained(two_updates_late):
     metrics = correct(stale_batch(), args_of(), 5, ALONE)[-1].keys() | {"time/waiting", "time/weight_sync"}
+    metrics |= {"async/masked_share"}  # of the mask, whose share the passes count
     explained = {name for name in explained_metrics(3) if name.startswith(("async/", "time/"))}
     assert metrics == explained

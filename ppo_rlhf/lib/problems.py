@@ -2,7 +2,7 @@
 
 --task.problems, --task.test_problems
     gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
-    sums, sums-tools   the built-in worlds of worlds/sums.py
+    sums               a built-in world of worlds/sums.py; others are sums-long and sums-tools
     <folder>           problems_train.jsonl and problems_test.jsonl
     <file>.jsonl       one file; each 50th row is held out, unless --task.test_problems says what is
 
