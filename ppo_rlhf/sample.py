@@ -32,7 +32,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, rewards, run, scorers, sources, texts
+from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, processes, rewards, run, scorers, sources, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 
@@ -225,7 +225,7 @@ class Comparison:
         info = models.read_info(folder)
         if info["kind"] != "policy":
             raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = processes.default_device()
         self.tokenizer = models.load_tokenizer(str(folder), args.trust_remote_code)
         root = run.absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
         policy = models.load_pretrained(str(folder), torch.float32, args.trust_remote_code).to(self.device)

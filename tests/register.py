@@ -1,13 +1,13 @@
-"""The register docs/details: for every detail, where it stands in our code and which tests prove it.
+"""The register docs/details: for every detail, why it exists, where our code has it and which tests prove it.
 
     python tests/register.py
 
-mends the line numbers in docs/details/*.md: those of our code from the marks in ppo_rlhf/**/*.py, those of the tests
-from the test files. In README.md it mends how many lines a script has, to the nearest fifty. It prints what it
-changed and what only a person can mend, and exits with 1 if there is any of the latter.
+updates the line numbers in docs/details/*.md: those of our code from the marks in ppo_rlhf/**/*.py, those of the
+tests from the test files. In README.md it updates how many lines a script has, to the nearest fifty. It prints what
+it changed and what only a person can fix, and exits with 1 if there is any of the latter.
 
-A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field; what a module's docstring says
-is about marks and none itself. The lines of the original stand beside a mark in one of two forms:
+A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field. A module's docstring has no
+marks, so it can speak about them. The lines of the original follow a mark in one of two forms:
 
     # [D52] The score counts once, on the last token.   lm_human_preferences/train_policy.py#L149-L154
 
@@ -15,15 +15,17 @@ is about marks and none itself. The lines of the original stand beside a mark in
     # [D52] The score counts once, on the last token.
     #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L149-L154 @cbfd210
 
-The one-line form has the lines at its end, behind two spaces or more, or behind the mark. They belong to the marks
-of their line or, on a line without any, to those of the nearest line above. Several are separated by commas.
-Repository and commit stand in the module's docstring, as `openai/lm-human-preferences at commit cbfd210`. Where it
-names several, all but one have a short name there, as in `TRL is huggingface/trl at commit f2cd577` or
-`TRL: huggingface/trl @f2cd577`, and their references begin with it: `TRL trl/experimental/ppo/ppo_trainer.py#L758`. A
-path may lack its first folders.
+The one-line form has the lines at its end, after two spaces or more, or directly after the mark. They belong to the
+marks of their line or, on a line without any, to those of the nearest line above. Several are separated by commas.
+The module's docstring names repository and commit, as `openai/lm-human-preferences at commit cbfd210`. If it names
+several repositories, all but one have a short name there, as in `TRL is huggingface/trl at commit f2cd577` or `TRL:
+huggingface/trl @f2cd577`, and their references begin with it: `TRL trl/experimental/ppo/ppo_trainer.py#L758`. A path
+may lack its first folders.
 
-The two-line form says repository and commit itself. It belongs to the marks on its line and on the lines above, back
+The two-line form names repository and commit itself. It belongs to the marks on its line and on the lines above, back
 to the previous such reference.
+
+docs/details/README.md describes the entries. Their measured numbers are compared with the pages of results.
 """
 
 import ast
@@ -37,6 +39,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from posixpath import normpath
 
 ROOT = Path(__file__).parent.parent
 README = "README.md"
@@ -45,10 +48,10 @@ GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
 DETAILS += [f"V{number:02d}" for number in range(1, 112)]
-FIELDS = {
-    "detail": ["original", "here", "proven by", "without it"],
-    "deviation": ["original", "why", "here", "proven by"],
-}
+FIELDS = ["why", "without it", "measured", "original", "here", "proven by"]
+OPTIONAL = ("without it", "measured")
+ABLATIONS = "benchmark/results/ablations/ablations.md"
+RESULTS = ("docs/results.md", "docs/chapter2.md", "docs/chapter3.md", "benchmark/results/")
 ORIGINALS = {
     "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
     "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
@@ -65,11 +68,13 @@ SHORT_REFERENCE = re.compile(rf"(?:\s\s|\] |^\W*)({SHORT}(?:, {SHORT})*)\W*$")
 BASE = re.compile(
     rf"(?:\b({SHORT_NAME})(?:\s+is|:)\s+)?({'|'.join(ORIGINALS)})\s+(?:at\s+commit\s+|@)([0-9a-f]{{7,40}})\b"
 )
-HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* ')
+HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* (★ )?')
 FIELD = re.compile(r"- \*([\w ]+)\*: (.*)")
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
 GOLDEN_ROW = re.compile(r"^\| (`[\w*/.]+\.(?:npz|jsonl?|xz)`.*?) \|", re.MULTILINE)
+ABLATION_ROW = re.compile(r"^\| \[(\w+)\]\S+ \| `([\w.-]+)` \| [^|]+ \| \d+ \| ([^|]+) \| ([^|]+) \|", re.MULTILINE)
+INTERVAL = re.compile(r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?")
 LENGTH = re.compile(r"(\]\((ppo_rlhf/[\w/]+\.py)\), )([\d,]+)( lines)")
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path
@@ -87,7 +92,8 @@ class Row:
     line: int  # 0-based; of the claim
     fields: dict[str, str]
     lines: dict[str, int]  # of the fields
-    complete: bool  # whether it has the fields of its kind, in their order
+    complete: bool  # whether it has its fields, in their order
+    one_of_ten: bool  # whether it has a star
 
 
 # ---- The code --------------------------------------------------------------------------------------------------
@@ -95,6 +101,7 @@ class Row:
 
 def read_files() -> Files:
     found = [ROOT / README, *ROOT.glob(f"{PAGES}*.md"), *ROOT.glob("ppo_rlhf/**/*.py"), *ROOT.glob("tests/test_*.py")]
+    found += [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/results/**/*.md")]
     golden = [path for folder in GOLDEN for path in ROOT.glob(f"{folder}**/*")]
     golden = [path for path in golden if path.is_file() and path.name != "README.md"]
     files = {path: path.read_text() for path in sorted(found)} | dict.fromkeys(sorted(golden), "")
@@ -134,7 +141,7 @@ def our_comments(files: Files) -> list[Comment]:
 
 
 def marks(files: Files) -> dict[str, Places]:
-    """Where our code has the mark of each id."""
+    """The places of the marks of each id in our code."""
     found: dict[str, set[tuple[str, int]]] = {}
     for path, line, text in itertools.chain(*our_comments(files)):
         for name in MARK.findall(text):
@@ -144,7 +151,7 @@ def marks(files: Files) -> dict[str, Places]:
 
 @cache
 def bases(source: str) -> dict[str, tuple[str, str]]:
-    """Repository and commit of each name in the module's docstring; of "", where only one can be meant."""
+    """Repository and commit of each name in the module's docstring; of "" if only one repository can be meant."""
     docstring = ast.get_docstring(ast.parse(source)) or ""
     named = [(short, (repository, commit)) for short, repository, commit in BASE.findall(docstring)]
     found = {name: base for short, base in named for name in (short, base[0]) if name}
@@ -153,7 +160,7 @@ def bases(source: str) -> dict[str, tuple[str, str]]:
 
 
 def short_references(text: str, known: dict[str, tuple[str, str]]) -> list[Reference]:
-    """The references of the one-line form at the end of a line; without a repository where none is known."""
+    """The references of the one-line form at the end of a line, with an empty repository if it is unknown."""
     found = []
     if match := SHORT_REFERENCE.search(text):
         for reference in match[1].split(", "):
@@ -163,7 +170,7 @@ def short_references(text: str, known: dict[str, tuple[str, str]]) -> list[Refer
 
 
 def originals(files: Files) -> dict[str, set[Reference]]:
-    """The references beside the marks of each id."""
+    """The references that belong to the marks of each id."""
     found: dict[str, set[Reference]] = {}
     for comment in our_comments(files):
         known = bases(files[comment[0][0]])
@@ -192,14 +199,14 @@ def reference_problems(files: Files) -> Iterator[str]:
         known = bases(files[path])
         for repository, commit in sorted(set(known.values())):
             if not ORIGINALS[repository].startswith(commit):
-                right = ORIGINALS[repository][: len(commit)]
-                yield f"{path} is about {repository} at commit {commit}, the register about {right}"
+                expected = ORIGINALS[repository][: len(commit)]
+                yield f"{path} is about {repository} at commit {commit}, the register about {expected}"
         for _, line, text in itertools.chain(*comments(path, files[path])):
             short, long = short_references(text, known), REFERENCE.search(text)
             if not short and not long and re.search(LINES, text):
                 yield f"{path} has a reference in line {line} that cannot be read"
             if short and any(not repository for repository, _ in short):
-                yield f"{path} does not say of which repository the lines are that line {line} refers to"
+                yield f"{path} does not name the repository of the reference in line {line}"
             if long and not ORIGINALS[long[1]].startswith(long[3]):
                 yield f"{path} refers to {long[1]} at commit {long[3]} in line {line}"
 
@@ -225,7 +232,7 @@ def rows(files: Files) -> list[Row]:
         lines = files[page].split("\n")
         heads = [number for number, line in enumerate(lines) if HEAD.match(line)]
         for head, end in itertools.pairwise([*heads, len(lines)]):
-            name, shown = HEAD.match(lines[head]).groups()
+            name, shown, star = HEAD.match(lines[head]).groups()
             fields, places, names = {}, {}, []
             for number in range(head + 1, end):
                 if lines[number].startswith("#"):
@@ -233,9 +240,16 @@ def rows(files: Files) -> list[Row]:
                 if match := FIELD.match(lines[number]):
                     names.append(match[1])
                     fields[match[1]], places[match[1]] = match[2], number
-            kind = "deviation" if name.startswith("X") else "detail"
-            found.append(Row(name, page, head, fields, places, names == FIELDS[kind] and shown == name))
+            complete = names == [field for field in FIELDS if field in names or field not in OPTIONAL]
+            found.append(Row(name, page, head, fields, places, complete and shown == name, star is not None))
     return found
+
+
+def the_ten(files: Files) -> str:
+    """The list of the ten most important entries."""
+    return (
+        files[f"{PAGES}README.md"].partition("## The ten that decide whether a run works\n")[2].partition("\n## ")[0]
+    )
 
 
 def links(places: Places) -> str:
@@ -246,8 +260,8 @@ def nearest_fifty(text: str) -> str:
     return f"{max(50, round(len(text.splitlines()) / 50) * 50):,}"
 
 
-def mended(files: Files) -> Files:
-    """README and pages with the right lines of our code and of the tests, wherever there are any."""
+def updated(files: Files) -> Files:
+    """README and pages with the current lines of our code and of the tests."""
     places, test_lines = marks(files), tests(files)
     lines = {page: files[page].split("\n") for page in pages(files)}
     for row in rows(files):
@@ -261,8 +275,8 @@ def mended(files: Files) -> Files:
     def length(old: re.Match[str]) -> str:
         return f"{old[1]}{nearest_fifty(files[old[2]])}{old[4]}" if old[2] in files else old[0]
 
-    right = {page: TEST_LINK.sub(test_link, "\n".join(text)) for page, text in lines.items()}
-    return files | right | {README: LENGTH.sub(length, files[README])}
+    new = {page: TEST_LINK.sub(test_link, "\n".join(text)) for page, text in lines.items()}
+    return files | new | {README: LENGTH.sub(length, files[README])}
 
 
 def repository_of(link: str) -> Reference | None:
@@ -280,14 +294,17 @@ def same_lines(reference: Reference, linked: Reference) -> bool:
 
 
 def row_problems(row: Row, places: Places, references: set[Reference]) -> Iterator[str]:
-    """What is wrong with a row. places: of its marks; references: beside them."""
+    """What is wrong with a row. places: of its marks; references: those that belong to the marks."""
     if not row.complete:
-        yield f"does not have its fields in {row.page}"
+        yield f"does not have its fields in {row.page}, in their order: {', '.join(FIELDS)}"
         return
+    for name, text in row.fields.items():
+        if not re.search(r"\w", text):
+            yield f"has an empty field: {name}"
     if not places:
         yield "has no mark in ppo_rlhf/**/*.py"
     elif row.fields["here"] != links(places):
-        yield f"stands at {links(places)}, not at {row.fields['here']}"
+        yield f"is marked at {links(places)}, but its row says {row.fields['here']}"
     shown = [(label, target) for label, target in LINK.findall(row.fields["original"]) if "://" in target]
     for label, target in shown:
         if label != target.split("/")[-1] or not repository_of(target):
@@ -295,9 +312,9 @@ def row_problems(row: Row, places: Places, references: set[Reference]) -> Iterat
     linked = {reference for _, target in shown if (reference := repository_of(target))}
     for repository, lines in sorted(references):
         if not any(same_lines((repository, lines), other) for other in linked):
-            yield f"has {lines} of {repository} beside its mark, but not in its row"
+            yield f"has {lines} of {repository} at its mark, but not in its row"
     if row.id in DETAILS and linked and not references:
-        yield "has lines of the original in its row, but none beside its mark"
+        yield "has lines of the original in its row, but none at its mark"
     if row.id in DETAILS and not linked and row.fields["original"] != "none":
         yield "has neither lines of the original nor `none`"
     proof = row.fields["proven by"]
@@ -305,8 +322,29 @@ def row_problems(row: Row, places: Places, references: set[Reference]) -> Iterat
         yield "is not proven: " + LINK.sub(r"\1", proof)
 
 
+def measurement_problems(files: Files) -> Iterator[str]:
+    """Entries that differ from the pages of results: numbers without a source, and ablations that are not quoted."""
+    results = "\n".join(text for path, text in files.items() if path.startswith(RESULTS))
+    entries = {row.id: row for row in rows(files) if row.complete}
+    said = {"README.md": " ".join(the_ten(files).split())}
+    for row in entries.values():
+        said[row.id] = " ".join(row.fields.get(name, "") for name in FIELDS[:3])
+        targets = [normpath(PAGES + target) for _, target in LINK.findall(row.fields.get("measured", ""))]
+        if "measured" in row.fields and not any(target.startswith(RESULTS) for target in targets):
+            yield f"{row.id} is measured, but links to no result"
+    for name, text in said.items():
+        for figure in INTERVAL.findall(text):
+            if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", results):
+                yield f"{name} says {figure}, which no page of results has"
+    for name, ablation, *cells in ABLATION_ROW.findall(files.get(ABLATIONS, "")):
+        measured = entries[name].fields.get("measured", "") if name in entries else ""
+        quoted = f"[`{ablation}`]({TO_ROOT}{ABLATIONS})", *(cell.strip("*") for cell in cells)
+        if not all(text in measured for text in quoted):
+            yield f"{name} does not quote its ablation: {', '.join(quoted)}"
+
+
 def problems(files: Files) -> list[str]:
-    """Where the register and code, tests and golden files differ."""
+    """Differences between the register and the code, the tests, the golden files and the results."""
     text = "\n".join(files[page] for page in pages(files))
     places, references, test_lines = marks(files), originals(files), tests(files)
     found = list(reference_problems(files))
@@ -318,11 +356,17 @@ def problems(files: Files) -> list[str]:
     found += [f"{name} is marked at {links(places[name])}, but has no row" for name in places if name not in names]
     found += [f"{name} has no row" for name in DETAILS if name not in [*names, *without_row, *places]]
     found += [f"{name} has two rows" for name in set(names) if [*names, *without_row].count(name) > 1]
+    found += measurement_problems(files)
+    ten = re.findall(r"^\d+\. \[(\w+)\]", the_ten(files), re.MULTILINE)
+    starred = {row.id for row in rows(files) if row.one_of_ten}
+    found += [f"{name} has a star or is one of the ten, but not both" for name in sorted(starred ^ {*ten})]
+    if len(ten) != 10:
+        found.append(f"{PAGES}README.md lists {len(ten)} entries as the ten")
     for name, path, line in TEST_LINK.findall(text):
         if (path, name) not in test_lines:
             found.append(f"{path} has no {name}")
         elif line != str(test_lines[path, name]):
-            found.append(f"{name} stands in line {test_lines[path, name]} of {path}, not in {line}")
+            found.append(f"{name} is in line {test_lines[path, name]} of {path}, not in {line}")
     for _, path, lines, _ in LENGTH.findall(files[README]):
         if path not in files:
             found.append(f"{README} names {path}, which does not exist")
@@ -340,19 +384,19 @@ def problems(files: Files) -> list[str]:
 
 def main() -> int:
     old = read_files()
-    new = mended(old)
+    new = updated(old)
     for path in (README, *pages(old)):
         for before, after in zip(old[path].split("\n"), new[path].split("\n"), strict=True):
             if before != after:
                 for (label, was), (_, now) in zip(LINK.findall(before), LINK.findall(after), strict=False):
                     if was != now:
-                        print(f"mended: {label} {was} -> {now}")
+                        print(f"updated: {label} {was} -> {now}")
                 for was, now in zip(LENGTH.findall(before), LENGTH.findall(after), strict=True):
                     if was != now:
-                        print(f"mended: {was[1]}, {was[2]} -> {now[2]} lines")
+                        print(f"updated: {was[1]}, {was[2]} -> {now[2]} lines")
         (ROOT / path).write_text(new[path])
     left = problems(new)
-    print("\n".join(left) or f"{PAGES} is right")
+    print("\n".join(left) or f"{PAGES} agrees with code, tests and results")
     return 1 if left else 0
 
 

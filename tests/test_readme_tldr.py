@@ -41,7 +41,7 @@ SFT, PPO = rows_of("sft_evaluation.jsonl"), rows_of("evaluation.jsonl")
 def test_one_commit_made_it():
     (commit,) = {META[run]["commit"] for run in RUNS}
     assert re.fullmatch("[0-9a-f]{40}", commit) and f"`make demo-tldr` at commit {commit[:7]}, seed 1" in CHAPTER2
-    assert all(META[run]["finished"] and META[run]["args"]["preset"] == "tales" for run in RUNS)
+    assert all(META[run]["finished"] and META[run]["args"]["preset"] == "posts" for run in RUNS)
 
 
 def test_gold_scores_lengths_and_ends():

@@ -1,4 +1,4 @@
-"""docs/details, the marks in the code, the tests and the golden files agree; and a difference is found."""
+"""docs/details agrees with the marks in the code, the tests, the golden files and the results."""
 
 import re
 
@@ -7,7 +7,7 @@ import register
 import test_golden
 import test_golden_tldr
 import test_golden_verl
-from register import README, TO_ROOT, Files, mended, pages, problems, read_files
+from register import ABLATIONS, README, TO_ROOT, Files, pages, problems, read_files, updated
 
 FILES = read_files()
 CHAPTER1 = "docs/details/chapter1.md"
@@ -17,8 +17,8 @@ def test_nothing_differs():
     assert problems(FILES) == []
 
 
-def test_there_is_nothing_to_mend():
-    assert mended(FILES) == FILES
+def test_line_numbers_are_current():
+    assert updated(FILES) == FILES
 
 
 def test_the_mistakes_are_those_of_the_negative_controls():
@@ -58,7 +58,7 @@ def whiten(x):
 OPENAI, SUMMARIZE, TRL, _ = register.ORIGINALS
 
 
-def test_marks_stand_in_comments_and_docstrings_but_not_in_that_of_the_module():
+def test_marks_are_in_comments_and_docstrings_but_not_in_that_of_the_module():
     lines = {name: [line for _, line in places] for name, places in register.marks({"ppo_rlhf/x.py": SCRIPT}).items()}
     expected = {"X03": 6, "D54": 10, "D55": 11, "D56": 12, "D57": 12, "D58": 14, "D67": 15, "D59": 16}
     assert lines == {name: [line] for name, line in expected.items()}
@@ -137,7 +137,7 @@ FIRST_TOO = BASES.replace("The original is", "SFFD is")
         (BASES.replace("OAI is", "It is"), "[T39] This.   ppo.py#L9", [("", "ppo.py#L9")]),
         ("No base.", "[T39] This.   ppo.py#L9", [("", "ppo.py#L9")]),
         (BASES, "[T39] The words of OAI launch.py#L9 are read as the claim.", []),
-        (BASES, "[T39] This stands too close. launch.py#L9", []),
+        (BASES, "[T39] This is too close. launch.py#L9", []),
     ],
 )
 def test_short_names_of_repositories(docstring, text, expected):
@@ -170,7 +170,7 @@ def test_a_reference_may_lack_the_first_folders(reference, same):
 
 # ---- Negative controls: each damage to a copy is named ---------------------------------------------------------
 
-CODE, GOLDEN = "ppo_rlhf/train_policy.py", "tests/test_golden.py"
+CODE, GOLDEN, DETAILS = "ppo_rlhf/train_policy.py", "tests/test_golden.py", "docs/details/README.md"
 
 
 def damaged(where: str, old: str, new: str) -> Files:
@@ -184,7 +184,7 @@ def damaged(where: str, old: str, new: str) -> Files:
     return FILES | {path: FILES[path].replace(part, part.replace(old, new))}
 
 
-# difference: (file or id, text, what stands there instead, beginning of the problem)
+# difference: (file or id, text, what replaces it, beginning of the problem)
 DAMAGE = {
     "an id without a row": ("D54", 'id="D54"', "", "D54 is marked at [train_policy.py#L"),
     "a deviation without a row": ("X06", 'id="X06"', "", "X06 is marked at [train_policy.py#L"),
@@ -194,20 +194,42 @@ DAMAGE = {
     "a row and a sentence": (CHAPTER1, "D85 has no row", "D54 has no row", "D54 has two rows"),
     "two rows": ("D55", "D55", "D54", "D54 has two rows"),
     "a field too many": ("D54", "- *here*", "- *more*: x\n- *here*", "D54 does not have its fields"),
-    "a field too few": ("D54", "- *without it*", "- without it", "D54 does not have its fields"),
-    "fields of a deviation": ("D54", "*without it*", "*why*", "D54 does not have its fields"),
+    "a row without a reason": ("D54", "- *why*", "- why", "D54 does not have its fields"),
+    "a deviation without a reason": ("X06", "- *why*", "- why", "X06 does not have its fields"),
+    "a field twice": ("D54", "*without it*", "*why*", "D54 does not have its fields"),
+    "a field in another place": ("D54", "- *here*", "- *measured*: x\n- *here*", "D54 does not have its fields"),
+    "an empty field": (
+        "D87",
+        "*without it*: The task cannot be started.",
+        "*without it*: -",
+        "D87 has an empty field",
+    ),
+    "an ablation that is not quoted": ("D51", "[`no-kl`]", "`no-kl`", "D51 does not quote its ablation"),
+    "another effect of an ablation": (ABLATIONS, "+76.32 ± 46.83", "+7.63 ± 4.68", "D51 does not quote its ablation"),
+    "an entry without its ablation": ("D51", "- *measured*", "- measured", "D51 does not quote its ablation"),
+    "a number without a result": ("D69", "5.89 ± 0.35", "5.98 ± 0.35", "D69 says 5.98 ± 0.35, which no page"),
+    "a number of the ten without a result": (DETAILS, "5.24 ± 1.74", "5.24 ± 1.75", "README.md says 5.24 ± 1.75"),
+    "a measurement without a link": (
+        "D37",
+        "[ten seeds](../results.md#ten-seeds)",
+        "ten seeds",
+        "D37 is measured, but",
+    ),
+    "one of the ten without a star": ("D51", "★ ", "", "D51 has a star or is one of the ten"),
+    "a star too many": ("D54", "**D54** ", "**D54** ★ ", "D54 has a star or is one of the ten"),
+    "nine of the ten": (DETAILS, "4. [D51]", "4. D51", "docs/details/README.md lists 9 entries"),
     "another id in bold": ("D54", "**D54**", "**D55**", "D54 does not have its fields"),
-    "a mark that has moved": (CODE, '"""PPO', '"""\nPPO', "D54 stands at [train_policy.py#L"),
-    "a wrong line": ("D54", "/ppo_rlhf/train_policy.py#L", "/ppo_rlhf/train_policy.py#L1", "D54 stands at"),
-    "a wrong file": ("D54", "ppo_rlhf/train_policy.py", "ppo_rlhf/train_reward.py", "D54 stands at"),
+    "a mark that has moved": (CODE, '"""PPO', '"""\nPPO', "D54 is marked at [train_policy.py#L"),
+    "a wrong line": ("D54", "/ppo_rlhf/train_policy.py#L", "/ppo_rlhf/train_policy.py#L1", "D54 is marked at"),
+    "a wrong file": ("D54", "ppo_rlhf/train_policy.py", "ppo_rlhf/train_reward.py", "D54 is marked at"),
     "other lines of the original": (
         "D54",
         "#L336-L341",
         "#L336-L340",
         "D54 has utils/core.py#L",
     ),
-    "other lines beside the mark": (CODE, "core.py#L336-L341", "core.py#L336", "D54 has utils/core.py#L336 "),
-    "no lines beside the mark": (
+    "other lines at the mark": (CODE, "core.py#L336-L341", "core.py#L336", "D54 has utils/core.py#L336 "),
+    "no lines at the mark": (
         CODE,
         "   utils/core.py#L336-L341",
         "",
@@ -243,7 +265,7 @@ DAMAGE = {
         CODE,
         "   utils/core.py#L336-L341",
         "   ABC utils/core.py#L336-L341",
-        f"{CODE} does not say of which repository",
+        f"{CODE} does not name the repository",
     ),
     "a script of another length": (README, " lines", "0 lines", "ppo_rlhf/train_policy.py has about"),
     "a script that is gone": (
@@ -254,7 +276,7 @@ DAMAGE = {
     ),
     "a test that is gone": (GOLDEN, "def test_whiten(", "def test_white(", f"{GOLDEN} has no test_whiten"),
     "a test of another file": ("D54", GOLDEN, "tests/test_run.py", "tests/test_run.py has no test_whiten"),
-    "a test that has moved": (GOLDEN, '"""Our', '"""\nOur', "test_whiten stands in line"),
+    "a test that has moved": (GOLDEN, '"""Our', '"""\nOur', "test_whiten is in line"),
     "a row without a test": ("D54", "[test_", "[the_test_", "D54 is not proven"),
     "a row that lacks a test": ("D54", "[test_whiten]", "MISSING: all, [test_whiten]", "D54 is not proven"),
     "a row without a golden file": (
@@ -279,33 +301,33 @@ def test_a_difference_is_named(difference):
     assert any(problem.startswith(beginning) for problem in new), new
 
 
-# ---- Mending ---------------------------------------------------------------------------------------------------
+# ---- Updating --------------------------------------------------------------------------------------------------
 
 
 def with_pages(change) -> Files:
     return FILES | {page: change(FILES[page]) for page in pages(FILES)}
 
 
-def test_shifted_lines_are_mended():
-    """Each line of our code and of the tests, and none of the original."""
+def test_shifted_lines_are_updated():
+    """Each line of our code and of the tests changes, and none of the original."""
     ours = re.compile(rf"(\({re.escape(TO_ROOT)}(?:ppo_rlhf|tests)/[\w/]+\.py#L)(\d+)")
     shifted = with_pages(lambda text: ours.sub(lambda link: f"{link[1]}{int(link[2]) + 7}", text))
     for page, least in ((CHAPTER1, 200), ("docs/details/chapter2.md", 150)):
         assert len(ours.findall(shifted[page])) > least and shifted[page] != FILES[page]
-    assert mended(shifted) == FILES
+    assert updated(shifted) == FILES
 
 
-def test_mending_follows_code_and_tests():
+def test_line_numbers_follow_code_and_tests():
     moved = FILES | {path: "\n\n" + FILES[path] for path in (CODE, GOLDEN)}
     assert len(problems(moved)) > len(problems(FILES)) + 50
-    assert problems(mended(moved)) == problems(mended(FILES))
+    assert problems(updated(moved)) == problems(updated(FILES))
 
 
-def test_the_length_of_a_script_is_mended():
-    """To the nearest fifty: a few lines more or less change nothing."""
+def test_the_length_of_a_script_is_updated():
+    """It is rounded to fifty, so a few lines more or less change nothing."""
     longer = FILES | {CODE: FILES[CODE] + "#\n" * 1000}
     assert [problem for problem in problems(longer) if problem.startswith(f"{CODE} has about")]
-    assert problems(mended(longer)) == []
+    assert problems(updated(longer)) == []
     assert [register.nearest_fifty("\n" * n) for n in (3, 74, 76, 1020, 1030)] == [
         "50",
         "50",
@@ -315,8 +337,8 @@ def test_the_length_of_a_script_is_mended():
     ]
 
 
-def test_what_cannot_be_mended_stays():
+def test_what_cannot_be_updated_stays():
     without = damaged(CODE, "[D54]", "") | {GOLDEN: ""}
-    assert "[test_whiten](../../tests/test_golden.py#L" in mended(without)[CHAPTER1]
-    assert "D54 has no mark in ppo_rlhf/**/*.py" in problems(mended(without))
-    assert f"{GOLDEN} has no test_whiten" in problems(mended(without))
+    assert "[test_whiten](../../tests/test_golden.py#L" in updated(without)[CHAPTER1]
+    assert "D54 has no mark in ppo_rlhf/**/*.py" in problems(updated(without))
+    assert f"{GOLDEN} has no test_whiten" in problems(updated(without))

@@ -65,10 +65,10 @@ class BuiltIn:
 
     def __init__(self, spec: Spec):
         torch.set_num_threads(spec.threads)
-        if not torch.cuda.is_available():
+        self.device = processes.default_device()
+        if self.device.type == "cpu":
             processes.keep_freed_memory()
         self.spec, self.version = spec, -1
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = models.load_base_model(spec)
         packing.enable(self.model)
         if spec.lora.rank:

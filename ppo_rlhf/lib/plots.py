@@ -16,10 +16,13 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], panels: dic
         return
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.4 * columns, 2.5 * lines), layout="constrained")
-    for axes, (title, names) in zip(
-        figure.subplots(lines, columns, squeeze=False).flat, panels.items(), strict=False
-    ):
+    width, height = 3.4 * columns, 2.5 * lines  # inches
+    figure = Figure(figsize=(width, height))
+    # Fixed margins in inches have room for titles and tick labels. The library could measure what these need, but it
+    # would draw everything twice to do so.
+    edges = {"left": 0.6 / width, "right": 1 - 0.08 / width, "bottom": 0.25 / height, "top": 1 - 0.25 / height}
+    grid = figure.add_gridspec(lines, columns, **edges, wspace=0.26, hspace=0.25)
+    for axes, (title, names) in zip(grid.subplots(squeeze=False).flat, panels.items(), strict=False):
         for name in names:
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
         axes.set_title(title, fontsize=10)

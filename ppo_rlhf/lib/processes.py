@@ -40,6 +40,11 @@ def keep_freed_memory() -> None:
         library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
 
 
+def default_device() -> torch.device:
+    """Where models run: on a GPU if PyTorch finds one, otherwise on the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def make_accelerator(*, sharding: bool = True) -> Accelerator:
     """The processes that the launcher started, on GPUs or, where there is none, on the CPU.
 
@@ -59,7 +64,7 @@ def make_accelerator(*, sharding: bool = True) -> Accelerator:
         )
     patience = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
     try:
-        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
+        accelerator = Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[patience])
     except ValueError as error:
         raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
     if accelerator.num_processes != started:

@@ -43,7 +43,7 @@ import torch
 import tyro
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors
+from ppo_rlhf.lib import cli, errors, processes
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building, tales
 
@@ -285,7 +285,7 @@ def write_thread(rng: random.Random, args: PostsArgs) -> str:
 
 
 def train_language_model(
-    quotes: list[str], threads: list[str], tokenizer: PreTrainedTokenizerFast, args: PostsArgs, device: str
+    quotes: list[str], threads: list[str], tokenizer: PreTrainedTokenizerFast, args: PostsArgs, device: torch.device
 ) -> tuple[GPTNeoXForCausalLM, float]:
     """A small GPT-NeoX, trained from scratch. Returns it and its last loss, nats per token.
 
@@ -369,7 +369,7 @@ def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
 
 def build_world(folder: Path, args: PostsArgs) -> None:
     """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = processes.default_device()
     with building.new_world(folder, "posts") as place:
         print(f"posts: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
         facts = write_texts(place, args)

@@ -41,7 +41,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, lm, problems, rewards, texts, tools
+from ppo_rlhf.lib import cli, errors, lm, problems, processes, rewards, texts, tools
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building, tales
 
@@ -278,7 +278,7 @@ def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def train_language_model(
-    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, args: SumsArgs, device: str
+    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, args: SumsArgs, device: torch.device
 ) -> tuple[LlamaForCausalLM, float]:
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
@@ -371,7 +371,7 @@ def write_rows(path: Path, found: list[Problem]) -> None:
 
 def build_world(folder: Path, args: SumsArgs) -> None:
     """Write problems, tokenizer and language model to a new folder; it appears when all is there."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = processes.default_device()
     with building.new_world(folder, "sums") as place:
         print(f"sums: writing {args.train_problems + args.test_problems:,} problems", flush=True)
         rng, taken = random.Random(args.seed), set()

@@ -30,7 +30,7 @@ import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, label_files, lm, texts
+from ppo_rlhf.lib import cli, errors, label_files, lm, processes, texts
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building
 
@@ -233,7 +233,7 @@ def train_tokenizer(stories: list[str], vocab_size: int) -> PreTrainedTokenizerF
 
 
 def train_language_model(
-    stories: list[str], tokenizer: PreTrainedTokenizerFast, args: TalesArgs, device: str
+    stories: list[str], tokenizer: PreTrainedTokenizerFast, args: TalesArgs, device: torch.device
 ) -> tuple[GPT2LMHeadModel, float]:
     """A small GPT-2, trained from scratch on windows of the stories. Returns it and its last loss, nats per token."""
     full_stop = tokenizer.encode(".")[0]
@@ -282,7 +282,7 @@ def train_language_model(
     return model.eval(), statistics.fmean(losses[-20:])
 
 
-def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str, dict[str, float]]:
+def simulate_comparisons(folder: Path, args: TalesArgs, device: torch.device) -> dict[str, dict[str, float]]:
     """Sample four continuations for each query, let both annotators choose, write the label files.
 
     Returns, for each task, the ceiling of accuracy on the held-out comparisons, and mean and deviation of the
@@ -343,7 +343,7 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: str) -> dict[str
 
 def build_world(folder: Path, args: TalesArgs) -> None:
     """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = processes.default_device()
     with building.new_world(folder, "tales") as place:
         print(f"tales: writing {args.stories:,} stories", flush=True)
         rng = random.Random(args.seed)

@@ -1,0 +1,249 @@
+"""Every script on a device that isn't the CPU: benchmark/cost/stand_in.py refuses what CUDA refuses, and counts.
+
+Each script makes two updates on it and on the CPU, with the same metrics. Chapters 1 and 2 are compared bit for bit,
+in float32 and in bfloat16. The model of chapter 3 rounds differently when its operations are called one by one, so
+its runs are in float64 and may differ by rounding.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from processes import Launched, Result, launch
+from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, samples_of, world_arguments
+from test_rlvr_runs import LETTERS
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from ppo_rlhf.lib import traces
+
+SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
+ON_DEVICE = Path(__file__).with_name("device_run.py")
+
+
+def run_both(
+    folder: Path, script: str, words: list[str], *, on_cpu: Sequence[Path] = (), **environment: str
+) -> tuple[Path, Path]:
+    """Run a script here and on the device, at the same time; the folders in which they ran. on_cpu: what runs it."""
+    here, there = folder / "cpu", folder / "device"
+    for place in (here, there):
+        place.mkdir(parents=True)
+        (place / "letters.py").write_text(LETTERS)
+    path = str(SCRIPTS / script)
+    runs = [
+        Launched(*map(str, on_cpu), path, *words, folder=here, STAND_IN="no"),
+        Launched(ON_DEVICE, path, *words, folder=there, **environment),
+    ]
+    for one in runs:
+        check_ended(one.wait())
+    return here, there
+
+
+def check_ended(result: Result) -> None:
+    assert result.status == 0, result.stdout + result.stderr
+
+
+def check_numbers(here: Path, there: Path, runs: str = "runs/*", *, exact: bool = True) -> None:
+    """Both runs have made two updates, with the same metrics. exact: bit for bit."""
+    expected, found = (metrics_of(only(folder, runs)) for folder in (here, there))
+    assert len(expected) == 2
+    assert [row.keys() for row in found] == [row.keys() for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        row, other = ({k: v for k, v in one.items() if "time/" not in k} for one in (row, other))
+        assert row == (other if exact else pytest.approx(other, rel=1e-9, abs=1e-12, nan_ok=True))
+
+
+def check_resumption(here: Path, there: Path, script: str, *, exact: bool = True, **environment: str) -> None:
+    """The second update, once more on the device, from the checkpoint after the first."""
+    this_run = only(there, "runs/*")
+    shutil.rmtree(this_run / "checkpoints/2")
+    words = [str(SCRIPTS / script), "--resume", str(this_run)]
+    check_ended(launch(ON_DEVICE, *words, folder=there, **environment))
+    check_numbers(here, there, exact=exact)
+    assert samples_of(this_run) == samples_of(only(here, "runs/*"))
+
+
+def test_the_rules_are_those_of_cuda(tmp_path):
+    check_ended(launch(ON_DEVICE.with_name("device_rules.py"), folder=tmp_path))
+
+
+# ---- Chapter 1 -------------------------------------------------------------------------------------------------
+
+
+BOTH = (
+    "--reward.num_train 16 --reward.save_interval 1 --policy.ppo.total_episodes 32 --policy.save_interval 1 "
+    "--policy.trace_interval 1"
+)
+IN_BFLOAT16 = ("--dtype", "bfloat16", "--frozen_bfloat16", "--gradient_checkpointing")
+
+
+@pytest.fixture(scope="module")
+def chapter_1(tiny_world, tmp_path_factory) -> tuple[Path, Path]:
+    """The folders of train_both.py, which trains a reward model and a policy and samples from the policy."""
+    stages = [*reward_arguments(tiny_world, "--reward."), *policy_arguments("--policy.")]
+    words = [*world_arguments(tiny_world), *stages, *BOTH.split()]
+    return run_both(tmp_path_factory.mktemp("both"), "train_both.py", words)
+
+
+@pytest.mark.parametrize("stage", ["reward", "policy"])
+def test_chapter_1(chapter_1, stage):
+    check_numbers(*chapter_1, f"runs/train_{stage}__*")
+
+
+def test_traces_of_chapter_1(chapter_1):
+    first, second = (traces.read(only(folder, "runs/train_policy__*"), 1) for folder in chapter_1)
+    assert first.tokens and all(torch.equal(first.tokens[name], second.tokens[name]) for name in first.tokens)
+
+
+def policy_words(world: Path, chapter_1: tuple[Path, Path], *more: str) -> list[str]:
+    reward = only(chapter_1[0], "models/*/reward")
+    sizes = f"--ppo.total_episodes 32 --save_interval 1 --rewards.trained_model {reward}"
+    return [*world_arguments(world), *policy_arguments(), *sizes.split(), *more]
+
+
+def test_the_policy_of_chapter_1_in_bfloat16_and_its_resumption(chapter_1, tiny_world, tmp_path):
+    words = policy_words(tiny_world, chapter_1, *IN_BFLOAT16)
+    folders = run_both(tmp_path, "train_policy.py", words, AUTOCAST="cpu")
+    check_numbers(*folders)
+    check_resumption(*folders, "train_policy.py", AUTOCAST="cpu")
+
+
+# ---- Chapter 2 -------------------------------------------------------------------------------------------------
+
+TLDR = (
+    "--{0}ppo.total_episodes 32 --{0}ppo.batch_size 16 --{0}ppo.nminibatches 2 --{0}ppo.noptepochs 2 "
+    "--{0}ppo.lr 1e-3 --{0}save_interval 1 --{0}eval_interval 1 --{0}eval_prompts 8 --{0}eval_posts 8 "
+    "--{0}trace_interval 1"
+)
+STAGES = (
+    "--sft.batch_size 24 --sft.epochs 1 --sft.lr 0.03 --sft.save_interval 1 --sft.eval_posts 8 "
+    "--reward.batch_size 24 --reward.lr 0.01 --reward.save_interval 1 --reward.normalize_posts 0"
+)
+
+
+@pytest.fixture(scope="module")
+def chapter_2(tiny_posts, tmp_path_factory) -> tuple[Path, Path]:
+    """The folders of tldr_all.py: SFT, reward model and policy."""
+    words = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model", *STAGES.split()]
+    return run_both(tmp_path_factory.mktemp("tldr"), "tldr_all.py", [*words, *TLDR.format("policy.").split()])
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "policy"])
+def test_chapter_2(chapter_2, stage):
+    check_numbers(*chapter_2, f"runs/tldr_{stage}__*")
+
+
+def tldr_words(world: Path, chapter_2: tuple[Path, Path], *more: str) -> list[str]:
+    base, reward = (only(chapter_2[0], f"models/*/{stage}") for stage in ("sft", "reward"))
+    models = ["--base_model", str(base), "--rewards.trained_model", str(reward)]
+    return [*posts_arguments(world), *models, *TLDR.format("").split(), *more]
+
+
+def test_adapters_of_chapter_2_and_their_resumption(chapter_2, tiny_posts, tmp_path):
+    adapters = ("--lora.rank", "2", "--lora.target_modules", "all-linear")
+    words = tldr_words(tiny_posts, chapter_2, *adapters, *IN_BFLOAT16, "--ppo.noptepochs", "1")
+    folders = run_both(tmp_path, "tldr_policy.py", words, AUTOCAST="cpu")
+    check_numbers(*folders)
+    check_resumption(*folders, "tldr_policy.py", AUTOCAST="cpu")
+
+
+# ---- Chapter 3 -------------------------------------------------------------------------------------------------
+
+RLVR = (
+    "--preset sums --dtype float64 --ppo.total_episodes 32 --ppo.batch_size 16 --ppo.nminibatches 2 "
+    "--save_interval 1 --log_interval 1 --eval_interval 1 --eval_samples 1 --eval_problems 4 "
+    "--task.response_length 8 --trace_interval 1 --rewards.verifier letters:letters"
+)
+CRITIC = "--rewards.kl_coef 0.1 --ppo.critic_warmup 1 --rewards.adaptive_kl.target 1"
+GROUPS = (
+    "--ppo.samples_per_prompt 4 --ppo.advantage remax --ppo.critic_warmup 0 --ppo.filter_groups --lora.rank 2 "
+    "--rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full --rewards.overlong_buffer 4 "
+    "--ppo.entropy_coef 0.01 --gradient_checkpointing"
+)
+GRPO = (
+    "--ppo.samples_per_prompt 4 --ppo.advantage grpo --ppo.critic_warmup 0 --rewards.kl_loss_coef 0.01 "
+    "--eval_interval 0 --trace_interval 0"
+)
+ASYNCHRONOUS = "--staleness 1 --eval_interval 0 --trace_interval 0 --ppo.critic_warmup 0"
+TOOLS = RLVR.replace("sums", "sums-tools") + " --ppo.samples_per_prompt 2 --task.response_length 24 --eval_interval 0"
+
+
+def rlvr_words(world: Path, *more: str, model: Path | None = None, common: str = RLVR) -> list[str]:
+    places = ["--base_model", str(model or world / "model"), "--task.problems", str(world)]
+    return [*common.split(), *places, *more]
+
+
+@pytest.fixture(scope="module")
+def wide_model(tiny_sums, tmp_path_factory) -> Path:
+    """A model of the world's tokenizer that is wide enough to read no padding."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_sums / "model")
+    sizes = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
+    torch.manual_seed(0)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids))
+    folder = tmp_path_factory.mktemp("wide")
+    for saved in (model, tokenizer):
+        saved.save_pretrained(folder)
+    return folder
+
+
+def test_chapter_3_with_a_critic(tiny_sums, tmp_path):
+    check_numbers(*run_both(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *CRITIC.split())), exact=False)
+
+
+def test_chapter_3_with_groups_and_its_resumption(tiny_sums, tmp_path):
+    folders = run_both(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *GROUPS.split()))
+    check_numbers(*folders, exact=False)
+    check_resumption(*folders, "rlvr_policy.py", exact=False)
+
+
+def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
+    words = rlvr_words(tiny_sums, *GRPO.split(), model=wide_model)
+    check_numbers(*run_both(tmp_path, "rlvr_policy.py", words), exact=False)
+
+
+def test_asynchronous_rollouts(tiny_sums, tmp_path):
+    """Learner and workers, both on the device and both on the CPU. tests/device_run.py says what replaces Ray."""
+    words = rlvr_words(tiny_sums, *ASYNCHRONOUS.split())
+    check_numbers(*run_both(tmp_path, "rlvr_async.py", words, on_cpu=[ON_DEVICE]), exact=False)
+
+
+def test_mixed_precision_as_on_cuda(tiny_sums, tmp_path):
+    """CUDA's autocast casts other operations than the CPU's. With its rules, the loss is almost the same."""
+    words = rlvr_words(tiny_sums, *GRPO.split(), *IN_BFLOAT16)
+    rows = [metrics_of(only(folder, "runs/*")) for folder in run_both(tmp_path, "rlvr_policy.py", words)]
+    for name in ("objective/entropy", "policy/entropy_avg", "loss/policy_avg"):
+        assert rows[1][0][name] == pytest.approx(rows[0][0][name], rel=0.02, abs=1e-3)
+    assert all(row["val/first_ratio_gap"] < 0.05 for row in rows[1])
+
+
+def test_responses_that_call_tools(tiny_sums, tmp_path):
+    check_numbers(*run_both(tmp_path, "rlvr_tools.py", rlvr_words(tiny_sums, common=TOOLS)), exact=False)
+
+
+# ---- The checks can fail ---------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "train_policy.py": ("task.response_length)[rows].to(device)", "task.response_length)[rows]"),
+    "tldr_policy.py": ("responses, references).to(device)", "responses, references).cpu()"),
+    "rlvr_policy.py": ("answers, queries, responses).to(responses.device)", "answers, queries, responses)"),
+}
+
+
+@pytest.mark.parametrize("script", MISTAKES)
+def test_a_tensor_left_on_the_cpu_is_found(script, request, tmp_path):
+    """A copy of a script without one of its moves to the device."""
+    good, bad = MISTAKES[script]
+    text = (SCRIPTS / script).read_text()
+    assert text.count(good) == 1
+    (tmp_path / script).write_text(text.replace(good, bad))
+    (tmp_path / "letters.py").write_text(LETTERS)
+    if script == "train_policy.py":
+        words = policy_words(request.getfixturevalue("tiny_world"), request.getfixturevalue("chapter_1"))
+    elif script == "tldr_policy.py":
+        words = tldr_words(request.getfixturevalue("tiny_posts"), request.getfixturevalue("chapter_2"))
+    else:
+        words = rlvr_words(request.getfixturevalue("tiny_sums"))
+    result = launch(ON_DEVICE, str(tmp_path / script), *words, folder=tmp_path)
+    assert result.status and "mixes tensors of the device and of the CPU" in result.stderr, result.stderr
