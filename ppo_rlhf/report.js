@@ -245,7 +245,7 @@ function branches(episode, settings, epochs, t, group) {
 // ---- Token view: what if? ----
 
 const whatIfSettings = {run: null, changes: {}};
-const FORMS = {estimator: ["gae", "grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"],
+const FORMS = {estimator: ["gae", "grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"],
   loss: ["ppo", "gspo", "cispo", "reinforce"], kl_estimator: ["k1", "abs", "k2", "k3"]};
 const WHITENED = ["gae", "reinforce++", "reinforce++-baseline"];
 

@@ -93,11 +93,18 @@ class Batch(Rows):
     advantages: Tensor  # (rows, response_length)
     returns: Tensor  # (rows, response_length), targets of the critic; 0 without one
     weights: Tensor  # (rows, response_length), factors of the losses; 1 unless an older policy has sampled
+    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn
+    right: Tensor  # (rows,) bool, whether the verifier accepts the response
     fresh: Tensor  # (rows,) bool, whether this update's policy has sampled the row
     seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in super().tensors().items() if name != "seen"}
+
+    @property
+    def right_mask(self) -> Tensor:
+        """The tokens (rows, response_length) of right responses that are trained on."""
+        return self.loss_mask & self.right.unsqueeze(1)
 
     def see(
         self, rows: Tensor, new_logprobs: Tensor, new_values: Tensor, entropies: Tensor, exact_kl: Tensor
@@ -118,7 +125,8 @@ def make_batch(
     """The batch of an update. rewards: as compute_rewards gives them. weights None: 1 for every token."""
     kept = {part.name: getattr(episodes, part.name) for part in dataclasses.fields(Rows)}
     weights = torch.ones_like(episodes.logprobs) if weights is None else weights
-    return Batch(*kept.values(), *rewards, advantages, returns, weights, fresh=episodes.versions == update)
+    told = {"sampler_logprobs": episodes.sampler_logprobs, "right": episodes.parts[:, 0] > 0}
+    return Batch(*kept.values(), *rewards, advantages, returns, weights, **told, fresh=episodes.versions == update)
 
 
 # ---- How a batch is filled -------------------------------------------------------------------------------------

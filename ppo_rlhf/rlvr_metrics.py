@@ -173,11 +173,20 @@ def what_epochs_computed(
         statistics["baselines"] = episodes.baselines[:count]
     if ppo.advantage in rlvr_math.WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages:
         estimate = partial(rlvr_math.ESTIMATORS[ppo.advantage], values=batch.values, baselines=episodes.baselines)
-        raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, lam=ppo.lam)
+        lambdas = {"lam": ppo.lam, "lam_alpha": ppo.lam_alpha}
+        raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, **lambdas)
         reduce = partial(accelerator.reduce, reduction="sum")
         mean, deviation = traces.moments(raw, batch.mask, reduce)  # with which the whole batch was whitened
         statistics |= {"advantage_mean": mean.expand(count), "advantage_deviation": deviation.expand(count)}
-    return {"epochs": epochs, "statistics": statistics}
+    return {"epochs": epochs, "statistics": statistics | lambdas_of(ppo, count)}
+
+
+def lambdas_of(ppo: Any, count: int) -> dict[str, Tensor]:
+    """For traces of `count` episodes: the lambda of the critic's targets, which value pretraining changes."""
+    if ppo.critic_explains is None:
+        return {}
+    lam = ppo.lam if ppo.critic_lam is None else ppo.critic_lam
+    return {"critic_lam": torch.full((count,), lam, dtype=torch.float64)}
 
 
 def keep_trace(

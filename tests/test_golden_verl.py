@@ -1,5 +1,7 @@
 """Chapter 3 against numbers that verl computed (check/golden/verl): those to match, and those that differ on purpose.
 
+NeMo-RL and MaxRL's authors computed those of the newer lambdas and of maxrl (golden/nemo_rl, golden/maxrl).
+
 As in test_golden.py each check is a plain function that reads ours from its module when it runs: a negative control
 puts a wrong one there.
 """
@@ -285,6 +287,47 @@ def test_numbers_of_verl(name):
     MATCHED[name]()
 
 
+# ---- To be matched: lambdas of NeMo-RL, and MaxRL --------------------------------------------------------------
+
+OF_NEMO_RL = {"gae_lambda_value": "critic_lam", "gae_gamma": "gamma", "length_adaptive_alpha": "lam_alpha"}
+
+
+def check_lambdas(name: str) -> None:
+    stored = load_json("nemo_rl/gae")
+    (found,) = [found for found in stored["cases"] if found["name"] == name]
+    mask, values, scores = (torch.tensor(stored[key], dtype=torch.float64) for key in ("mask", "values", "scores"))
+    mask, zeros = mask.bool(), torch.zeros(mask.shape, dtype=torch.float64)
+    rewards_, _, _ = rlvr_math.compute_rewards(scores, zeros, zeros, mask, 0.0, "k1")
+    settings = {"lam": 0.95} | {OF_NEMO_RL[key]: value for key, value in found["settings"].items()}
+    told = {"values": values.masked_fill(~mask, math.nan)} | settings
+    result = rlvr_math.ESTIMATORS["gae"](rewards_, mask, torch.arange(len(mask)), **told)
+    tolerance = 1e-6 if "lam_alpha" in settings else 1e-9  # whose lambda it computes in float32
+    for ours, theirs in zip(result, ("advantages", "returns"), strict=True):
+        same(ours, torch.tensor(found[theirs], dtype=torch.float64), tolerance)
+
+
+LAMBDAS = ("standard", "critic_lambda_1", "critic_lambda_below", "length_adaptive", "length_adaptive_short")
+LAMBDAS += ("vapo", "vapo_discounted")
+
+
+@pytest.mark.parametrize("name", LAMBDAS)
+def test_numbers_of_nemo_rl(name):
+    check_lambdas(name)
+
+
+def check_maxrl() -> None:
+    x = {key: torch.tensor(numbers, dtype=torch.float64) for key, numbers in load_json("maxrl/advantages").items()}
+    mask, zeros = x["mask"].bool(), torch.zeros(x["mask"].shape, dtype=torch.float64)
+    rewards_, _, _ = rlvr_math.compute_rewards(x["scores"], zeros, zeros, mask, 0.0, "k1")
+    advantages, returns = rlvr_math.ESTIMATORS["maxrl"](rewards_, mask, x["groups"])
+    assert returns is None
+    same(advantages, x["advantages"])
+
+
+def test_numbers_of_maxrl():
+    check_maxrl()
+
+
 # ---- Different on purpose --------------------------------------------------------------------------------------
 
 
@@ -524,20 +567,45 @@ TOKEN, SEQUENCE, EMPTY_ROW = MATCHED["is_token"], MATCHED["is_sequence"], MATCHE
 # mistake: (function, its text, what stands there instead, the checks that must fail)
 MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     "the next value is 0": (
-        "gae",
+        "sums_of_errors",
         "torch.where(mask[:, t], values[:, t], next_value)",
         "next_value",
         [GAE],
     ),
-    "returns without values": ("gae", "(advantages + values)", "advantages", [GAE]),
+    "returns without values": ("gae", "(of_targets + values)", "of_targets", [GAE]),
+    "one lambda in the targets": (
+        "gae",
+        "advantages if same else",
+        "advantages if True else",
+        [partial(check_lambdas, "critic_lambda_1"), partial(check_lambdas, "length_adaptive")],
+    ),
+    "one lambda in the advantages": (
+        "gae",
+        "gamma, policy_lam)",
+        "gamma, critic_lam)",
+        [partial(check_lambdas, "critic_lambda_below"), partial(check_lambdas, "length_adaptive")],
+    ),
+    "a lambda that is negative": ("gae", ".clamp(min=1)", "", [partial(check_lambdas, "length_adaptive_short")]),
+    "a lambda by the width of the batch": (
+        "gae",
+        "mask.sum(1)",
+        "torch.full(mask[:, 0].shape, mask.shape[1])",
+        [partial(check_lambdas, "vapo")],
+    ),
+    "MaxRL divided by the deviation": (
+        "maxrl",
+        "centred / (mean + 1e-6)",
+        "centred / (mean * (1 - mean)).sqrt()",
+        [check_maxrl],
+    ),
     "NaN times the mask": (
         "gae",
-        "(advantages + values).masked_fill(~mask, 0)",
-        "(advantages + values) * mask",
+        "(of_targets + values).masked_fill(~mask, 0)",
+        "(of_targets + values) * mask",
         [check_differing_gae_nan],
     ),
     "returns that end at a hole": (
-        "gae",
+        "sums_of_errors",
         "torch.where(mask[:, t], advantage, next_advantage)",
         "advantage * mask[:, t]",
         [check_differing_reinforce_pp_hole],
@@ -643,5 +711,6 @@ def put_in_place(name: str, function: Callable, monkeypatch: pytest.MonkeyPatch)
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
     for name in {name for name, *_ in MISTAKES.values()}:
         put_in_place(name, mutated(name, "def ", "def "), monkeypatch)
-    for check in [*MATCHED.values(), *DIFFERENT.values()]:
+    for check in [*MATCHED.values(), *DIFFERENT.values(), *(partial(check_lambdas, name) for name in LAMBDAS)]:
         check()
+    check_maxrl()

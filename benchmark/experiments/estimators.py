@@ -319,10 +319,20 @@ def report(args: Args) -> int:
 
 
 def keep_tables(folder: Path, runs: pd.DataFrame, updates: pd.DataFrame) -> None:
-    """runs.csv and updates.csv of a folder."""
+    """runs.csv and updates.csv of a folder. Rows of other runs that they have already are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs.to_csv(folder / "runs.csv", index=False, float_format="%.6g")
-    updates.to_csv(folder / "updates.csv", index=False, float_format="%.5g")
+    for name, fresh, form in (("runs", runs, "%.6g"), ("updates", updates, "%.5g")):
+        path, whose = folder / f"{name}.csv", [key for key in KEYS if key in fresh]
+        if path.is_file():
+            old = pd.read_csv(path, dtype={"commit": str})
+            others = old[~pd.MultiIndex.from_frame(old[whose]).isin(pd.MultiIndex.from_frame(fresh[whose]))]
+            fresh = pd.concat([others, fresh], ignore_index=True)
+            places = {value: place for place, value in enumerate(fresh[whose[0]].unique())}
+            fresh = fresh.sort_values(whose[0], key=lambda column, places=places: column.map(places), kind="stable")
+        fresh.to_csv(path, index=False, float_format=form)
+
+
+KEYS = ("part", "staleness", "variant", "way", "seed")  # whose run a row is, those of them that a table has
 
 
 def kept_tables(folder: Path) -> list[pd.DataFrame]:

@@ -2,7 +2,7 @@
 
 --task.problems, --task.test_problems
     gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
-    sums, sums-tools   the built-in worlds of worlds/sums.py
+    sums               a built-in world of worlds/sums.py; others are sums-long and sums-tools
     <folder>           problems_train.jsonl and problems_test.jsonl
     <file>.jsonl       one file; each 50th row is held out, unless --task.test_problems says what is
 
@@ -27,7 +27,7 @@ from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, run, source
 from ppo_rlhf.lib.errors import InputError, flag
 
 GSM8K_FILES = hub.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
-SOURCES = ("gsm8k", "sums", "sums-tools")
+SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
 
@@ -72,6 +72,9 @@ SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 6
 TASKS = {
     "gsm8k": TaskArgs(),
     "sums": TaskArgs(problems="sums", kind_column="steps", **SUMS_TASK),
+    "sums-long": TaskArgs(
+        problems="sums-long", kind_column="steps", **SUMS_TASK | {"prompt_length": 72, "response_length": 120}
+    ),
     "sums-tools": TaskArgs(problems="sums-tools", kind_column="steps", **SUMS_TASK | {"response_length": 96}),
 }
 

@@ -19,6 +19,7 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
         "tales": lambda: tales.find_world() / "model",
         "posts": lambda: posts.find_world() / "model",
         "sums": lambda: sums.find_world() / "model",
+        "sums-long": lambda: sums.find_world(sums.LongArgs()) / "model",
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()) / "model",
     },
     "label_dataset": {},
@@ -27,10 +28,12 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "task.comparisons": {"posts": lambda: posts.find_world()},
     "task.problems": {
         "sums": lambda: sums.find_world(),
+        "sums-long": lambda: sums.find_world(sums.LongArgs()),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
     },
     "task.test_problems": {
         "sums": lambda: sums.find_world(),
+        "sums-long": lambda: sums.find_world(sums.LongArgs()),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
     },
     "rewards.trained_model": {},

@@ -18,6 +18,8 @@ Somebody has some things, and a few things happen. A solution shows its steps an
 
 The problems are written in GSM8K's format, and read by the same code.
 
+The problems of the variant sums-long have up to six steps, and fewer pupils are in a hurry.
+
 In the variant sums-tools, for rlvr_tools.py, pupils may call a calculator instead of calculating: `[7+5]`, and the
 calculator adds `12`. Its answer is always correct, but pupils rarely call it. Some calls have an error in their
 syntax; then the calculator says so, and the pupil calculates after all. By themselves pupils err often.
@@ -102,6 +104,18 @@ class ToolsArgs(SumsArgs):
     """share of calls whose syntax is wrong"""
 
 
+@dataclass(frozen=True)
+class LongArgs(SumsArgs):
+    """The settings of the variant with longer chains of steps."""
+
+    most_steps: int = 6
+    """the most steps of a problem"""
+    hasty: float = 0.3
+    """share of pupils in a hurry"""
+    max_positions: int = 192
+    """the longest sequence that the Llama can read, in tokens"""
+
+
 # ---- Problems --------------------------------------------------------------------------------------------------
 
 THINGS = "apples lanterns kettles ropes baskets ladders blankets hammers mirrors barrels candles boats bells"
@@ -136,11 +150,11 @@ def apply(step: Step, number: int) -> int:
 
 
 def write_problem(rng: random.Random, args: SumsArgs) -> Problem:
-    """A problem of one to four steps, each number of steps being equally likely."""
+    """A problem of one to four steps, or to most_steps, each number of steps being equally likely."""
     names = tales.NAMES.split()
     name, other = rng.sample(names, 2)
     she, her = PRONOUNS[names.index(name) % 2]
-    things, count = rng.choice(THINGS.split()), rng.randint(1, 4)
+    things, count = rng.choice(THINGS.split()), rng.randint(1, getattr(args, "most_steps", 4))
     first = number = rng.randint(2, args.largest_first)
     sentences, steps = [f"{name} has {first} {things}."], []
     while len(steps) < count:
@@ -331,7 +345,7 @@ def measure_start(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: SumsArgs
 ) -> dict[str, dict[str, float]]:
     """The share of correct responses to held-out problems, of all and by number of steps; tokens of a response."""
-    task = dataclasses.replace(problems.TASKS["sums"], problems=str(folder))
+    task = dataclasses.replace(problems.TASKS[name_of(args)], problems=str(folder))
     held_out = problems.read_problems(task, tokenizer, "test", args.start_problems)
     pad_id, noise = len(tokenizer), lm.keyed_generator(args.seed, "start")
     prompts = held_out.batch(range(len(held_out)), pad_id).to(model.device)
@@ -366,7 +380,7 @@ def build_world(folder: Path, args: SumsArgs) -> None:
             write_rows(place / f"problems_{split}.jsonl", found)
         # The language model learns from yet other problems.
         others = write_problems(rng, args.lm_solutions, args, taken)
-        suffix = problems.TASKS["sums"].prompt_suffix
+        suffix = problems.TASKS[name_of(args)].prompt_suffix
         habits = args.error_rate, args.wordy, args.hasty
         with_tools = isinstance(args, ToolsArgs)
         solutions = (
@@ -388,6 +402,10 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
+def name_of(args: SumsArgs) -> str:
+    return {ToolsArgs: "sums-tools", LongArgs: "sums-long"}.get(type(args), "sums")
+
+
 def find_world(args: SumsArgs | None = None) -> Path:
     """The folder of the world with these settings; it is built if it does not exist."""
     args = args or SumsArgs()
@@ -405,8 +423,7 @@ def find_world(args: SumsArgs | None = None) -> Path:
     if args.width % (4 * args.heads):
         raise InputError(f"width {args.width} is no multiple of 4 x heads {args.heads}")
     words = [tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS, HURRIED]
-    name = "sums-tools" if isinstance(args, ToolsArgs) else "sums"
-    return building.find(name, [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
+    return building.find(name_of(args), [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
 
 
 def main() -> None:
