@@ -280,7 +280,9 @@ def test_report(tmp_path):
     write_policy(tmp_path / "runs", "no-kl", 1, kl=1.0, finished=False)
     (tmp_path / "runs/tales/policy-no-kl/seed1/job.json").write_text(json.dumps(record))
     arguments = ["--folder", "runs", "--output", "out", "--pictures", "out", "--atlas", "atlas.md"]
-    (tmp_path / "atlas.md").write_text("".join(f"{ablations.BEGIN.format(n)}old\n{ablations.END}" for n in PARTS))
+    (tmp_path / "atlas.md").write_text(
+        "".join(f"{ablations.BEGIN.format(n)}what was here\n{ablations.END}" for n in PARTS)
+    )
     result = launch(ABLATIONS, "report", *arguments, folder=tmp_path)
     assert result.status == 0, result
     (row,) = [line for line in result.stdout.splitlines() if "`one-epoch`" in line]
@@ -292,7 +294,8 @@ def test_report(tmp_path):
     assert "commit: abc" in (tmp_path / "out/ablations.md").read_text()
     assert (tmp_path / "out/ablations.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "atlas.md").read_text()
-    assert "2 of 69 changes" not in page and "old" not in page and "1 of " in page
+    count = sum(len(world.ablations) - 1 for world in ablations.WORLDS.values())
+    assert "what was here" not in page and f"\n1 of {count} changes have been run, 1 of them with two" in page
     (row,) = [line for line in page.splitlines() if 'id="tales-one-epoch"' in line]
     assert "| **+0.50 ± 0.00** |" in row and "[D62](details/chapter1.md#D62)" in row
     assert "not yet run" in next(line for line in page.splitlines() if 'id="sums-group-2"' in line)

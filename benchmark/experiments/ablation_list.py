@@ -383,8 +383,18 @@ SUMS = {
         policy=("--ppo.samples_per_prompt", "2"),
         why="A larger group has a better baseline, a smaller one more problems per update.",
     ),
-    "group-4": Ablation("V33", "groups of 4", policy=("--ppo.samples_per_prompt", "4")),
-    "group-16": Ablation("V33", "groups of 16", policy=("--ppo.samples_per_prompt", "16")),
+    "group-4": Ablation(
+        "V33",
+        "groups of 4",
+        policy=("--ppo.samples_per_prompt", "4"),
+        why="More problems per update, and a noisier baseline for each.",
+    ),
+    "group-16": Ablation(
+        "V33",
+        "groups of 16",
+        policy=("--ppo.samples_per_prompt", "16"),
+        why="A better baseline for each problem, and fewer problems per update.",
+    ),
     "clip-higher": Ablation(
         "V63",
         "the upper bound of the clip is 0.28 instead of 0.2 (DAPO)",
@@ -436,7 +446,13 @@ SUMS = {
         against="critic",
         why="Lambda trades the noise of returns for the error of values.",
     ),
-    "critic-lambda-0": Ablation("V29", "lambda = 0", policy=("--ppo.lam", "0"), against="critic"),
+    "critic-lambda-0": Ablation(
+        "V29",
+        "lambda = 0",
+        policy=("--ppo.lam", "0"),
+        against="critic",
+        why="With lambda 0 the score reaches earlier tokens only through the critic.",
+    ),
     "critic-no-warmup": Ablation(
         "V71",
         "the policy learns from the first update on",
