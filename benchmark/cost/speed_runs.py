@@ -5,7 +5,7 @@
 settings.json is made by speed.py. The result holds: `updates`, the time (seconds since the epoch) at which each
 update ended; `phases`, seconds in each part of each update (ours only); `peak_memory` in bytes (on a CPU, the
 resident memory of the process, on a GPU, its tensors); `matmul_rate` in FLOP/s; `device`; and in chapter 3 `tokens`:
-of a query and of a response in the mean, and of the shortest and the longest response. A peer runs in an environment
+of a query and of a response on average, and of the shortest and the longest response. A peer runs in an environment
 of its own, so nothing of ppo_rlhf is imported before it is known to be ours.
 """
 

@@ -1,6 +1,6 @@
 """How a model reads and writes tokens.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
 
 def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+    """The numbers that attention adds to its scores: 0 where a position may look, the lowest number where it may not.
 
     mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
     """
@@ -36,7 +36,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
+    # [D13] Padding is never embedded: token 0 takes its place, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
@@ -71,7 +71,7 @@ def read_before_responses(lm_backbone: PreTrainedModel, tokens: Tensor, response
     """Final hidden states at the position before each token of the responses: (batch, response_length, width).
 
     tokens: (batch, length), queries and their responses, with padding anywhere. responses: (batch, response_length),
-    the same responses, with padding at their end; what is returned there means nothing.
+    the same responses, with padding at their end; the results there mean nothing.
     """
     packed = left_pad(tokens, pad_id)
     hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)

@@ -30,7 +30,7 @@ TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tes
 # Cutting rows out costs copies, which grow with the width; it saves matrix products, which grow with its square.
 # On a CPU it pays with GPT-2 (768 wide), and does not with the small models of the worlds (128).
 LEAST_WIDTH = 512
-# What a group costs attention, in tokens of padding that it may save. On a CPU 0 was fastest with 32 rows of GPT-2's
+# The cost of a group for attention, in tokens of padding. On a CPU 0 was fastest with 32 rows of GPT-2's
 # shape and 8 of Pythia 160M's. The GPU's number is an estimate.
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 

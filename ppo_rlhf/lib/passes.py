@@ -171,7 +171,7 @@ COST_OF_LAUNCHES = {"cpu": 10**8, "cuda": 2 * 10**11}  # tokens times parameters
 
 
 def cost_of_pass(model: nn.Module) -> int:
-    """What a pass of a model costs in addition to its tokens, in tokens."""
+    """The cost of a pass of a model in addition to its tokens, in tokens."""
     parameters = list(model.parameters())
     kind = "cpu" if parameters[0].device.type == "cpu" else "cuda"
     return COST_OF_WEIGHTS[kind] + COST_OF_LAUNCHES[kind] // sum(parameter.numel() for parameter in parameters)
@@ -226,7 +226,7 @@ def few_logits_at_a_time(function: Callable, numbers: int, *tensors: Tensor) -> 
     """Apply a function to a batch, a few rows at a time if it holds many numbers for each row, as for logits.
 
     numbers: how many, for each row. Tensors and what the function returns have the same rows. If the batch is
-    divided, the backward pass computes each part anew, so that only the numbers of one part are ever held.
+    divided, the backward pass computes each part again, so that only the numbers of one part are ever held.
     """
     rows = max(1, MOST_LOGITS // max(1, numbers))
     if rows >= len(tensors[0]):

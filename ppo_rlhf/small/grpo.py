@@ -1,7 +1,7 @@
 """GRPO (group relative policy optimisation) with verifiable rewards in one file, to read from top to bottom.
 
 A small language model solves word problems. It has learned from careless pupils, so it is often wrong. Now it learns
-from its own attempts: it solves each problem eight times, a program checks the answers, and training makes right
+from its own attempts: it solves each problem eight times, a program checks the answers, and training makes correct
 solutions more likely and wrong ones less likely. There is no reward model and no critic.
 
     python ppo_rlhf/worlds/sums.py     # writes problems and the pupils' solutions, trains the language model
@@ -38,7 +38,7 @@ def read_problems(world: Path, split: str) -> list[tuple[str, str]]:
 
 
 def is_right(response: str, answer: str) -> bool:
-    """The verifier: a response is right if its last number after #### is the answer."""
+    """The verifier: a response is correct if its last number after #### is the answer."""
     return [int(number) for number in re.findall(r"#### (-?[0-9]+)", response)][-1:] == [int(answer)]
 
 
@@ -112,14 +112,14 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
         logprobs[in_response] = recorded[torch.arange(RESPONSE_LENGTH) < sizes]
 
         # 3. There is no reference: the verifier cannot be fooled, so the policy may move as far as it likes.
-        # 4. Score each response: 1 if its answer is right, otherwise 0.
+        # 4. Score each response: 1 if its answer is correct, otherwise 0.
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         right = [is_right(text, answer) for text, (_, answer) in zip(texts, drawn, strict=True)]
         scores = torch.tensor(right).float().view(PROMPTS, GROUP)
 
         # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
         # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy
-        #    usually does on this problem, so no critic has to. If all are right, or all are wrong, none is better.
+        #    usually does on this problem, so no critic has to. If all are correct, or all are wrong, none is better.
         centred = scores - scores.mean(1, keepdim=True)  # (PROMPTS, GROUP)
         std = (centred.square().sum(1, keepdim=True) / (GROUP - 1)).sqrt()  # (PROMPTS, 1)
         advantages = (centred / (std + 1e-6)).view(-1, 1)  # (batch, 1), the same for all tokens of a response
@@ -144,7 +144,7 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
             optimizer.step()
 
         # 8. Log. There is no KL coefficient to adapt.
-        print(f"update {update + 1}: {scores.mean():.0%} right, {sizes.double().mean():.1f} tokens", flush=True)
+        print(f"update {update + 1}: {scores.mean():.0%} correct, {sizes.double().mean():.1f} tokens", flush=True)
 
 
 def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:
