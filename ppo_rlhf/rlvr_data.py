@@ -103,7 +103,7 @@ class Batch(Rows):
 
     @property
     def right_mask(self) -> Tensor:
-        """The tokens (rows, response_length) of right responses that are trained on."""
+        """The tokens (rows, response_length) of correct responses that are trained on."""
         return self.loss_mask & self.right.unsqueeze(1)
 
     def see(

@@ -196,7 +196,7 @@ def dr_grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
 
 def maxrl(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """(R - mean) / (mean + 1e-6) in each group; 0 where the mean is not above 0."""
-    # [V109] With scores of 0 and 1, the mean is the share of right responses, and this is the gradient of its
+    # [V109] With scores of 0 and 1, the mean is the share of correct responses, and this is the gradient of its
     #        logarithm. If one of 8 responses is right, it gets +7, and +1/7 if only one is wrong.
     centred, _, mean = centred_scores(rewards, mask, groups)
     return to_tokens((centred / (mean + 1e-6)).masked_fill(mean <= 0, 0), mask), None

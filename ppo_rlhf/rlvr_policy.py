@@ -189,7 +189,7 @@ class PpoArgs:
     entropy_coef: float = 0.0
     """weight of the entropy bonus, per nat"""
     nll_coef: float = 0.0
-    """weight of the mean of -log p over the tokens of right responses, per nat"""
+    """weight of the mean of -log p over the tokens of correct responses, per nat"""
     value_head: Literal["zero", "normal"] = "zero"
     """how a new head of the critic starts. zero: all first values are 0; normal: random, as in verl"""
     filter_groups: bool = False
@@ -618,7 +618,7 @@ def ppo_of_update(ppo: PpoArgs, explained: float, number: int) -> tuple[PpoArgs,
     pretrains = ppo.critic_explains is not None
     if number >= ppo.critic_warmup or (pretrains and explained >= ppo.critic_explains):
         return ppo, True
-    # [V107] The policy stands still, so the critic may learn what its responses really earn. With a lower lambda, a
+    # [V107] The policy stays as it is, so the critic may learn what its responses really earn. With a lower lambda, a
     #        new critic would learn from its own first values, and would call early tokens worth less than they are.
     return dataclasses.replace(ppo, critic_lam=1.0) if pretrains else ppo, False
 
@@ -754,7 +754,7 @@ def micro_batch_loss(
     share = {"objective/loss": loss, "loss/policy_avg": policy_loss, "loss/value_avg": value_loss}
     share |= {"loss/kl_avg": kl_loss, "loss/entropy_avg": entropy, "tokens": mb.loss_mask.sum()}
     if ppo.nll_coef:
-        # [V108] The mean is over the tokens of right responses in the minibatch. The weights above are not in it.
+        # [V108] The mean is over the tokens of correct responses in the minibatch. The weights above are not in it.
         nll = aggregate(-new_logprobs, mb.right_mask, "token-mean", tokens=right_tokens)
         loss = loss + ppo.nll_coef * nll
         share |= {"objective/loss": loss, "loss/nll_avg": nll}

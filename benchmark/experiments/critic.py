@@ -12,7 +12,7 @@ changes one thing of it, and `all` all four:
     lam_alpha      the policy's lambda is 1 - 1 / length, which is 0.95 at 20 tokens, and higher for longer responses
     pretraining    the critic learns alone, with targets of lambda 1, until it explains 0.3 of the variance, for at
                    most 12 updates; the others have 3 updates in which it learns alone
-    nll            a likelihood loss on right responses, times 0.1
+    nll            a likelihood loss on correct responses, times 0.1
 
 `rloo` has groups of eight in place of the critic. All runs have the same number of episodes, so what the critic takes
 to learn alone, the policy lacks. Runs of a seed with a critic have the same problems in the same order, and the same

@@ -156,7 +156,7 @@ SHARES = {"while it learns": RIGHT, "samples after it": "samples", "greedy after
 def table_of(runs: pd.DataFrame) -> list[dict[str, str]]:
     """One row for each variant; differences are from the run of the same seed without the mistake.
 
-    The share of right samples while it learns is the mean of all updates. Of two policies that end with the same
+    The share of correct samples while it learns is the mean of all updates. Of two policies that end with the same
     share, it tells which was faster.
     """
     masked, rows = runs[runs["variant"] == MASKED].set_index("seed"), []

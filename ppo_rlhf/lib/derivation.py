@@ -596,7 +596,7 @@ GROUP_FORMS = {
     "maxrl": (
         "A_t = (R − μ) / (μ + 10⁻⁶)",
         "({total} − {group_mean}) / ({group_mean} + 10⁻⁶)",
-        "The mean, the share of right responses, is the unit, so success at a hard prompt counts for more.",
+        "The mean, the share of correct responses, is the unit, so success at a hard prompt counts for more.",
     ),
     "rloo": (
         "A_t = n / (n − 1) · (R − μ)",
