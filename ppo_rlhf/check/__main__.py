@@ -2,6 +2,7 @@
 
     python -m ppo_rlhf.check adapter.py            # every function of the adapter that has a known name
     python -m ppo_rlhf.check adapter.py --json     # for programs; --quiet: only what is wrong
+    python -m ppo_rlhf.check adapter.py --case gae:18     # the numbers of one case
     python -m ppo_rlhf.check --list                # functions, and the known faults with their numbers
     python -m ppo_rlhf.check --exercise 7          # writes a broken function, and says later whether it is fixed
 
@@ -11,6 +12,7 @@ status: 0 if everything matches, 1 if something does not, 2 if the adapter canno
 
 import argparse
 import inspect
+import itertools
 import json
 import math
 import os
@@ -39,11 +41,26 @@ EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
 # ---- Asking the child ------------------------------------------------------------------------------------------
 
 
+def environment() -> dict[str, str]:
+    found = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": found}
+
+
+def require(python: str) -> None:
+    """Raise an InputError if an interpreter cannot run the child."""
+    try:
+        command = [python, "-c", "import ppo_rlhf.check.child"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    except OSError as error:
+        raise InputError(f"--python {python} cannot be run: {error.strerror}") from error
+    if done.returncode:
+        raise InputError(f"--python {python} lacks what the check needs: {(done.stderr.splitlines() or ['?'])[-1]}")
+
+
 def messages(adapter: Path, names: list[str], timeout: float, python: str) -> Iterator[dict[str, Any]]:
     """The messages of the child. The last one is `done`, `failed`, or `stopped` with a reason."""
-    command = [python, "-m", "ppo_rlhf.check.child", str(adapter), *names]
-    found = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": found})
+    start = [python, "-W", "ignore::UserWarning", "-m", "ppo_rlhf.check.child"]  # torch's would be above the table
+    child = subprocess.Popen([*start, str(adapter), *names], stdout=subprocess.PIPE, text=True, env=environment())
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -123,6 +140,34 @@ def nothing_to_check(adapter: Path, only: list[str] | None, others: list[str]) -
 # ---- Output ----------------------------------------------------------------------------------------------------
 
 
+def print_case(adapter: Path, which: str, timeout: float, python: str) -> bool:
+    """Print the arguments of a case, what is expected, and what the adapter gave. Returns whether they agree."""
+    name, _, number = which.partition(":")
+    known = cases.all_cases().get(name, [])
+    if not number.isdigit() or int(number) >= len(known):
+        raise InputError(f"--case {which}: name a function and a number of a case, such as gae:18")
+    case, answer = known[int(number)], None
+    for message in messages(adapter, [which], timeout, python):
+        if "failed" in message:
+            raise InputError(f"{adapter} {message['failed']}")
+        if name not in message.get("provided", [name]):
+            raise InputError(nothing_to_check(adapter, [name], []))
+        said = [message[key] for key in ("wrong", "left_out", "stopped") if key in message]
+        answer = numbers(message["outputs"]) if "outputs" in message else said[0] if said else answer
+    print(f"{which}: {case.name} ({case.source}). {' '.join((case.run.__doc__ or '').split())}".rstrip())
+    for key, x in case.arguments.items():
+        print(f"{key} = {'those of a small model' if isinstance(x, dict) else x}")
+    torch.set_printoptions(precision=6, sci_mode=False)
+    for key, x in case.expected.items():
+        print(f"expected {key} = {x}")
+    if not isinstance(answer, dict):
+        print(f"yours: {answer}")
+        return False
+    for key, x in answer.items():
+        print(f"your {key} = {x}")
+    return diagnosis.judge(name, {int(number): answer}, {}).ok
+
+
 def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:
     return json.dumps(
         {
@@ -136,6 +181,8 @@ def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:
                     "matches": report.matches,
                     "largest_error": report.error if math.isfinite(report.error) else None,
                     "left_out": report.left_out,
+                    "missing": report.missing,
+                    "unseen": report.unseen,
                     "gradients": report.gradients,
                     "failed": report.failed,
                     "diagnoses": [[described(fault) for fault in found] for found in report.diagnoses],
@@ -165,18 +212,18 @@ def print_table(reports: list[Report], others: list[str], quiet: bool, *, solve:
         error = "-" if not report.cases else f"{report.error:.1e}" if math.isfinite(report.error) else "no number"
         row = f"{report.function:{width}}  {report.cases:5}  {report.matches:5}  {error:>13}"
         print(f"{row}  {'; '.join(remarks(report))}".rstrip())
-        if not report.ok:
-            for line in findings(report, solve):
-                print(
-                    textwrap.fill(
-                        line,
-                        116,
-                        initial_indent="  ",
-                        subsequent_indent="    ",
-                        break_on_hyphens=False,
-                        break_long_words=False,
-                    )
+        lines = [] if report.ok else list(findings(report, solve))
+        for line in [*lines, *filter(None, [report.unseen if report.cases else ""])]:
+            print(
+                textwrap.fill(
+                    line,
+                    116,
+                    initial_indent="  ",
+                    subsequent_indent="    ",
+                    break_on_hyphens=False,
+                    break_long_words=False,
                 )
+            )
     if others and not quiet:
         print(f"Not checked, because the names are not known: {', '.join(others)}")
 
@@ -185,43 +232,58 @@ def remarks(report: Report) -> Iterator[str]:
     if report.left_out:
         reasons = [f"{reason}: {count}" for reason, count in report.left_out.items()]
         yield f"{sum(report.left_out.values())} left out ({', '.join(reasons)})"
+    if report.missing:
+        yield f"{report.missing} were not given, so not compared"
     if not report.gradients:
         yield "values only, because the results have no gradient"
 
 
 def findings(report: Report, solve: bool) -> Iterator[str]:
     """Lines about a function whose numbers do not match."""
-    same: dict[str, list[dict]] = {}  # cases in which the same is wrong
+    if not report.cases:
+        yield f"Nothing could be compared. {report.function}{inspect.signature(getattr(forms, report.function))}"
+        return
+    same: dict[str, list[dict]] = {}  # cases in which the same is wrong, the smallest first
     for entry in report.failed:
         same.setdefault(entry["wrong"], []).append(entry)
     for wrong, entries in list(same.items())[:MOST]:
         name, kind = entries[0]["case"], entries[0]["source"]
-        what = f"{len(entries)} cases" if len(entries) > 1 else name if kind in name else f"{name} ({kind})"
-        yield f"{what}: {wrong}"
+        what = name if kind in name else f"{name} ({kind})"
+        more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+        yield f"{what}{more}: {wrong} (--case {report.function}:{entries[0]['index']})"
     if len(same) > MOST:
         yield f"and {sum(len(entries) for entries in list(same.values())[MOST:])} more cases"
     yield from (hint[0].upper() + hint[1:] + "." for hint in report.hints)
     if not solve:
         return
-    for found in report.diagnoses[:MOST]:
+    for index, found in enumerate(report.diagnoses[:MOST]):
         together = " together with ".join(f'"{fault.name}"' for fault in found)
-        yield f"These are the numbers of {together}."
+        yield f"{'Or they' if index else 'These'} are the numbers of {together}."
         for fault in found:
             yield explained(fault)
     if len(report.diagnoses) > MOST:
         yield f"The same numbers have {len(report.diagnoses) - MOST} more."
     if (not report.diagnoses and report.error < math.inf) or report.nearest:
-        yield "No known fault has these numbers."
-        for fault, count in report.nearest:
-            yield f'{count} of the {len(report.failed)} are those of "{fault.name}". {explained(fault)}'
+        yield "No known fault has these numbers. The option --case prints those of a case."
+        for count, pairs in itertools.groupby(report.nearest, lambda pair: pair[1]):
+            near = [fault for fault, _ in pairs]
+            have = "case has" if len(report.failed) == 1 else "cases has" if count == 1 else "cases have"
+            names = " or of ".join(f'"{fault.name}"' for fault in near)
+            yield f"{count} of the {len(report.failed)} failed {have} the numbers of {names}."
+            yield from map(explained, near)
 
 
 def explained(fault: faults.Fault) -> str:
-    kind = "A choice, not a fault: " if fault.choice else ""
-    return f"{kind}{fault.says} [{fault.mark}] {fault.page}{f'; see {fault.source}' if fault.source else ''}"
+    kind, page = "A choice, not a fault: " if fault.choice else "", fault.page
+    if not Path("docs/details").is_dir() and (PACKAGE.parent / "docs/details").is_dir():
+        page = PACKAGE.parent / page
+    return f"{kind}{fault.says} [{fault.mark}] {page}{f'; see {fault.source}' if fault.source else ''}"
 
 
-def print_list() -> None:
+def print_list(as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({name: [described(fault) for fault in faults.of(name)] for name in cases.NAMES}, indent=1))
+        return
     for name in cases.NAMES:
         print(f"{name}{inspect.signature(getattr(forms, name))}")
         for fault in faults.of(name):
@@ -242,7 +304,7 @@ def exercise(number: int, timeout: float) -> int:
         text = f"# Exercise {number}: {fault.function} is broken. Fix it, then run: {command}\n\n{source_of(fault)}"
         path.write_text(text)
         print(f"{text}\nThis is in {path}. Fix it there, then run the command again.")
-        return 1
+        return 0
     (report,), _ = ask(path, timeout, [fault.function])
     print_table([report], [], False, solve=False)
     if report.ok:
@@ -275,10 +337,13 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds that a call may take; default: 10")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs the adapter; it needs torch")
     parser.add_argument("--list", action="store_true", help="print the functions and the known faults")
+    parser.add_argument(
+        "--case", metavar="NAME:N", help="print the arguments and numbers of one case, such as gae:18"
+    )
     parser.add_argument("--exercise", type=int, metavar="N", help="write broken function N, or check your correction")
     args = parser.parse_args()
     if args.list:
-        print_list()
+        print_list(args.json)
         return 0
     try:
         if args.exercise is not None:
@@ -287,6 +352,12 @@ def main() -> int:
             parser.error("name an adapter, or --list or --exercise N")
         if not args.adapter.is_file():
             raise InputError(f"{args.adapter} is no file")
+        if args.adapter.suffix != ".py":
+            raise InputError(f"{args.adapter} is no .py file")
+        if args.python != sys.executable:
+            require(args.python)
+        if args.case:
+            return 0 if print_case(args.adapter, args.case, args.timeout, args.python) else 1
         reports, others = ask(args.adapter, args.timeout, python=args.python)
         if not any(report.cases for report in reports):
             raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")
@@ -301,4 +372,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 0
+    sys.exit(status)

@@ -62,7 +62,7 @@ def attempted(
         raise Wrong(f"it changed its argument {', '.join(changed)}")
     names = [name for name in case.expected if name != "gradient"] or names_of(returned)
     found = {}
-    for name, x in zip(names, several(returned, len(names)), strict=False):
+    for name, x in zip(names, several(returned, names), strict=False):
         if x is not None:
             found[name] = as_tensor(x)
             expected = case.expected.get(name)
@@ -72,7 +72,7 @@ def attempted(
                 found[name] = found[name].reshape(expected.shape)
     if not found:
         raise Wrong("it returned None")
-    result = several(returned, 1)[0]
+    result = several(returned, names[:1])[0]
     if leaf is not None and isinstance(result, Tensor) and result.requires_grad:
         (gradient,) = torch.autograd.grad(result.sum(), leaf, allow_unused=True)
         found["gradient"] = torch.zeros_like(leaf).double() if gradient is None else gradient.double()
@@ -102,11 +102,12 @@ def same(one: Any, other: Any) -> bool:
     return one is None or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def several(returned: Any, count: int) -> list[Any]:
-    """The results that a function returned: those of a tuple, the values of a dict, or one."""
+def several(returned: Any, names: list[str]) -> list[Any]:
+    """The results that a function returned: one, those of a tuple, or of a dict, by name if it has the names."""
     if isinstance(returned, dict):
-        returned = tuple(returned.values())
-    if isinstance(returned, tuple) or (isinstance(returned, list) and count > 1):
+        named = any(name in returned for name in names)
+        returned = tuple(map(returned.get, names) if named else returned.values())
+    if isinstance(returned, tuple) or (isinstance(returned, list) and len(names) > 1):
         return list(returned)
     return [returned]
 

@@ -56,27 +56,30 @@ def once(function: Callable, arguments: Arguments) -> Any:
     return function(**arguments)
 
 
+def first(returned: Any, name: str = "result") -> Any:
+    return calls.several(returned, [name])[0]
+
+
 def in_parts(function: Callable, arguments: Arguments) -> Any:
     """The sum over the first row and the others, each with the counts of all."""
     rows = {name: x for name, x in arguments.items() if getattr(x, "ndim", 0) == 2}
     others = {name: x for name, x in arguments.items() if name not in rows}
     parts = [{name: x[part] for name, x in rows.items()} for part in (slice(0, 1), slice(1, None))]
-    return sum(function(**part, **others) for part in parts)
+    return sum(first(function(**part, **others)) for part in parts)
 
 
 def controlled(function: Callable, arguments: Arguments) -> list[float]:
     """The coefficients after each of several batches."""
     found, coefficient = [], arguments["kl_coef"]
     for kl, episodes in zip(arguments["kl"].tolist(), arguments["episodes"].tolist(), strict=True):
-        coefficient = float(
-            function(
-                kl_coef=coefficient,
-                kl=kl,
-                target=arguments["target"],
-                episodes=int(episodes),
-                horizon=arguments["horizon"],
-            )
+        returned = function(
+            kl_coef=coefficient,
+            kl=kl,
+            target=arguments["target"],
+            episodes=int(episodes),
+            horizon=arguments["horizon"],
         )
+        coefficient = calls.as_tensor(first(returned, "kl_coef")).item()
         found.append(coefficient)
     return found
 
@@ -87,10 +90,10 @@ def descended(function: Callable, arguments: Arguments) -> list[Tensor]:
     m, v, found = x * 0, x * 0, []
     for step, lr in enumerate(arguments["lr"].tolist(), start=1):
         gradient = curvature * (x - target)
-        x, m, v = function(  # which may write into what it is given
+        returned = function(  # which may write into what it is given
             parameter=x.clone(), gradient=gradient, m=m, v=v, step=step, lr=lr, eps=1e-5, style=arguments["style"]
         )
-        x, m, v = (torch.as_tensor(each) for each in (x, m, v))
+        x, m, v = (torch.as_tensor(each) for each in calls.several(returned, ["parameter", "m", "v"]))
         found.append(x)
     return torch.stack(found)
 
@@ -110,7 +113,7 @@ def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
     logprobs, ref_logprobs, sampler = (of_sequences(x) for x in (logits, *(arguments[n] for n in TABLES[1:])))
     given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
     given |= {"name": arguments["name"]} if "name" in arguments else {"sampler_logprobs": sampler}
-    losses = function(**given, mask=torch.ones(9, 2, dtype=torch.bool))
+    losses = first(function(**given, mask=torch.ones(9, 2, dtype=torch.bool)))
     if not getattr(losses, "requires_grad", False):
         raise calls.LeftOut("no gradient")
     return torch.autograd.grad((sampler.sum(1).exp().detach() * losses.sum(1)).sum(), logits)[0]
@@ -119,7 +122,7 @@ def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
 def pull(function: Callable, arguments: Arguments) -> Tensor:
     """Which way the gradient of the estimate points at each token: -1, 0 or 1."""
     logprobs = arguments["logprobs"].detach().requires_grad_()
-    values = function(**(arguments | {"logprobs": logprobs}))
+    values = first(function(**(arguments | {"logprobs": logprobs})))
     if not getattr(values, "requires_grad", False):
         raise calls.LeftOut("no gradient")
     return torch.autograd.grad(values.sum(), logprobs)[0].sign()
@@ -136,7 +139,7 @@ def gradient_in_reward(function: Callable, arguments: Arguments) -> Tensor:
         mask=torch.ones(9, 2, dtype=torch.bool),
         kl_coef=1.0,
     )
-    to_go = torch.as_tensor(rewards).flip(1).cumsum(1).flip(1).detach()
+    to_go = torch.as_tensor(first(rewards)).flip(1).cumsum(1).flip(1).detach()
     objective = (logprobs.detach().sum(1).exp() * (logprobs * to_go).sum(1)).sum()
     return -torch.autograd.grad(objective, logits)[0]
 
@@ -361,7 +364,12 @@ def chapter_2() -> list[Case]:
     }
     counts = mask[:, given["context_length"] :]
     case = golden("response_logprobs", "padded on the left", x["out/unpadded_logprobs"], read_by_model, **given)
-    found.append(replace(case, mask=counts))
+    case = replace(case, mask=counts)
+    # Code without a temperature can be asked this one only.
+    given, name = case.arguments | {"temperature": 1.0}, "padded on the left, temperature 1"
+    at_1 = replace(case, name=name, source="padding on the left", arguments=given)
+    expected = calls.outputs_of(forms.response_logprobs, at_1, torch.float64)
+    found += [case, replace(at_1, expected=expected)]
     return found
 
 

@@ -3,6 +3,7 @@
     python -m ppo_rlhf.check.child adapter.py [function ...]
 
 A line of JSON goes out for each case, before it is called and after. The adapter's own output goes to stderr.
+`gae:18` is a function of which only case 18 is called.
 """
 
 import importlib.util
@@ -18,7 +19,10 @@ from typing import Any
 
 import torch
 
+import ppo_rlhf
 from ppo_rlhf.check import calls, cases
+
+NOT_THEIRS = ("<frozen", *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, ppo_rlhf.__file__)))
 
 
 def load(path: Path) -> ModuleType:
@@ -55,11 +59,12 @@ def answer(function: Callable, case: cases.Case) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
+    """The error, and the innermost line of the adapter's code or of what it calls, torch aside."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
-    name = sys.modules["adapter"].__file__ if "adapter" in sys.modules else None
-    lines = [frame.lineno for frame in frames if frame.filename == name]
-    return f"{type(error).__name__}{f': {text[:160]}' if text else ''}{f' (line {lines[-1]})' if lines else ''}"
+    theirs = [frame for frame in frames if not frame.filename.startswith(NOT_THEIRS)]
+    place = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}{f': {text[:160]}' if text else ''}{place}"
 
 
 def main() -> None:
@@ -78,10 +83,12 @@ def main() -> None:
         return
     functions = provided(module)
     say(provided=list(functions), others=others(module))
-    for name in names or functions:
+    for which in names or functions:
+        name, _, only = which.partition(":")
         for index, case in enumerate(cases.all_cases()[name]):
-            say(function=name, case=index)
-            say(**answer(functions[name], case))
+            if only in ("", str(index)):
+                say(function=name, case=index)
+                say(**answer(functions[name], case))
     say(done=True)
 
 

@@ -53,7 +53,7 @@ def fault(function: str, mark: str, source: str = "", *, choice: bool = False) -
     def add(small: Callable[[], tuple]) -> Callable:
         edits = small()
         edits = (edits,) if isinstance(edits[0], str) else edits
-        name = small.__name__.removeprefix(f"{function}_").replace("_", " ")
+        name = small.__name__.removeprefix(f"{function}_").replace("1e_", "1e-").replace("_", " ")
         says = " ".join(small.__doc__.split())
         FAULTS.append(Fault(function, name, says, mark, source, choice, edits))
         return small
@@ -247,21 +247,24 @@ def response_logprobs_without_temperature():
 # ---- Rewards ---------------------------------------------------------------------------------------------------
 
 
-@fault("kl_estimate", "V48", GITHUB + "natolambert/rlhf-book")
+@fault("kl_estimate", "V48", GITHUB + "natolambert/rlhf-book/issues/489")
 def kl_estimate_of_the_wrong_sign():
-    """log p(reference) - log p(policy): k1 rewards what it should punish, and k3 is upside down."""
+    """Yours has d = log p(reference) - log p(policy); d is the opposite. So k1 rewards what it should punish."""
     return "d = logprobs - ref_logprobs", "d = ref_logprobs - logprobs"
 
 
-@fault("kl_estimate", "V52", GITHUB + "natolambert/rlhf-book")
+@fault("kl_estimate", "V52", GITHUB + "natolambert/rlhf-book/issues/489")
 def kl_estimate_k3_upside_down():
-    """k3 is exp(d) - 1 - d. Its gradient as a loss is half of that of the chi-squared divergence."""
+    """Yours is exp(d) - 1 - d with d = log p(policy) - log p(reference); k3 is exp(-d) - 1 + d.
+
+    As a loss, yours has half of the gradient of the chi-squared divergence.
+    """
     return "torch.exp(-d) - 1 + d", "torch.exp(d) - 1 - d"
 
 
-@fault("kl_estimate", "V48", GITHUB + "natolambert/rlhf-book")
+@fault("kl_estimate", "V48", GITHUB + "natolambert/rlhf-book/issues/489")
 def kl_estimate_k1_of_the_wrong_sign():
-    """k1 is log p(reference) - log p(policy)."""
+    """Yours is log p(reference) - log p(policy); k1 is log p(policy) - log p(reference)."""
     return '"k1": d,', '"k1": -d,'
 
 
@@ -311,6 +314,12 @@ def token_rewards_penalty_is_a_reward():
 def token_rewards_score_in_the_last_column():
     """The score is in the last column, which is padding unless the response is the longest one."""
     return "last = torch.where(mask, columns, -1).amax(1)", "last = torch.full(mask.shape[:1], mask.shape[1] - 1)"
+
+
+@fault("token_rewards", "V27")
+def token_rewards_score_at_the_number_of_tokens():
+    """The score is at index mask.sum(1) - 1, which is not the last token if the mask has holes."""
+    return "last = torch.where(mask, columns, -1).amax(1)", "last = mask.sum(1) - 1"
 
 
 @fault("token_rewards", "T43", "chapter 2", choice=True)
@@ -378,7 +387,7 @@ def token_rewards_without_a_penalty():
 
 @fault("token_rewards", "V11")
 def token_rewards_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "(logprobs - ref_logprobs).masked_fill(~mask, 0)", "(logprobs - ref_logprobs) * mask"
 
 
@@ -544,7 +553,7 @@ def whiten_by_the_variance():
 
 @fault("whiten", "V11", "verl b178a3c and 1dda039")
 def whiten_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "values.masked_fill(~mask, 0)\n    count", "values * mask\n    count"
 
 
@@ -608,6 +617,63 @@ def gae_bootstraps_from_the_last_value():
     return (
         "next_advantage = next_value = torch.zeros_like(values[:, 0])",
         "next_advantage, next_value = torch.zeros_like(values[:, 0]), values[:, -1]",
+    )
+
+
+@fault("gae", "V31")
+def gae_bootstraps_full_rows():
+    """A response that fills the width gets its last value as the next one, and masked tokens end an episode.
+
+    So it is where an environment goes on after the rollout.
+    """
+    return (
+        (
+            "next_advantage = next_value = torch.zeros_like(values[:, 0])",
+            "next_advantage, next_value = torch.zeros_like(values[:, 0]), values[:, -1]",
+        ),
+        ("        delta =", "        lives = mask[:, t + 1] if t + 1 < mask.shape[1] else True\n        delta ="),
+        ("gamma * next_value - values[:, t]", "gamma * next_value * lives - values[:, t]"),
+        ("gamma * lam * next_advantage", "gamma * lam * next_advantage * lives"),
+        ("torch.where(mask[:, t], advantage, next_advantage)", "advantage"),
+        ("torch.where(mask[:, t], values[:, t], next_value)", "values[:, t]"),
+    )
+
+
+@fault("gae", "D56")
+def gae_value_of_the_same_token_as_the_next():
+    """V(t) is in place of V(t+1), except at the last token."""
+    return "gamma * next_value - values[:, t]", "gamma * values[:, t] * mask[:, t + 1 :].any(1) - values[:, t]"
+
+
+@fault("gae", "D56")
+def gae_list_not_reversed():
+    """Advantages are collected from the last token to the first, and not put in order."""
+    return (
+        "    returns = advantages + values",
+        "    advantages = advantages.flip(1)\n    returns = advantages + values",
+    )
+
+
+@fault("gae", "D56")
+def gae_without_the_last_token():
+    """The recursion starts at the token before the last column, whose advantage stays 0."""
+    return (
+        (
+            "next_advantage = next_value = torch.zeros_like(values[:, 0])",
+            "next_advantage, next_value = torch.zeros_like(values[:, 0]), values[:, -1].masked_fill(~mask[:, -1], 0)",
+        ),
+        ("reversed(range(values.shape[1]))", "reversed(range(values.shape[1] - 1))"),
+    )
+
+
+@fault("gae", "D57", "docs/differences.md")
+def gae_whitened_before_the_values_are_added():
+    """Advantages are whitened (with n - 1 and 1e-8), then values added, with targets of a wrong scale."""
+    return (
+        "    returns = advantages + values",
+        "    some = advantages[mask]\n"
+        "    advantages = (advantages - some.mean()) / (some.std() + 1e-8)\n"
+        "    returns = advantages + values",
     )
 
 
@@ -959,11 +1025,20 @@ def policy_loss_ignores_the_mask():
 
 @fault("policy_loss", "V11", "verl b178a3c and 1dda039")
 def policy_loss_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return (
         ("advantages = advantages.masked_fill(~mask, 0)", "advantages = advantages * mask"),
         ("(new_logprobs - logprobs).masked_fill(~mask, 0)", "(new_logprobs - logprobs) * mask"),
         ("losses.masked_fill(~mask, 0)", "(losses * mask)"),
+    )
+
+
+@fault("policy_loss", "V11")
+def policy_loss_masked_after_computing():
+    """Losses are masked, but NaN in an input still reaches the gradient. Mask the inputs instead."""
+    return (
+        ("advantages = advantages.masked_fill(~mask, 0)", "advantages = advantages"),
+        ("(new_logprobs - logprobs).masked_fill(~mask, 0)", "new_logprobs - logprobs"),
     )
 
 
@@ -1011,7 +1086,7 @@ def gspo_loss_without_a_clip():
 
 @fault("gspo_loss", "V11")
 def gspo_loss_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "(new_logprobs - logprobs).masked_fill(~mask, 0)", "(new_logprobs - logprobs) * mask"
 
 
@@ -1056,7 +1131,7 @@ def cispo_loss_mean_over_padding():
 
 @fault("cispo_loss", "V11")
 def cispo_loss_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return (
         (
             "new_logprobs, advantages = new_logprobs.masked_fill(~mask, 0), advantages.masked_fill(~mask, 0)",
@@ -1116,8 +1191,17 @@ def value_loss_ignores_the_mask():
 
 @fault("value_loss", "V11", "verl b178a3c and 1dda039")
 def value_loss_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "(x.masked_fill(~mask, 0) for x", "(x * mask for x"
+
+
+@fault("value_loss", "V11")
+def value_loss_masked_after_computing():
+    """Losses are masked, but NaN in an input still reaches the gradient. Mask the inputs instead."""
+    return (
+        ("(x.masked_fill(~mask, 0) for x", "(x for x"),
+        ("losses.sum() / count", "losses.masked_fill(~mask, 0).sum() / count"),
+    )
 
 
 @fault("aggregate", "V60", GITHUB + "PrimeIntellect-ai/prime-rl/pull/583")
@@ -1191,7 +1275,7 @@ def aggregate_ignores_the_mask():
 
 @fault("aggregate", "V11", "TRL 1.16; OpenRLHF 0.11.2")
 def aggregate_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "losses.masked_fill(~mask, 0), mask.sum(1)", "losses * mask, mask.sum(1)"
 
 
@@ -1274,9 +1358,9 @@ def kl_loss_k1_times_the_detached_ratio():
     return "ratio * d**2 / 2", "ratio * d"
 
 
-@fault("kl_loss", "V52", GITHUB + "natolambert/rlhf-book")
+@fault("kl_loss", "V52", GITHUB + "natolambert/rlhf-book/issues/489")
 def kl_loss_k3_upside_down():
-    """exp(d) - 1 - d as a loss has half of the gradient of the chi-squared divergence."""
+    """Yours is exp(d) - 1 - d, with half of the gradient of the chi-squared divergence. k3 is exp(-d) - 1 + d."""
     return "ratio * d**2 / 2", "torch.exp(d) - 1 - d"
 
 
@@ -1339,7 +1423,7 @@ def importance_weights_of_masked_tokens():
 
 @fault("importance_weights", "V11")
 def importance_weights_NaN_times_the_mask():
-    """Masked entries are multiplied by 0, and NaN times 0 is NaN."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "(logprobs - sampler_logprobs).masked_fill(~mask, 0)", "((logprobs - sampler_logprobs) * mask)"
 
 
