@@ -30,11 +30,11 @@ again by another worker, with the same result; and with K = 0, metrics and weigh
 for bit.
 
 Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 
     pip install -e '.[async]'
     python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
-    python ppo_rlhf/rlvr_async.py --resume runs/<run>           # go on after an interruption
+    python ppo_rlhf/rlvr_async.py --resume runs/<run>           # resume after an interruption
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def train(args: Args) -> Path:
                 progress.explained = max(progress.explained, metrics.get("val/explained_var", 0.0))
                 this_run.end_of_update(
                     *(number, metrics | progress.evaluation),
-                    f"right {metrics['objective/verifiable_correct_rate']:.3f}",
+                    f"correct {metrics['objective/verifiable_correct_rate']:.3f}",
                     samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
                     trace=partial(trace, number, episodes, batch, controller, ppo),
                     checkpoint=partial(
@@ -191,7 +191,7 @@ def train(args: Args) -> Path:
 
 
 class Batches:
-    """What was asked for and not yet taken. The main process asks, and shares the answers with the others."""
+    """The batches that were requested and not yet taken. The main process requests them for all processes."""
 
     def __init__(self, setup: rlvr_policy.Setup, policy: nn.Module, ray: Any, progress: rlvr_policy.Progress):
         self.setup, self.policy, self.ray, self.is_main = setup, policy, ray, setup.accelerator.is_main_process
@@ -204,7 +204,7 @@ class Batches:
     def __enter__(self) -> Batches:
         if self.is_main:
             self.workers = Workers(self.setup, self.ray)
-            # What had been sampled ahead when the run was cut off is sampled again, by the same weights.
+            # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
             for name, weights in self.older.items():
                 self.put(int(name.removeprefix("version ")), weights)
         self.older.clear()
@@ -279,7 +279,7 @@ class Batches:
                 raise RuntimeError(
                     f"round {round_number}: a worker has answered with other weights or ends than we see"
                 )
-            # [V82] The sampler's log-probs are kept, besides those of the learner's forward pass.
+            # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
             answers.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
         self.waiting += run.seconds_since(started)
         rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request
@@ -300,7 +300,7 @@ class Batches:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """What a function returns on the main process, or the InputError that it raises, on every process.
+    """The result of a function on the main process, or the InputError that it raises, on every process.
 
     Every process must call this."""
     made, problem = None, ""
@@ -352,7 +352,7 @@ class Workers:
             self.free.put(None)
 
     def ask(self, weights: Any, prompts: Tensor, n: int, noise: Tensor, temperature: float, version: int) -> Future:
-        """A promise of a Sampled. weights: those of the version, published. What is asked for first comes first."""
+        """A promise of a Sampled. weights: those of the version, published. Requests are answered in their order."""
         piece = (prompts.cpu().numpy(), n, noise.cpu().numpy(), temperature, version)
         return self.threads.submit(self.answer, weights, piece)
 
@@ -432,7 +432,7 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     try:
         import ray  # an extra
     except ModuleNotFoundError as error:
-        raise InputError("rollouts apart from the learner need Ray: pip install -e '.[async]'") from error
+        raise InputError("sampling in other processes needs Ray: pip install -e '.[async]'") from error
     if ray.is_initialized():
         return ray
     own = {"address": "local", "num_cpus": args.workers + 1, "include_dashboard": False}
@@ -462,7 +462,7 @@ def greet(host: str, port: int) -> None:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
         # Both sides begin with a frame of settings: three bytes of length, type 4, and five more (RFC 9113, 3.4).
         if connection.makefile("rb").read(9)[3:4] != b"\4":
-            raise OSError("another program than Ray listens there")
+            raise OSError("a program other than Ray listens there")
 
 
 @contextlib.contextmanager
@@ -515,7 +515,7 @@ Reweigh = Callable[[Tensor, rlvr_data.Batch], Tensor]  # (new_logprobs, mb) -> f
 def correct(
     episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: Accelerator
 ) -> tuple[rlvr_data.Rollout, Tensor | None, Reweigh | None, dict[str, float]]:
-    """What update `number` learns from episodes that older weights have sampled.
+    """The batch from which update `number` learns, of episodes that older weights have sampled.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
 
@@ -624,7 +624,7 @@ def check_arguments(args: Args) -> None:
     for problem in without_effect(args):
         raise InputError(problem)
     if args.engine == "vllm" and not args.vllm_python:
-        raise InputError(f"{cli.flag('engine')} vllm wants {cli.flag('vllm_python')}, the interpreter that has vLLM")
+        raise InputError(f"{cli.flag('engine')} vllm needs {cli.flag('vllm_python')}, the interpreter that has vLLM")
     if args.engine == "vllm" and (args.lora.rank or args.dtype == "float64"):
         raise InputError(
             f"{cli.flag('engine')} vllm goes with {cli.flag('lora.rank')} 0, and {cli.flag('dtype')} float32 or "

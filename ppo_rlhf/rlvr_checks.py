@@ -1,7 +1,7 @@
-"""Checks of the arguments of rlvr_policy.py: what is refused, and what is allowed but probably not meant.
+"""Checks of the arguments of rlvr_policy.py: refused values, and values that are probably a mistake.
 
 Marks like [V56] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 """
 
 from collections.abc import Iterator
@@ -134,7 +134,7 @@ def without_effect(args: Any, usual: Any) -> Iterator[str]:
 
 
 def doubts(args: Any) -> Iterator[str]:
-    """Warnings about what is allowed but may not be meant."""
+    """Warnings about settings that may be a mistake."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
     # [V48] verl and TRL 1.16 offer these without a warning.   ray_trainer.py#L86-L108

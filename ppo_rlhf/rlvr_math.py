@@ -5,10 +5,10 @@ an update: masks (2), the KL estimates and rewards (5), the estimators of the ad
 part compares the policy that learns with the one that sampled.
 
 Tensors are (batch, response_length) unless a docstring says otherwise. A mask is True where the policy wrote a token,
-its stop id included. What is elsewhere, even NaN, reaches no result and no gradient; results are 0 there.
+its stop id included. Other entries, even NaN, reach no result and no gradient; results are 0 there.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def sums_of_errors(rewards: Tensor, mask: Tensor, values: Tensor, gamma: float, 
 def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
     """The sum (amax, amin) of x (batch,) over each row's group, at every row: (batch,)."""
     # [V08] A group has a number. The same prompt twice in a batch makes two groups.   ray_trainer.py#L1375-L1384
-    _, numbers = groups.unique(return_inverse=True)
+    numbers = (groups.unsqueeze(1) == groups).byte().argmax(1)  # the first row of each row's group: (batch,)
     return torch.zeros_like(x).scatter_reduce(0, numbers, x, reduce, include_self=False)[numbers]
 
 
@@ -181,7 +181,7 @@ def centred_scores(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tenso
 
 def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """(R - mean) / (std + 1e-6) in each group, the same for all tokens of a response; std with n - 1."""
-    # [V33] If one of 8 responses is right, it gets +2.47 and each wrong one gets -0.35.   core_algos.py#L267-L330
+    # [V33] If one of 8 responses is correct, it gets +2.47 and each wrong one gets -0.35.   core_algos.py#L267-L330
     centred, size, _ = centred_scores(rewards, mask, groups)
     std = (by_group(centred**2, groups) / (size - 1).clamp(min=1)).sqrt()
     return to_tokens(centred / (std + 1e-6), mask), None
@@ -383,8 +383,8 @@ def aggregate(
 
         token-mean                1/10 and 1/10    longer answers elsewhere in the minibatch make it smaller
         seq-mean-token-sum        1/2  and 1/2     a response's weight is proportional to its length
-        seq-mean-token-mean       1/4  and 1/16    a short right answer is praised more per token and a long wrong
-                                                   one blamed less, so that wrong answers grow
+        seq-mean-token-mean       1/4  and 1/16    a short correct answer gains more per token, and a long wrong
+                                                   loses less, so that wrong answers grow
         seq-mean-token-sum-norm   1/20 and 1/20    whatever the others' lengths (Dr. GRPO)
     """
     # [V60] [V61] [V62] The counts are of the minibatch, not of what a process holds at a time.

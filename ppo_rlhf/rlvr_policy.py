@@ -1,10 +1,10 @@
 """PPO, GRPO and their relatives with verifiable rewards: chapter 3.
 
-A language model (the policy) solves problems, and a verifier says of each response whether it is right. Reinforcement
-learning makes right responses more likely, and a penalty on the KL divergence may keep the policy near the model that
+A language model (the policy) solves problems, and a verifier decides whether a response is correct. Reinforcement
+learning makes correct responses likelier, and a penalty on the KL divergence may keep the policy near the model that
 it started from (the reference). The main differences from chapter 2: the score comes from a rule, not from a model;
 a problem may get several responses, a group, whose mean takes the place of the critic; generation stops at a stop id.
-Each update does eight things, and `train()` below reads so:
+Each update does eight things, the steps of `train()` below:
 
     1. draw problems
     2. generate n responses to each
@@ -20,12 +20,12 @@ algorithm after it in its order, and metrics, loading and saving last. rlvr_asyn
 samplers in other processes. small/grpo.py is one setting of this script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 
     python ppo_rlhf/rlvr_policy.py --preset sums                # no network: a world of word problems, in minutes
     python ppo_rlhf/rlvr_policy.py --preset gsm8k-grpo --ppo.advantage rloo
     accelerate launch --num_processes 8 ppo_rlhf/rlvr_policy.py --preset gsm8k --ppo.local_micro_batch_size 8
-    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # go on after an interruption
+    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # resume after an interruption
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ class RewardsArgs:
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
-    """what happens to the score of a response that does not end. replace: it becomes minus the penalty; subtract: it
-    is lowered by the penalty"""
+    """score of a response that does not end. replace: minus the penalty; subtract: lowered by the penalty"""
     missing_stop_penalty: float = 1.0
     """units of score, for missing_stop"""
     min_response_length: int = 0
@@ -180,8 +179,7 @@ class PpoArgs:
     ] = "token-mean"
     """how losses of tokens become one number; see aggregate"""
     cliprange_low: float | None = None
-    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 for cispo, which as published has no lower bound
-    (verl gives it one of 0.8)"""
+    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 (no lower bound, as published) for cispo"""
     cliprange_high: float = 0.2
     """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
     dual_clip: float | None = None
@@ -204,6 +202,8 @@ class PpoArgs:
     """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
+    share_prefixes: bool = False
+    """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: all of a process"""
 
@@ -233,7 +233,7 @@ class Args(cli.RunArgs):
     eval_problems: int = 0
     """how many held-out problems an evaluation has, the first ones; 0: all"""
     eval_samples: int = 0
-    """sampled responses to each of them before the first update and after the last, besides the greedy one"""
+    """sampled responses to each of them before the first update and after the last, in addition to the greedy one"""
     eval_temperature: float = 1.0
     """sampling temperature of the eval_samples"""
     task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
@@ -349,7 +349,7 @@ PRESETS = {name: dataclasses.replace(args, preset=name) for name, args in PRESET
 
 @dataclass(frozen=True)
 class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
     updates: int
     steps_per_update: int  # of the optimisers; a run prints all sizes when it starts
@@ -453,7 +453,7 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
         controller.update(metrics["objective/kl"], sizes.batch)
         progress.explained = max(progress.explained, metrics.get("val/explained_var", 0.0))
         this_run.end_of_update(
-            *(number, metrics | progress.evaluation, f"right {metrics['objective/verifiable_correct_rate']:.3f}"),
+            *(number, metrics | progress.evaluation, f"correct {metrics['objective/verifiable_correct_rate']:.3f}"),
             samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
             trace=partial(trace, number, episodes, batch, controller, ppo),
             checkpoint=partial(training_state, actor_critic, optimizers, progress),
@@ -463,7 +463,7 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run has from its beginning, and what no update changes."""
+    """The parts of a run that no update changes."""
 
     given: Args  # as they were typed, with names such as `sums` that are not yet paths
     args: Args
@@ -627,7 +627,7 @@ def compute_advantages(
     episodes: Rollout, rewards: Tensor, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic."""
-    # [V32] They are of all tokens of the response. What is left out of the loss is not left out here.
+    # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
     estimate = partial(ESTIMATORS[ppo.advantage], values=episodes.values, baselines=episodes.baselines)
     lambdas = {"lam": ppo.lam, "critic_lam": ppo.critic_lam, "lam_alpha": ppo.lam_alpha}
     advantages, returns = estimate(rewards, episodes.mask, episodes.groups, gamma=ppo.gamma, **lambdas)
@@ -709,7 +709,7 @@ def update(
 
 
 def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, int]:
-    """What aggregate divides by, of a minibatch. mask: of this process's rows. reduce: sums over all processes."""
+    """The divisors of aggregate for a minibatch. mask: of this process's rows. reduce: sums over all processes."""
     # [V60] [V61] These are counts of the whole minibatch on all processes, so that the weight of a token does not
     #       depend on its micro-batch and process.   dp_actor.py#L575-L578, dp_critic.py#L240-L245
     numbers = torch.stack([mask.sum(), mask.any(1).sum(), mask.new_tensor(len(mask), dtype=torch.long)])
@@ -777,7 +777,7 @@ def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: Rewar
     if name == "full" or not shaping.kl_loss_coef:
         return exact_kl
     kl = kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, name)
-    # [V50] The detached ratio makes the estimate right also when the policy has moved. With k3+ this is the unbiased
+    # [V50] The detached ratio keeps the estimate correct when the policy has moved. With k3+ this is the unbiased
     #       estimate of DeepSeek-V3.2.   core_algos.py#L1841-L1864
     ratio = torch.exp((new_logprobs.detach() - mb.logprobs).masked_fill(~mb.loss_mask, 0).clamp(-20, 20))
     return kl * ratio if name.endswith("+") else kl
@@ -847,23 +847,23 @@ class ActorCritic(models.MixedPrecision):
         """
         # [V30] What the networks say at a position is about the next token: hence the shift by one.
         #       dp_critic.py#L117
-        place, labels = (tokens, responses, pad_id), responses[mask]  # labels: (tokens,)
+        at = mask.nonzero(as_tuple=True)  # a mask as an index would wait for the device each time
+        place, labels = (tokens, responses, pad_id), responses[at]  # labels: (tokens,)
         with self.autocast():
             if recorded is None:
-                states = [lm.read_before_responses(self.lm_backbone, *place)[mask]]  # (tokens, width)
+                states = [lm.read_before_responses(self.lm_backbone, *place)[at]]  # (tokens, width)
                 if reference:
-                    states.append(reference.hidden_states(*place)[mask])
+                    states.append(reference.hidden_states(*place)[at])
                 read = partial(self.read_hidden, reference)
                 logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, labels, *states)
             else:
-                logprobs = recorded[mask]
+                logprobs = recorded[at]
                 entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
             if self.critic:
-                read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[mask]
+                read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[at]
                 values = self.critic.gain * lm.read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
-        found = (logprobs, values, entropies, exact_kl)
-        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found)
+        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (logprobs, values, entropies, exact_kl))
 
     def read_hidden(
         self, reference: Reference | None, labels: Tensor, hidden: Tensor, ref_hidden: Tensor | None = None
@@ -1005,12 +1005,12 @@ def load_networks(
     task, low_precision = args.task, args.dtype == "bfloat16"
     length, vocab_size = task.prompt_length + task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
-    packing.enable(lm_backbone)
+    packing.enable(lm_backbone, share_prefixes=args.ppo.share_prefixes)
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
         critic = networks.load_critic(args, vocab_size, zero_head=args.ppo.value_head == "zero")
-        packing.enable(critic.lm_backbone)
+        packing.enable(critic.lm_backbone, share_prefixes=args.ppo.share_prefixes)
     modes = {"low_precision": low_precision, "entropy_learns": args.ppo.entropy_coef > 0}
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
@@ -1025,7 +1025,7 @@ def load_networks(
         frozen = lm_backbone
         if adapters is None:
             frozen = models.load_base_model(args, frozen=True)
-            packing.enable(frozen)
+            packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
             models.place(frozen, accelerator)
         reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
     return actor_critic, reference, adapters
@@ -1058,7 +1058,7 @@ def set_learning_rates(
 
 @dataclass
 class Progress:
-    """What one update hands to the next, besides the networks; a checkpoint keeps it."""
+    """The state that one update hands to the next, in addition to the networks; a checkpoint keeps it."""
 
     first_update: int  # when this process started or resumed the run
     controller: AdaptiveKLController
@@ -1071,7 +1071,7 @@ class Progress:
 def start_run(
     setup: Setup, actor_critic: ActorCritic, optimizers: dict[str, torch.optim.Optimizer], joint: dict | None = None
 ) -> tuple[run.Run, Progress]:
-    """Make the run's folder, or go on from its newest checkpoint. joint: as of `train`."""
+    """Make the run's folder, or resume from its newest checkpoint. joint: as of `train`."""
     args, accelerator, parts = setup.args, setup.accelerator, {}
 
     def restore(tensors: dict[str, Tensor]) -> None:
@@ -1109,7 +1109,7 @@ def training_state(
     progress: Progress,
     others: Callable[[], dict[str, dict[str, Tensor]]] = dict,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What a checkpoint keeps: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
+    """The content of a checkpoint: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
     pool, trained = progress.pool, networks_of(actor_critic)
     parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
     parts |= ({"surplus": pool.surplus.tensors()} if pool.surplus else {}) | others()

@@ -52,7 +52,7 @@ def load_sources(args: Any, ids: problems.TaskIds, accelerator: Accelerator) -> 
 def score_responses(
     setup: Any, prompts: list[str], answers: list[str], queries: Tensor, responses: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each source says (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say."""
+    """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say."""
     texts = problems.to_texts(setup.tokenizer, responses, setup.ids)
     functions, weights = zip(*setup.sources.values(), strict=True)
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.

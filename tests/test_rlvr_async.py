@@ -463,7 +463,7 @@ def web_server(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"), [(deaf, "timed out"), (web_server, "another program than Ray listens there")]
+    ("answer", "words"), [(deaf, "timed out"), (web_server, "a program other than Ray listens there")]
 )
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
 def test_an_address_where_another_program_listens_ends_in_one_line(monkeypatch, form, answer, words):

@@ -205,6 +205,17 @@ def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_fol
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
 
 
+def test_shared_prefixes_change_nothing_but_rounding(tiny_sums, in_folder, monkeypatch):
+    """V120: critic, reference and policy, sharded over two processes, next to one process that reads each row."""
+    words = [*sums_arguments(tiny_sums), *COMMON.split(), *ONCE, "--ppo.samples_per_prompt", "4"]
+    expected, folder = run_in(in_folder(), monkeypatch, *words), in_folder()
+    results = launch_together(2, "rlvr_policy.py", *words, "--ppo.share_prefixes", folder=folder, **SHARDED)
+    assert all(result.status == 0 for result in results), results[0].stderr
+    assert "each row is read by itself" not in results[0].stdout
+    for one, other in zip(metrics_of(only(folder, "runs/*")), expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
+
+
 def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, monkeypatch):
     """generation_config.json names one more than config.json does. A sharded model reads its weights later."""
     plain = shutil.copytree(tiny_qwen, tmp_path / "plain")
@@ -651,13 +662,13 @@ def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
     assert any("1+1?" in line for line in lines) and not any("2+2?" in line or "⏎" in line for line in lines)
     start = lines.index("2 held-out problems before after")
     assert lines[start + 1 : start + 8] == [
-        "right, likeliest response 25.0% 75.0%",
+        "correct, likeliest response 25.0% 75.0%",
         "steps 2 12.5% 12.5%",
-        "right, samples: pass@1 - 50.0%",
-        "right, samples: pass@4 - 100.0%",
+        "correct, samples: pass@1 - 50.0%",
+        "correct, samples: pass@4 - 100.0%",
         "tokens, likeliest response 7.0 7.0",
         "tokens, samples - 9.2",
-        "pass@k: one of k samples, or more, is right.",
+        "pass@k: one of k samples, or more, is correct.",
     ]
     assert "It took 1.5 minutes." in lines
     this_run.is_main = False

@@ -10,7 +10,7 @@ There are five parts. The runs of a part and a seed differ in what the part is a
     estimators   every estimator of advantages, without a KL penalty
     lengths      the group's scores divided by their standard deviation or not (grpo, dr_grpo); the losses of a
                  response divided by its own length or by the greatest
-    beside       every form of the KL penalty, beside the score
+    beside       every form of the KL penalty, together with the score
     alone        the same without a score: nothing but the penalty acts. The policy starts where the run of rloo with
                  this seed has ended; the reference is the language model, as ever
     exact        the same without a language model and without chance, from STARTS starts: three tokens, responses of
@@ -112,7 +112,7 @@ def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]
     """What rlvr_policy.py does with these arguments and two changes, as a function without arguments.
 
     The metrics have TRUE_KL, and the policy starts with the weights in the folder start, if there is one; the
-    reference does not. With `k1 in the loss`, which the script refuses, that stands in the place of k2.
+    reference does not. With `k1 in the loss`, which the script refuses, that takes the place of k2.
     """
     if penalty not in PENALTIES:
         raise InputError(f"{penalty} is none of the penalties: {', '.join(PENALTIES)}")
@@ -422,7 +422,7 @@ def draw_lengths(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
 
 
 def draw_penalties(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
-    """The distance from the reference over updates: where nothing but the penalty acts, and beside the score."""
+    """The distance from the reference over updates: with the penalty alone, and together with the score."""
     titles = {
         "exact": "only the penalty acts:\nthree tokens, expected gradient",
         "alone": "only the penalty acts:\nlanguage model, samples",

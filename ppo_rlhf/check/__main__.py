@@ -40,7 +40,7 @@ EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
 
 
 def messages(adapter: Path, names: list[str], timeout: float, python: str) -> Iterator[dict[str, Any]]:
-    """What the child says. The last message is `done`, `failed`, or `stopped` with a reason."""
+    """The messages of the child. The last one is `done`, `failed`, or `stopped` with a reason."""
     command = [python, "-m", "ppo_rlhf.check.child", str(adapter), *names]
     found = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": found})

@@ -23,7 +23,7 @@ Rows = Sequence[Row]
 
 
 def score(raw_score: float, stopped: bool, penalty: float) -> float:
-    """What counts as the score of a response: a penalty takes its place if there is no stop token."""
+    """The score of a response. A penalty takes its place if there is no stop token."""
     return raw_score if stopped else penalty
 
 
@@ -98,7 +98,7 @@ def clip(number: float, low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class Term:
-    """What a token adds to a loss before the mean is taken: the larger of two numbers."""
+    """The part of a token in a loss before the mean is taken: the larger of two numbers."""
 
     free: float  # without clipping
     clipped: float
@@ -142,7 +142,7 @@ def next_kl_coef(kl_coef: float, error: float, episodes: int, horizon: float) ->
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass over the episodes computes, before its optimiser step."""
+    """The numbers of one pass over the episodes, before its optimiser step."""
 
     ratios: list[list[float]]
     policy_terms: list[list[Term]]
@@ -300,7 +300,7 @@ def token_loss(
 
 
 def divisor(aggregation: str, length: int, counts: Mapping[str, float]) -> float:
-    """What a token's loss is divided by. length: of its response; counts: of the whole minibatch."""
+    """The divisor of a token's loss. length: of its response; counts: of the whole minibatch."""
     found = {
         "token-mean": counts["tokens"],
         "seq-mean-token-sum": counts["sequences"],
@@ -421,7 +421,7 @@ def number_of(value: float | None) -> float:
 
 
 def statistics_of(episode: Mapping[str, Any], epoch: int) -> dict[str, float]:
-    """What an episode shares with others in an epoch."""
+    """The numbers that an episode shares with others in an epoch."""
     names = ("kl_coef", "reward_mean", "reward_deviation", "advantage_mean", "advantage_deviation", "tokens")
     names += ("values", "sequences", "episodes", "length", "baselines", "right_tokens", "critic_lam")
     told = episode.get("statistics", {})

@@ -130,7 +130,7 @@ class MathVerify:
 
 
 def stderr_of(process: subprocess.Popen[str]) -> str:
-    """What a process that has ended wrote to its stderr. Raises Killed if it was ended from outside.
+    """The stderr of a process that has ended. Raises Killed if it was ended from outside.
 
     If an expression takes too much time or memory, the process ends with another status.
     """

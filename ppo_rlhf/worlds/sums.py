@@ -9,19 +9,19 @@ Somebody has some things, and a few things happen. A solution shows its steps an
 
 1. `write_problem`: a seeded grammar writes problems of one to four steps.
 2. `solve`: pupils write solutions. Some just calculate, others say first what happened (`Felix gives her 5. 7+5=12`);
-   and in each step they may err (ERRORS). Whoever errs goes on with the wrong number. Most are in a hurry, and stop
-   after two steps.
-3. `train_language_model`: a small Llama learns from scratch to write what pupils write. So it is right now and then,
-   more often if it takes the likeliest token than if it samples; but most of the long problems it leaves unfinished.
+   and in each step they may err (ERRORS). A pupil who errs continues with the wrong number. Most are in a hurry, and
+   stop after two steps.
+3. `train_language_model`: a small Llama learns from scratch to write like the pupils. So it is sometimes correct, and
+   more often if it takes the likeliest token than if it samples; but it leaves most of the long problems unfinished.
    Reinforcement learning has to make it careful, and patient.
-4. `measure_start`: how often it is right, on problems held out. What reinforcement learning starts from.
+4. `measure_start`: how often it is correct on held-out problems, before reinforcement learning.
 
 The problems are written in GSM8K's format, and read by the same code.
 
 The problems of the variant sums-long have up to six steps, and fewer pupils are in a hurry.
 
 In the variant sums-tools, for rlvr_tools.py, pupils may call a calculator instead of calculating: `[7+5]`, and the
-calculator adds `12`. What it says is always right, but pupils rarely call it. Some calls have an error in their
+calculator adds `12`. Its answer is always correct, but pupils rarely call it. Some calls have an error in their
 syntax; then the calculator says so, and the pupil calculates after all. By themselves pupils err often.
 
     python ppo_rlhf/worlds/sums.py    # build the world, unless it is there, and read a little of it
@@ -121,7 +121,7 @@ class LongArgs(SumsArgs):
 THINGS = "apples lanterns kettles ropes baskets ladders blankets hammers mirrors barrels candles boats bells"
 Step = tuple[str, int]  # + - or *, and by how much
 
-# What happens: {she} has the things, {other} is somebody else
+# The events: {she} has the things, {other} is somebody else
 EVENTS = {
     "+": ("{other} gives {her} {number}.", "{she} finds {number}.", "{she} buys {number}."),
     "-": ("{she} gives {other} {number}.", "{she} loses {number}.", "{she} sells {number}."),
@@ -183,13 +183,13 @@ def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[st
 
 # ---- Pupils ----------------------------------------------------------------------------------------------------
 
-# What may go wrong in a step: its result, its number, its operation, or that it is there at all
+# The errors in a step: its result, its number, its operation, or that it is there at all
 ERRORS = ("slips", "misreads", "confuses", "forgets")
 HURRIED = 2  # the most steps of a pupil in a hurry
 
 
 def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
-    """What a pupil who errs writes for a step, and how many there are after it then."""
+    """The text that an erring pupil writes for a step, and the number of things after it."""
     operation, by = step
     while True:
         written, slip = step, 0
@@ -208,7 +208,7 @@ def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
 
 
 def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float, hasty: float = 0.0) -> str:
-    """A pupil's solution: a line for each step, and the answer behind hashes."""
+    """A pupil's solution: a line for each step, and the answer after the hashes."""
     speaks, number, lines = rng.random() < wordy, problem.first, []
     most = HURRIED if rng.random() < hasty else len(problem.steps)
     for step, sentence in zip(problem.steps[:most], problem.sentences[1 : most + 1], strict=True):
@@ -252,7 +252,7 @@ def split_answers(solution: str) -> list[str]:
 
 
 def row_of(problem: Problem) -> dict[str, Any]:
-    """A row as GSM8K has them, with the right solution, and the number of steps."""
+    """A row as GSM8K has them, with the correct solution, and the number of steps."""
     answer = solve(random.Random(0), problem, error_rate=0.0, wordy=0.0)
     return {"question": problem.question, "answer": answer, "steps": len(problem.steps)}
 
@@ -282,8 +282,8 @@ def train_language_model(
 ) -> tuple[LlamaForCausalLM, float]:
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
-    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. What a calculator says
-    is read, but not learned; its tokens are those that rlvr_tools.py inserts.
+    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. A calculator's answer is
+    read, but not learned; its tokens are those that rlvr_tools.py inserts.
 
     To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
     initial weights. So it begins with the shortest fifth of the pairs.
@@ -344,7 +344,7 @@ def train_language_model(
 def measure_start(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: SumsArgs
 ) -> dict[str, dict[str, float]]:
-    """The share of right responses to held-out problems, of all and by number of steps; and tokens of a response."""
+    """The share of correct responses to held-out problems, of all and by number of steps; tokens of a response."""
     task = dataclasses.replace(problems.TASKS[name_of(args)], problems=str(folder))
     held_out = problems.read_problems(task, tokenizer, "test", args.start_problems)
     pad_id, noise = len(tokenizer), lm.keyed_generator(args.seed, "start")
@@ -378,7 +378,7 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         for split in ("test", "train"):
             found = write_problems(rng, getattr(args, f"{split}_problems"), args, taken)
             write_rows(place / f"problems_{split}.jsonl", found)
-        # What the language model learns from are other problems again.
+        # The language model learns from yet other problems.
         others = write_problems(rng, args.lm_solutions, args, taken)
         suffix = problems.TASKS[name_of(args)].prompt_suffix
         habits = args.error_rate, args.wordy, args.hasty
@@ -430,7 +430,7 @@ def main() -> None:
     world = find_world(tyro.cli(SumsArgs, description=__doc__))
     facts = building.read_facts(world)
     greedy, samples = (facts["start"][name]["right"] for name in ("greedy", "samples"))
-    print(f"{world}: a Llama of {facts['parameters']:,} parameters, right in {samples:.0%} of its samples", end=" ")
+    print(f"{world}: a Llama of {facts['parameters']:,} parameters, correct in {samples:.0%} of its samples", end=" ")
     print(f"and {greedy:.0%} of its likeliest responses. A problem and its solution:\n")
     with (world / "problems_train.jsonl").open() as file:
         row = json.loads(file.readline())
