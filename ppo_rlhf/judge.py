@@ -1,6 +1,6 @@
 """Compare the summaries of two models pairwise, and report how often the first one wins.
 
-    # a language model decides, behind any OpenAI-compatible endpoint; the other side is the reference of each post
+    # a language model decides, through any OpenAI-compatible endpoint; the other side is the reference of each post
     python ppo_rlhf/judge.py --candidate runs/<run> --endpoint.url http://localhost:8000/v1 --endpoint.model <name>
     # a known gold score decides; the other side is another run
     python ppo_rlhf/judge.py --candidate runs/<run> --baseline runs/<sft run> --gold ppo_rlhf.worlds.posts:gold_scores
@@ -12,16 +12,16 @@ The language model sees each pair in both orders, because judges tend to prefer 
 row is the mean of the two verdicts: 1 if the candidate wins, 0.5 for a tie, 0 if it loses. A row that lacks a verdict
 is left out of the win rate and counted: nothing is drawn at random.
 
-Judges also tend to prefer what is longer. So the mean lengths stand beside the win rate, and with them the win rate
-that a logistic regression on the difference in length predicts for summaries of equal length.
+Judges also tend to prefer longer texts. So the results have the mean lengths, and the win rate that a logistic
+regression on the difference in length predicts for summaries of equal length.
 
-Every verdict and refusal is written to a cache as it arrives. The same command goes on where an interrupted one
-stopped, and costs nothing once all are there. What failed, or ended in no verdict, is not kept and is asked again.
+Every verdict and refusal is written to a cache as it arrives. The same command continues where an interrupted
+one stopped, and costs nothing once all are there. A question that failed or ended in no verdict is asked again.
 Only one evaluation at a time can use a cache.
-The folder `<candidate>__against_<baseline>__by_<judge>` beside the candidate's file gets judgement.json with all
+The folder `<candidate>__against_<baseline>__by_<judge>` next to the candidate's file gets judgement.json with all
 numbers, and judgement.jsonl with every row.
 
-Files and lines beside marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
+Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ LONGEST_TIMEOUT = 86_400.0  # seconds; with far more, the clocks of the system o
 LONGEST_NAME = 255  # bytes, of a folder
 MOST_TOKENS = 2**31 - 1  # of a text, or of all replies to a question
 LAST_WAIT = 1.0  # seconds for the answers that are under way at the end
-GO_ON = "the same command goes on where this one stopped"
+GO_ON = "the same command continues where this one stopped"
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -84,15 +84,15 @@ class EndpointArgs:
     max_tokens: int = 512
     """the longest reply, in tokens; 0: not sent, for models that take no such limit"""
     max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """what the API calls that limit; OpenAI's newer models take max_completion_tokens only"""
+    """name of that limit in the API; OpenAI's newer models take max_completion_tokens only"""
     concurrency: int = 8
     """requests under way at a time"""
     timeout: float = 60.0
     """seconds for a reply, from the first contact to its last byte; at most a day"""
     retries: int = 6
-    """tries after the first, for a request that fails in a way that may pass"""
+    """further tries of a request that fails for a reason that may be temporary"""
     replies: int = 3
-    """replies asked for, until one ends in a verdict"""
+    """replies to ask for, at most, until one ends in a verdict"""
     price_input: float = 0.0
     """price of a million prompt tokens, in any currency; the cost is reported if a price is above 0"""
     price_output: float = 0.0
@@ -113,9 +113,9 @@ class Args:
     endpoint: EndpointArgs = field(default_factory=EndpointArgs)
     """judge by a language model"""
     cache: str = ""
-    """file of the endpoint's verdicts; empty: judge_cache.jsonl beside the candidate's file"""
+    """file of the endpoint's verdicts; empty: judge_cache.jsonl next to the candidate's file"""
     out: str = ""
-    """folder for the results; empty: one beside the candidate's file that names baseline and judge"""
+    """folder for the results; empty: one next to the candidate's file that names baseline and judge"""
     seed: int = 1
     """chooses the examples that are printed"""
 
@@ -187,7 +187,7 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
         if "prompt" in row and "query" not in row:
             raise InputError(
                 f"{flag} {path}: holds solutions of chapter 3, which the verifier of their run has judged; meta.json "
-                f"beside it has the accuracy. Here, summaries are compared: rows with query, response and reference"
+                f"next to it has the accuracy. Here, summaries are compared: rows with query, response and reference"
             )
         if wrong := [name for name, kind in kinds.items() if not files.fits(row.get(name), kind)]:
             raise InputError(f"{flag} {path}: line {number} has no {wrong[0]}, or one of another type")
@@ -228,7 +228,7 @@ def text_of(summary: str) -> str:
 
 
 def read_pairs(args: Args) -> tuple[list[Pair], str]:
-    """What is to be judged, and the unit of length: tokens if all rows of both sides have them, else words."""
+    """The pairs to judge, and the unit of length: tokens if all rows of both sides have them, else words."""
     # [T54] Summaries of the same post, cut at the end of text.   eval/oai.py#L70-L100, eval/oai2.py#L80-L148
     file = file_of(args.candidate)
     if args.baseline == "reference":
@@ -282,7 +282,7 @@ def length_controlled_win_rate(
     interval sigmoid(a ± 1.96 s), with s^2 from the inverse Hessian. Results between 0 and 1 count as that share of a
     win and the rest of a loss.
 
-    Raises ValueError with the reason where there is no such fit: few rows, differences that are all the same, or
+    Raises ValueError with the reason where there is no such fit: few rows, equal differences, or
     lengths that tell wins from losses without fail (separation), so that the likelihood has no maximum.
     """
     y, d = (torch.tensor(values, dtype=torch.float64) for values in (results, length_differences))  # (rows,)
@@ -350,7 +350,7 @@ TAG = re.compile(r"<(?=[\s/]*(post|summary_[ab])\b)", re.IGNORECASE)  # where on
 
 
 def question(post: str, first: str, second: str) -> str:
-    """What the judge reads. post: a query, which ends in `TL;DR:`.
+    """The text that the judge reads. post: a query, which ends in `TL;DR:`.
 
     A text that holds one of the tags could end its own block, and write what the judge takes for the other summary;
     so the tag is written as &lt;...>.
@@ -376,7 +376,7 @@ def parse_verdict(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one question."""
+    """The outcome of one question."""
 
     verdict: str
     """A, B, tie, refused, unparsed or failed"""
@@ -412,7 +412,7 @@ def body_of(response: http.client.HTTPResponse) -> bytes:
 
 
 def error_text(body: bytes) -> str:
-    """What a server says of an error, on one line: its message if there is one, else the whole body."""
+    """The error message of a server, on one line: its message if there is one, else the whole body."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError):
@@ -451,7 +451,7 @@ def read_api_key(variable: str) -> str:
 
 
 class Endpoint:
-    """A judge behind an OpenAI-compatible API, with its cache."""
+    """A judge that is reached through an OpenAI-compatible API, with its cache."""
 
     def __init__(self, args: EndpointArgs, cache: Path):
         self.args = args
@@ -507,7 +507,7 @@ class Endpoint:
     def exchange(self, request: urllib.request.Request) -> tuple[int, str | None, bytes]:
         """Status, header Retry-After and body of the server's reply. Raises whatever urllib raises.
 
-        urllib limits every silence, not the reply, and a server may go on sending for ever. So a thread of its own
+        urllib limits every silence, not the reply, and a server may keep sending for ever. So a thread of its own
         waits for the reply, and is left to itself when the time is over.
         """
         outcome = queue.SimpleQueue()
@@ -590,7 +590,7 @@ class Endpoint:
         return Answer("unparsed", reply, usage)
 
     def answers(self, questions: Sequence[str]) -> dict[str, Answer]:
-        """Question -> answer. What the cache does not hold is asked, `concurrency` questions at a time.
+        """Question -> answer. Questions that are not in the cache are asked, `concurrency` questions at a time.
 
         However this ends, answers that are under way are waited for, but not long, and kept. The threads are daemons,
         so that none can hold up the end.
@@ -639,7 +639,7 @@ class Endpoint:
 
 # ---- The two kinds of judge ------------------------------------------------------------------------------------
 
-# Result per pair (None: it lacks a verdict), what is written beside it, and numbers for the report.
+# Result per pair (None: it lacks a verdict), what is written next to it, and numbers for the report.
 Judgement = tuple[list[float | None], list[dict[str, Any]], dict[str, Any]]
 
 
@@ -757,7 +757,7 @@ def results_folder(args: Args) -> Path:
 
 def statistics_of(pairs: Sequence[Pair], results: Sequence[float | None]) -> dict[str, Any]:
     """Win rates, counts and mean lengths, over the rows that have a result."""
-    # [T59] Lengths stand beside every win rate.   eval/rlhf_scale.py#L205
+    # [T59] Every win rate is shown with the lengths.   eval/rlhf_scale.py#L205
     judged = [(pair, result) for pair, result in zip(pairs, results, strict=True) if result is not None]
     known = [result for _, result in judged]
     differences = [pair.candidate_length - pair.baseline_length for pair, _ in judged]

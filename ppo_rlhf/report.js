@@ -245,7 +245,7 @@ function branches(episode, settings, epochs, t, group) {
 // ---- Token view: what if? ----
 
 const whatIfSettings = {run: null, changes: {}};
-const FORMS = {estimator: ["gae", "grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"],
+const FORMS = {estimator: ["gae", "grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"],
   loss: ["ppo", "gspo", "cispo", "reinforce"], kl_estimator: ["k1", "abs", "k2", "k3"]};
 const WHITENED = ["gae", "reinforce++", "reinforce++-baseline"];
 
@@ -377,7 +377,7 @@ function makeFinder() {
   control("Search:", make("input", {type: "search", placeholder: "text of query or response"}), "text");
   control("Episodes of", Object.assign(choice({update: "this update", all: "all updates"}), {value: finder.which}), "which");
   if ("stopped" in episode.numbers) control("that", choice({"": "end or not", 1: "end", 0: "do not end"}), "stopped");
-  if ("verifier" in episode.numbers) control("and are", choice({"": "right or wrong", 1: "right", 0: "wrong"}), "right");
+  if ("verifier" in episode.numbers) control("and are", choice({"": "correct or wrong", 1: "correct", 0: "wrong"}), "right");
   control("with", choice({"": "any number", ...Object.fromEntries(Object.keys(numbersOfEpisode(episode)).map(name => [name, name]))}), "column");
   control("from", make("input", {type: "number", step: "any", className: "bound"}), "from", number);
   control("to", make("input", {type: "number", step: "any", className: "bound"}), "to", number);

@@ -126,7 +126,7 @@ class OneRun:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was run, in words and numbers."""
+        """A description of the run, in words and numbers."""
         meta, args = self.meta, files.flatten(self.meta["args"])
         told = {f"rewards.{name}": "scored by" for name in ("trained_model", "function", "verifier")}
         told |= {"rewards.monitor": "watched by", "base_model": "starts from"}
@@ -157,7 +157,7 @@ class OneRun:
         return found
 
     def data(self, traced: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the page's script needs of the run."""
+        """The data of the run that the page's script needs."""
         found = {"name": self.name, "traces": traced, "scales": scales(traced)}
         if not traced:
             return found
@@ -182,7 +182,7 @@ class OneRun:
         return {"update": kept[0][0], "episodes": episodes}
 
     def every(self, shown: list[dict[str, Any]]) -> str:
-        """What the token view holds, as a sentence."""
+        """The content of the token view, as a sentence."""
         kept = len(self.kept())
         if "ppo" not in self.meta["args"]:
             return "Only PPO leaves traces."
@@ -199,7 +199,7 @@ class OneRun:
 
 
 def read_run(folder: Path) -> OneRun:
-    """What the folder of a run holds, finished or not."""
+    """The content of the folder of a run, finished or not."""
     meta, path = run.read_meta(folder), folder / "metrics.csv"
     check_meta(folder / "meta.json", meta)
     try:
@@ -259,7 +259,7 @@ NUMBERS = {  # of an episode: title
     "raw_scores": "score without penalties",
     "stopped": "ends (1: yes)",
     "groups": "group",
-    "verifier": "by the verifier (above 0: right)",
+    "verifier": "by the verifier (above 0: correct)",
 }
 MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
 
@@ -274,7 +274,7 @@ def traced_episodes(trace: traces.Trace, kl_coef: float | None) -> list[dict[str
     episodes = []
     for i, pieces in enumerate(trace.responses):
         marks = [rows[name][i] for name in MARKS if name in rows] or [[True] * len(pieces)]
-        everywhere = "mask" not in rows  # chapter 1 has no mask: what is cut away is trained on all the same
+        everywhere = "mask" not in rows  # chapter 1 has no mask: tokens that are cut away are trained on, too
         places = [k for k in range(len(pieces)) if everywhere or any(mark[k] for mark in marks)]
         episode = {"query": errors.visible(trace.queries[i]), "places": places, "again": trace.again}
         episode["pieces"] = [errors.visible(pieces[k]) for k in places]
@@ -361,7 +361,7 @@ def place_of(where: str, commit: str | None) -> dict[str, str]:
 
 @functools.cache
 def git(*words: str) -> str:
-    """What git says in the checkout; nothing outside of one."""
+    """The output of git in the checkout; empty outside of one."""
     try:
         command = ["git", "-C", str(Path(__file__).parent.parent), *words]
         result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
@@ -389,7 +389,7 @@ HELD_OUT = 20
 def held_out_texts(runs: list[OneRun]) -> list[tuple[dict[str, str], dict[str, str]]]:
     """Texts and numbers of the first held-out queries after the training; those first that all runs have.
 
-    What two runs have alike stands once, all else with the number of its run.
+    A value that two runs share is listed once, and all others with the number of their run.
     """
     answers = [answers_of(one_run) for one_run in runs]
     queries = dict.fromkeys(query for of_run in answers for query in of_run)
@@ -471,7 +471,7 @@ PANELS = [
     Panel(
         "Responses that end",
         "objective/stopped objective/eos_rate val/stop_token_rate eval/eos_rate eval/stopped",
-        "Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely right.",
+        "Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely correct.",
         "Falls: the policy has found that long responses pay. Check the penalty and response_length.",
     ),
     Panel(
@@ -486,13 +486,13 @@ PANELS = [
         "eval/scores eval/gold_scores eval/reference_gold_scores eval/gsm8k_strict eval/gsm8k_flexible eval/mean@* "
         "eval/pass@*",
         "Follows the training score.",
-        "Stays behind: the policy has learned the training queries by heart, or the reward model is wrong elsewhere. "
+        "Lags behind: the policy has memorised the training queries, or the reward model is wrong elsewhere. "
         "Stop earlier, take more queries, or label what the policy writes now.",
     ),
     Panel(
         "Groups without a signal",
         "val/groups_zero_std val/groups_all_right val/groups_all_wrong",
-        "Well below 1. The groups that are all wrong become fewer, those that are all right slowly more.",
+        "Well below 1. Groups that are all wrong become rarer, and groups that are all correct slowly more frequent.",
         "groups_zero_std near 1: in nearly every group all responses have the same score, and nothing is learned "
         "from them. Take easier or harder prompts, more samples per prompt, or filter_groups.",
     ),
@@ -595,7 +595,7 @@ PANELS = [
         "ppo/loss/policy loss/policy_avg",
         "Near 0, above or below; it need not fall. With the losses ppo and gspo, an update begins at minus the mean "
         "advantage, since all ratios are 1, and whitening, or the mean of a group, makes that 0 or nearly 0. A loss "
-        "of 0 trains all the same: it is a sum in which positive and negative advantages cancel, but in the gradient "
+        "of 0 trains nevertheless: it is a sum in which positive and negative advantages cancel, but in the gradient "
         "each is multiplied by the gradient of its own token's log-prob, and these differ. Tokens that did better "
         "than expected become likelier, the others less likely.",
         "Moves far from 0 and stays there: the policy is far from the one that sampled. Lower the learning rate or "

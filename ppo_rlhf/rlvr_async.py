@@ -30,11 +30,11 @@ again by another worker, with the same result; and with K = 0, metrics and weigh
 for bit.
 
 Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 
     pip install -e '.[async]'
     python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
-    python ppo_rlhf/rlvr_async.py --resume runs/<run>           # go on after an interruption
+    python ppo_rlhf/rlvr_async.py --resume runs/<run>           # resume after an interruption
 """
 
 from __future__ import annotations
@@ -93,13 +93,16 @@ class Args(rlvr_policy.Args):
     """the largest weight: truncated importance sampling, TIS"""
     correction_normalised: bool = False
     """divide the weights by their mean over the batch"""
-    rejection: Literal["none", "token", "sequence"] = "none"
+    rejection: Literal["none", "token", "sequence", "product"] = "none"
     """leave tokens out of the loss whose ratio is out of bounds (masked importance sampling, MIS, as in IcePop), or
-    responses whose ratios have a geometric mean out of bounds"""
+    responses whose ratios have a geometric mean (sequence) or a product out of bounds"""
     rejection_low: float = 0.5
     """the smallest ratio that is kept"""
     rejection_high: float = 2.0
     """the largest ratio that is kept"""
+    off_policy_mask: float | None = None
+    """a response that has become less likely by more than this, in nats per token, is no longer blamed: its tokens
+    with a negative advantage have no policy loss. None: no such mask"""
 
 
 def preset(args: rlvr_policy.Args) -> Args:
@@ -119,9 +122,9 @@ def train(args: Args) -> Path:
     check_arguments(args)
     with connected(args) as ray:
         setup, actor_critic, reference = rlvr_policy.load(args)
-        args, sizes, ppo = setup.args, setup.sizes, setup.args.ppo
+        args, sizes = setup.args, setup.sizes
         rank, reduce = accelerator.process_index, partial(accelerator.reduce, reduction="sum")
-        optimizers = rlvr_policy.make_optimizers(actor_critic, ppo)
+        optimizers = rlvr_policy.make_optimizers(actor_critic, args.ppo)
         this_run, progress = rlvr_policy.start_run(setup, actor_critic, optimizers)
         pool, controller = progress.pool, progress.controller
         trace = partial(rlvr_policy.trace_episodes, this_run, setup, actor_critic, reference)
@@ -131,7 +134,7 @@ def train(args: Args) -> Path:
                 # a. Publish the weights, and b. ask for batches.
                 batches.publish(number)
                 batches.ask_up_to(min(number + args.staleness, sizes.updates - 1))
-                lr = rlvr_policy.set_learning_rates(optimizers, ppo, number, sizes.updates)
+                lr = rlvr_policy.set_learning_rates(optimizers, args.ppo, number, sizes.updates)
                 if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
                     samples = args.eval_samples if number == 0 else 0
                     progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
@@ -147,6 +150,7 @@ def train(args: Args) -> Path:
 
                 # [V88] 5. The KL in the reward is that of the policy that learns, although another has sampled.
                 rewards = rlvr_policy.token_rewards(episodes, controller.value, args.rewards.kl_estimator)
+                ppo, policy_learns = rlvr_policy.ppo_of_update(args.ppo, progress.explained, number)
 
                 # d. Correct for the age of the weights.
                 trained, weights, reweigh, mismatch = correct(episodes, args, number, accelerator)
@@ -160,7 +164,7 @@ def train(args: Args) -> Path:
                 ]
                 steps = rlvr_policy.update(
                     *(actor_critic, optimizers, reference, batch, orders, args, setup.ids.pad, accelerator),
-                    policy_learns=number >= ppo.critic_warmup,
+                    policy_learns=policy_learns,
                     reweigh=reweigh,
                 )
 
@@ -169,11 +173,12 @@ def train(args: Args) -> Path:
                 metrics |= rlvr_metrics.run_metrics(setup, this_run, progress, number, lr, len(generated))
                 metrics |= mismatch | batches.seconds()
                 controller.update(metrics["objective/kl"], sizes.batch)
+                progress.explained = max(progress.explained, metrics.get("val/explained_var", 0.0))
                 this_run.end_of_update(
                     *(number, metrics | progress.evaluation),
-                    f"right {metrics['objective/verifiable_correct_rate']:.3f}",
+                    f"correct {metrics['objective/verifiable_correct_rate']:.3f}",
                     samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
-                    trace=partial(trace, number, episodes, batch, controller),
+                    trace=partial(trace, number, episodes, batch, controller, ppo),
                     checkpoint=partial(
                         *(rlvr_policy.training_state, actor_critic, optimizers, progress), batches.kept_versions
                     ),
@@ -186,7 +191,7 @@ def train(args: Args) -> Path:
 
 
 class Batches:
-    """What was asked for and not yet taken. The main process asks, and shares the answers with the others."""
+    """The batches that were requested and not yet taken. The main process requests them for all processes."""
 
     def __init__(self, setup: rlvr_policy.Setup, policy: nn.Module, ray: Any, progress: rlvr_policy.Progress):
         self.setup, self.policy, self.ray, self.is_main = setup, policy, ray, setup.accelerator.is_main_process
@@ -199,7 +204,7 @@ class Batches:
     def __enter__(self) -> Batches:
         if self.is_main:
             self.workers = Workers(self.setup, self.ray)
-            # What had been sampled ahead when the run was cut off is sampled again, by the same weights.
+            # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
             for name, weights in self.older.items():
                 self.put(int(name.removeprefix("version ")), weights)
         self.older.clear()
@@ -274,7 +279,7 @@ class Batches:
                 raise RuntimeError(
                     f"round {round_number}: a worker has answered with other weights or ends than we see"
                 )
-            # [V82] The sampler's log-probs are kept, besides those of the learner's forward pass.
+            # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
             answers.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
         self.waiting += run.seconds_since(started)
         rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request
@@ -295,7 +300,7 @@ class Batches:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """What a function returns on the main process, or the InputError that it raises, on every process.
+    """The result of a function on the main process, or the InputError that it raises, on every process.
 
     Every process must call this."""
     made, problem = None, ""
@@ -347,7 +352,7 @@ class Workers:
             self.free.put(None)
 
     def ask(self, weights: Any, prompts: Tensor, n: int, noise: Tensor, temperature: float, version: int) -> Future:
-        """A promise of a Sampled. weights: those of the version, published. What is asked for first comes first."""
+        """A promise of a Sampled. weights: those of the version, published. Requests are answered in their order."""
         piece = (prompts.cpu().numpy(), n, noise.cpu().numpy(), temperature, version)
         return self.threads.submit(self.answer, weights, piece)
 
@@ -427,7 +432,7 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     try:
         import ray  # an extra
     except ModuleNotFoundError as error:
-        raise InputError("rollouts apart from the learner need Ray: pip install -e '.[async]'") from error
+        raise InputError("sampling in other processes needs Ray: pip install -e '.[async]'") from error
     if ray.is_initialized():
         return ray
     own = {"address": "local", "num_cpus": args.workers + 1, "include_dashboard": False}
@@ -457,7 +462,7 @@ def greet(host: str, port: int) -> None:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
         # Both sides begin with a frame of settings: three bytes of length, type 4, and five more (RFC 9113, 3.4).
         if connection.makefile("rb").read(9)[3:4] != b"\4":
-            raise OSError("another program than Ray listens there")
+            raise OSError("a program other than Ray listens there")
 
 
 @contextlib.contextmanager
@@ -510,7 +515,7 @@ Reweigh = Callable[[Tensor, rlvr_data.Batch], Tensor]  # (new_logprobs, mb) -> f
 def correct(
     episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: Accelerator
 ) -> tuple[rlvr_data.Rollout, Tensor | None, Reweigh | None, dict[str, float]]:
-    """What update `number` learns from episodes that older weights have sampled.
+    """The batch from which update `number` learns, of episodes that older weights have sampled.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
 
@@ -520,9 +525,9 @@ def correct(
         none        the loss of the ratio new / prox: as if prox had sampled
 
     Returns the episodes with the masks and the old log-probs of the loss; the weights of its tokens (rows,
-    response_length), or None if all are 1; for bypass with reinforce, a function that computes them from the newest
-    policy; and metrics of how far the sampler is from the learner. Every process must call this, and all get the same
-    statistics of the whole batch.
+    response_length), or None if all are 1; a function that computes more factors from the newest policy, or None (see
+    newest_factors); and metrics of how far the sampler is from the learner. Every process must call this, and all get
+    the same statistics of the whole batch.
     """
     whole = (episodes.logprobs, episodes.sampler_logprobs, episodes.mask, episodes.versions)
     # The first three are (batch, response_length), the last is (batch,).
@@ -555,19 +560,33 @@ def correct(
     # every token is rejected leaves its group's baseline too.
     masks = {"mask": episodes.mask & kept[mine].any(1, keepdim=True), "loss_mask": episodes.loss_mask & kept[mine]}
     trained, way = dataclasses.replace(episodes, **masks), correction_of(args)
+    reweigh = newest_factors(args)
     if way == "decoupled":
         # [V83] The clip is around prox, and the weight leads from mu to prox.   core_algos.py#L1237
-        return trained, weights[mine], None, metrics
+        return trained, weights[mine], reweigh, metrics
     if way == "none":
-        return trained, None, None, metrics
+        return trained, None, reweigh, metrics
     # [V84] The old log-probs are the sampler's.   core_algos.py#L2065-L2195
-    trained = dataclasses.replace(trained, logprobs=episodes.sampler_logprobs)
+    return dataclasses.replace(trained, logprobs=episodes.sampler_logprobs), None, reweigh, metrics
 
-    def newest_weights(new_logprobs: Tensor, mb: rlvr_data.Batch) -> Tensor:
-        told = (mb.logprobs, mb.loss_mask, args.correction_level, args.correction_cap)
-        return rlvr_math.importance_weights(new_logprobs, *told)
 
-    return trained, None, newest_weights if args.ppo.loss == "reinforce" else None, metrics
+def newest_factors(args: Args) -> Reweigh | None:
+    """Factors of the policy's losses that each pass computes from the newest policy; None if there are none."""
+    has_weights = correction_of(args) == "bypass" and args.ppo.loss == "reinforce"
+    if not has_weights and args.off_policy_mask is None:
+        return None
+
+    def factors(new_logprobs: Tensor, mb: rlvr_data.Batch) -> Tensor:
+        found = torch.ones_like(new_logprobs)
+        if has_weights:
+            told = (mb.logprobs, mb.loss_mask, args.correction_level, args.correction_cap)
+            found = rlvr_math.importance_weights(new_logprobs, *told)
+        if args.off_policy_mask is not None:
+            told = (mb.sampler_logprobs, mb.advantages, mb.loss_mask, args.off_policy_mask)
+            found = found * rlvr_math.off_policy_mask(new_logprobs, *told)
+        return found
+
+    return factors
 
 
 def mean_of(numbers: Tensor) -> Tensor:
@@ -595,6 +614,7 @@ def check_arguments(args: Args) -> None:
     cli.at_least(1, "", args, "correction_cap")
     cli.above_zero("", args, "time_out", "rejection_low")
     cli.at_least(0, "", args, *(["gpus_per_worker"] if args.gpus_per_worker is not None else []))
+    cli.above_zero("", args, *(["off_policy_mask"] if args.off_policy_mask is not None else []))
     if not args.rejection_low <= 1 - ROUNDING < 1 + ROUNDING <= args.rejection_high:
         raise InputError(
             f"{cli.flag('rejection_low')} {args.rejection_low} and {cli.flag('rejection_high')} "
@@ -604,7 +624,7 @@ def check_arguments(args: Args) -> None:
     for problem in without_effect(args):
         raise InputError(problem)
     if args.engine == "vllm" and not args.vllm_python:
-        raise InputError(f"{cli.flag('engine')} vllm wants {cli.flag('vllm_python')}, the interpreter that has vLLM")
+        raise InputError(f"{cli.flag('engine')} vllm needs {cli.flag('vllm_python')}, the interpreter that has vLLM")
     if args.engine == "vllm" and (args.lora.rank or args.dtype == "float64"):
         raise InputError(
             f"{cli.flag('engine')} vllm goes with {cli.flag('lora.rank')} 0, and {cli.flag('dtype')} float32 or "

@@ -1,7 +1,7 @@
-"""Checks of the arguments of rlvr_policy.py: what is refused, and what is allowed but probably not meant.
+"""Checks of the arguments of rlvr_policy.py: refused values, and values that are probably a mistake.
 
 Marks like [V56] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,10 @@ def check_arguments(args: Any, usual: Any) -> None:
     cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
     cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")
     cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
+    cli.at_least(0, "ppo.", ppo, "nll_coef", *(["critic_lam"] if ppo.critic_lam is not None else []))
     cli.at_least(0, "lora.", args.lora, "rank")
     cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "adam_eps", "max_grad_norm")
-    may_be_none = ("cliprange_low", "dual_clip", "cliprange_value")
+    may_be_none = ("cliprange_low", "dual_clip", "cliprange_value", "lam_alpha", "critic_explains")
     cli.above_zero("ppo.", ppo, *(name for name in may_be_none if getattr(ppo, name) is not None))
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
@@ -76,6 +77,11 @@ def impossible(args: Any) -> Iterator[str]:
             f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
             f"{ppo.advantage} has none of; 0 switches it off"
         )
+    if ppo.critic_explains is not None and not (ppo.critic_warmup and ppo.critic_explains < 1):
+        yield (
+            f"{flag('ppo.critic_explains')} {ppo.critic_explains} ends the updates of {flag('ppo.critic_warmup')} "
+            f"{ppo.critic_warmup} early, so it must be below 1, and they more than 0; None switches it off"
+        )
     if ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high):
         yield (
             f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "
@@ -100,11 +106,14 @@ def without_effect(args: Any, usual: Any) -> Iterator[str]:
     """Arguments that were given although nothing reads them: their value is not the usual one."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
+    of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains"
+    lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
     start = shaping.value_model or shaping.trained_model
     # [V56] Each row has arguments, whether something reads them, and what would.
     readers = [
         (of_critic, ppo.advantage == "gae", f"{flag('ppo.advantage')} gae"),
         (new_head, ppo.advantage == "gae" and not start, f"a new head of a critic, {flag('ppo.advantage')} gae"),
+        ("ppo.lam", lam_is_read, f"{flag('ppo.lam_alpha')} None or {flag('ppo.critic_lam')} None"),
         ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
         ("ppo.cliprange_low ppo.cliprange_high", ppo.loss != "reinforce", f"a {flag('ppo.loss')} that has a ratio"),
         ("ppo.prompts_per_round ppo.max_generation_rounds", ppo.filter_groups, flag("ppo.filter_groups")),
@@ -125,7 +134,7 @@ def without_effect(args: Any, usual: Any) -> Iterator[str]:
 
 
 def doubts(args: Any) -> Iterator[str]:
-    """Warnings about what is allowed but may not be meant."""
+    """Warnings about settings that may be a mistake."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
     # [V48] verl and TRL 1.16 offer these without a warning.   ray_trainer.py#L86-L108
@@ -153,6 +162,13 @@ def doubts(args: Any) -> Iterator[str]:
             f"never acts; its authors take {flag('ppo.cliprange_low')} 3e-4 and {flag('ppo.cliprange_high')} 4e-4"
         )
     # [V36] Half of Dr. GRPO is in the aggregation of the loss.
+    # [V109] Below 0, a mean would turn advantages around, so such groups are left out.
+    if ppo.advantage == "maxrl" and (shaping.kl_coef or shaping.missing_stop != "none" or shaping.overlong_buffer):
+        yield (
+            f"{flag('ppo.advantage')} maxrl divides by the mean of the scores, which ought to be the share of right "
+            f"responses. Penalties in the score change it, and groups in which it is not above 0 teach nothing; "
+            f"{flag('rewards.kl_loss_coef')} penalises the KL without that"
+        )
     if ppo.advantage == "dr_grpo" and ppo.loss_aggregation != "seq-mean-token-sum-norm":
         yield (
             f"{flag('ppo.advantage')} dr_grpo is Dr. GRPO only with {flag('ppo.loss_aggregation')} "

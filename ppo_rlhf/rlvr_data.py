@@ -1,4 +1,4 @@
-"""What chapter 3 samples, and what it learns from: tensors with a row for each episode, and how they fill a batch.
+"""Samples and batches of chapter 3: tensors with a row for each episode, and how samples fill a batch.
 
 Marks like [V78] name an implementation detail; see docs/details.
 """
@@ -23,7 +23,7 @@ from ppo_rlhf.lib.errors import InputError
 
 
 class Request(NamedTuple):
-    """What a sampler needs."""
+    """The request to a sampler."""
 
     contexts: Tensor  # (rows, context_length), padded on the left
     uniforms: Tensor  # (rows, response_length), a random number for each token
@@ -69,7 +69,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Rollout(Rows):
-    """What was sampled, and what was found out about it: steps 1 to 4."""
+    """The samples, and what steps 1 to 4 found out about them."""
 
     sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn; NaN: a tool wrote the token
     exact_kl: Tensor  # (rows, response_length), where the reward needs it, otherwise 0
@@ -85,7 +85,7 @@ class Rollout(Rows):
 
 @dataclass(frozen=True)
 class Batch(Rows):
-    """What is learned from: the results of steps 5 and 6, and what the losses of step 7 need besides."""
+    """The input of the losses of step 7: the results of steps 5 and 6, and what else they need."""
 
     rewards: Tensor  # (rows, response_length), KL penalty and score
     non_score_rewards: Tensor  # (rows, response_length), the KL penalty
@@ -93,11 +93,18 @@ class Batch(Rows):
     advantages: Tensor  # (rows, response_length)
     returns: Tensor  # (rows, response_length), targets of the critic; 0 without one
     weights: Tensor  # (rows, response_length), factors of the losses; 1 unless an older policy has sampled
+    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn
+    right: Tensor  # (rows,) bool, whether the verifier accepts the response
     fresh: Tensor  # (rows,) bool, whether this update's policy has sampled the row
     seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in super().tensors().items() if name != "seen"}
+
+    @property
+    def right_mask(self) -> Tensor:
+        """The tokens (rows, response_length) of right responses that are trained on."""
+        return self.loss_mask & self.right.unsqueeze(1)
 
     def see(
         self, rows: Tensor, new_logprobs: Tensor, new_values: Tensor, entropies: Tensor, exact_kl: Tensor
@@ -115,10 +122,11 @@ def make_batch(
     update: int,
     weights: Tensor | None = None,
 ) -> Batch:
-    """What an update learns from. rewards: as compute_rewards gives them. weights None: 1 for every token."""
+    """The batch of an update. rewards: as compute_rewards gives them. weights None: 1 for every token."""
     kept = {part.name: getattr(episodes, part.name) for part in dataclasses.fields(Rows)}
     weights = torch.ones_like(episodes.logprobs) if weights is None else weights
-    return Batch(*kept.values(), *rewards, advantages, returns, weights, fresh=episodes.versions == update)
+    told = {"sampler_logprobs": episodes.sampler_logprobs, "right": episodes.parts[:, 0] > 0}
+    return Batch(*kept.values(), *rewards, advantages, returns, weights, **told, fresh=episodes.versions == update)
 
 
 # ---- How a batch is filled -------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ an update: masks (2), the KL estimates and rewards (5), the estimators of the ad
 part compares the policy that learns with the one that sampled.
 
 Tensors are (batch, response_length) unless a docstring says otherwise. A mask is True where the policy wrote a token,
-its stop id included. What is elsewhere, even NaN, reaches no result and no gradient; results are 0 there.
+its stop id included. Other entries, even NaN, reach no result and no gradient; results are 0 there.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def compute_rewards(
 
 # ---- Step 6: advantages ----------------------------------------------------------------------------------------
 
-# An estimator takes rewards, mask and groups, and what it needs of values, baselines, gamma and lam. It returns
+# An estimator takes rewards, mask and groups, and what it needs of values, baselines, gamma and lambdas. It returns
 # advantages, which are not yet whitened, and the critic's targets if there is a critic. groups (batch,) are equal for
 # responses to one prompt; baselines (batch,) is a number for each row; everything else is (batch, response_length).
 # A row without a valid token counts nowhere.
@@ -107,12 +107,39 @@ Estimate = tuple[Tensor, Tensor | None]
 
 
 def gae(
-    rewards: Tensor, mask: Tensor, groups: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0, **_
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    *,
+    values: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    critic_lam: float | None = None,
+    lam_alpha: float | None = None,
+    **_,
 ) -> Estimate:
     """Generalised advantage estimation over valid tokens; the value after the last of them is 0.
 
     delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
+
+    The A_t in R_t, the critic's target, may have a lambda of its own: critic_lam; None: the same. With lam_alpha, the
+    policy's lambda is 1 - 1 / (lam_alpha * |y|), or 0 if that is negative, for a response of |y| tokens.
     """
+    critic_lam, policy_lam = lam if critic_lam is None else critic_lam, lam
+    if lam_alpha is not None:
+        # [V106] With a fixed lambda, the score reaches the first token times lam^|y|, which is 0.2 at 0.95 and 30
+        #        tokens. Here it is about exp(-1 / lam_alpha), however long the response is.
+        policy_lam = 1 - 1 / (lam_alpha * mask.sum(1).to(values.dtype)).clamp(min=1)  # (batch,)
+    advantages = sums_of_errors(rewards, mask, values, gamma, policy_lam)
+    # [V105] At critic_lam 1, the targets are sums of rewards without any value in them. Lower ones mix in what the
+    #        critic already says, which carries its errors from token to token.
+    same = lam_alpha is None and critic_lam == lam
+    of_targets = advantages if same else sums_of_errors(rewards, mask, values, gamma, critic_lam)
+    return advantages.masked_fill(~mask, 0), (of_targets + values).masked_fill(~mask, 0)
+
+
+def sums_of_errors(rewards: Tensor, mask: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    """The A_t of gae (batch, response_length); what is masked means nothing. lam: a number, or one a row (batch,)."""
     # [V31] A response that was cut off counts as ended, because its score already judges the cut text.
     #       core_algos.py#L215
     advantages = torch.zeros_like(values)
@@ -123,38 +150,39 @@ def gae(
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = next_advantage
-    return advantages.masked_fill(~mask, 0), (advantages + values).masked_fill(~mask, 0)
+    return advantages
 
 
 def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
     """The sum (amax, amin) of x (batch,) over each row's group, at every row: (batch,)."""
     # [V08] A group has a number. The same prompt twice in a batch makes two groups.   ray_trainer.py#L1375-L1384
-    _, numbers = groups.unique(return_inverse=True)
+    numbers = (groups.unsqueeze(1) == groups).byte().argmax(1)  # the first row of each row's group: (batch,)
     return torch.zeros_like(x).scatter_reduce(0, numbers, x, reduce, include_self=False)[numbers]
 
 
-def centred_scores(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """A response's sum of rewards minus the mean of its group, and the size of the group: two of (batch,).
+def centred_scores(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A response's sum of rewards minus the mean of its group, the group's size, and the mean: three of (batch,).
 
-    Exactly 0 in a group of one, and where all are equal.
+    The first is exactly 0 in a group of one, and where all are equal.
     """
     # [V32] The sum is over valid tokens. A row without any is left out of its group.   core_algos.py#L304
     live = mask.any(1)
     totals = rewards.masked_fill(~mask, 0).sum(1)  # (batch,)
     size = by_group(live.to(totals.dtype), groups)
-    centred = totals - by_group(totals, groups) / size.clamp(min=1)
+    mean = by_group(totals, groups) / size.clamp(min=1)
+    centred = totals - mean
     # [V34] Rewards are all equal if the largest is the smallest. Rounding may make the mean of equal numbers differ
     #       from them, so their deviations from it would not be exactly 0.
     largest = by_group(totals.masked_fill(~live, -math.inf), groups, "amax")
     smallest = by_group(totals.masked_fill(~live, math.inf), groups, "amin")
     # [V35] A group of one teaches nothing; verl passes its raw reward on.   core_algos.py#L309-L311
-    return centred.masked_fill((largest <= smallest) | ~live, 0), size
+    return centred.masked_fill((largest <= smallest) | ~live, 0), size, mean
 
 
 def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """(R - mean) / (std + 1e-6) in each group, the same for all tokens of a response; std with n - 1."""
-    # [V33] If one of 8 responses is right, it gets +2.47 and each wrong one gets -0.35.   core_algos.py#L267-L330
-    centred, size = centred_scores(rewards, mask, groups)
+    # [V33] If one of 8 responses is correct, it gets +2.47 and each wrong one gets -0.35.   core_algos.py#L267-L330
+    centred, size, _ = centred_scores(rewards, mask, groups)
     std = (by_group(centred**2, groups) / (size - 1).clamp(min=1)).sqrt()
     return to_tokens(centred / (std + 1e-6), mask), None
 
@@ -166,10 +194,18 @@ def dr_grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     return to_tokens(centred_scores(rewards, mask, groups)[0], mask), None
 
 
+def maxrl(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
+    """(R - mean) / (mean + 1e-6) in each group; 0 where the mean is not above 0."""
+    # [V109] With scores of 0 and 1, the mean is the share of right responses, and this is the gradient of its
+    #        logarithm. If one of 8 responses is right, it gets +7, and +1/7 if only one is wrong.
+    centred, _, mean = centred_scores(rewards, mask, groups)
+    return to_tokens((centred / (mean + 1e-6)).masked_fill(mean <= 0, 0), mask), None
+
+
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """R minus the mean of the others in the group, which is n / (n - 1) * (R - mean)."""
     # [V38] Leave one out.   core_algos.py#L477-L524
-    centred, size = centred_scores(rewards, mask, groups)
+    centred, size, _ = centred_scores(rewards, mask, groups)
     return to_tokens(centred * size / (size - 1).clamp(min=1), mask), None
 
 
@@ -177,7 +213,7 @@ def opo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """R minus a mean of the group in which each response is weighted by its length."""
     # [V42] This baseline has the least variance if the gradients of all tokens are equally long.
     #       core_algos.py#L529-L579
-    centred, _ = centred_scores(rewards, mask, groups)
+    centred, *_ = centred_scores(rewards, mask, groups)
     lengths = mask.sum(1).to(centred.dtype)
     mean = by_group(centred * lengths, groups) / by_group(lengths, groups).clamp(min=1)
     return to_tokens(centred - mean, mask), None
@@ -213,13 +249,14 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "gae": gae,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "maxrl": maxrl,
     "rloo": rloo,
     "opo": opo,
     "reinforce++": reinforce_pp,
     "reinforce++-baseline": reinforce_pp_baseline,
     "remax": remax,
 }
-IN_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline")
+IN_GROUPS = ("grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++-baseline")
 # [V47] These are whitened by default. After GRPO, subtracting the mean over tokens would give an advantage to groups
 #       without a signal. In reinforce++-baseline it does so, here as in verl and OpenRLHF.
 WHITENED = ("gae", "reinforce++", "reinforce++-baseline")
@@ -346,8 +383,8 @@ def aggregate(
 
         token-mean                1/10 and 1/10    longer answers elsewhere in the minibatch make it smaller
         seq-mean-token-sum        1/2  and 1/2     a response's weight is proportional to its length
-        seq-mean-token-mean       1/4  and 1/16    a short right answer is praised more per token and a long wrong
-                                                   one blamed less, so that wrong answers grow
+        seq-mean-token-mean       1/4  and 1/16    a short correct answer gains more per token, and a long wrong
+                                                   loses less, so that wrong answers grow
         seq-mean-token-sum-norm   1/20 and 1/20    whatever the others' lengths (Dr. GRPO)
     """
     # [V60] [V61] [V62] The counts are of the minibatch, not of what a process holds at a time.
@@ -387,10 +424,27 @@ def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor,
 def rejection_mask(
     logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str, low: float, high: float
 ) -> Tensor:
-    """The tokens with low <= w <= high; by sequence: the tokens of responses whose geometric mean of w is within."""
+    """The tokens whose w is within low..high, or the tokens of responses for which a number of theirs is within.
+
+    kind: token; sequence, by the geometric mean of a response's w; product, by the product of them.
+    """
     # [V87] The bounds are on w itself. Those that verl calls k1 are on 1 / w.   rollout_corr_helper.py#L156-L372
-    w = log_weights(logprobs, sampler_logprobs, mask, "mean" if kind == "sequence" else kind).exp()
+    # [V111] The product is TRL's `sequence_mask`. In a long response it is far from 1 even if every w is near it.
+    level = {"token": "token", "sequence": "mean", "product": "sequence"}[kind]
+    w = log_weights(logprobs, sampler_logprobs, mask, level).exp()
     return mask & (w >= low) & (w <= high)
+
+
+def off_policy_mask(
+    new_logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """False at tokens that are blamed, in responses with a mean of log(sampler / new) above delta, in nats.
+
+    All tensors are (batch, response_length).
+    """
+    # [V110] The policy would no longer write such a response, so pushing it down further teaches little and is noisy.
+    gap = -log_weights(new_logprobs, sampler_logprobs, mask, "mean")
+    return ~((advantages < 0) & (gap > delta) & mask)
 
 
 def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
-"""What a run of chapter 3 logs: metrics, evaluations, samples, traces, panels of its picture.
+"""The log of a run of chapter 3: metrics, evaluations, samples, traces, panels of its picture.
 
 None of this changes what is learned. `setup` is a Setup of rlvr_policy.py, and
 `progress` its Progress.
 
 Marks like [V55] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def token_statistics(
     square = (log_ratio.exp() - 1) ** 2
     numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
     numbers |= {"policy/entropy_avg": entropies, "val/ratio": log_ratio.exp(), SQUARED_RATIO_GAP: square}
-    # What an older policy has sampled does not start at a ratio of 1.
+    # Samples of an older policy do not start at a ratio of 1.
     numbers |= {FRESH_RATIO_GAP: square * mb.fresh.unsqueeze(1)}
     return {
         name: rlvr_math.aggregate(x.double(), mb.loss_mask, "token-mean", tokens=tokens)
@@ -53,7 +53,7 @@ def update_metrics(
     """The metrics of an update. Every process adds its shares, and all get the same numbers.
 
     generated: all that was sampled for it; nothing, if what was left over filled the batch. steps: what update
-    returned. Raises a NumericalError if the numbers cannot be right.
+    returned. Raises a NumericalError if the numbers are impossible.
     """
     accelerator, generated = setup.accelerator, generated or [episodes]
     names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores", "sampler_logprobs")
@@ -107,15 +107,15 @@ def update_metrics(
         accelerator=accelerator,
     )
     # [V55] A minibatch in which no token counts is in no mean either.
-    live_steps = accelerator.reduce(steps["tokens"], "sum") > 0  # (steps,)
+    live_steps = (accelerator.reduce(steps["tokens"], "sum") > 0).nonzero()[:, 0]  # numbers of steps
     shares = {
-        name: x[live_steps].sum() / live_steps.sum().clamp(min=1)
+        name: x[live_steps].sum() / max(len(live_steps), 1)
         for name, x in steps.items()
         if not name.endswith("grad_norm")
     }
     m |= processes.sum_over_processes(shares | {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0]}, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
-    off = m["val/ratio"] - 1 if live_steps.any() else 0
+    off = m["val/ratio"] - 1 if len(live_steps) else 0
     m |= {"val/ratio_var": m[SQUARED_RATIO_GAP] - off**2, "val/first_ratio_gap": math.sqrt(m[FRESH_RATIO_GAP])}
     if critic:
         variance_of_errors = m["square_of_error"] - m["error"] ** 2
@@ -165,7 +165,7 @@ def sample_rows(setup: Any, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch)
 def what_epochs_computed(
     episodes: rlvr_data.Rollout, batch: rlvr_data.Batch, ppo: Any, count: int, accelerator: Accelerator
 ) -> dict[str, dict[str, Tensor]]:
-    """What a trace keeps of the first `count` episodes besides: `epochs` and `statistics`, as lib/traces.py says."""
+    """The other parts of a trace of the first `count` episodes: `epochs` and `statistics`, see lib/traces.py."""
     statistics = traces.of_epochs(batch.seen, count)
     epochs = {name: statistics.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}
     statistics["kept"] = batch.mask[:count].any(1)
@@ -173,11 +173,20 @@ def what_epochs_computed(
         statistics["baselines"] = episodes.baselines[:count]
     if ppo.advantage in rlvr_math.WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages:
         estimate = partial(rlvr_math.ESTIMATORS[ppo.advantage], values=batch.values, baselines=episodes.baselines)
-        raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, lam=ppo.lam)
+        lambdas = {"lam": ppo.lam, "lam_alpha": ppo.lam_alpha}
+        raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, **lambdas)
         reduce = partial(accelerator.reduce, reduction="sum")
         mean, deviation = traces.moments(raw, batch.mask, reduce)  # with which the whole batch was whitened
         statistics |= {"advantage_mean": mean.expand(count), "advantage_deviation": deviation.expand(count)}
-    return {"epochs": epochs, "statistics": statistics}
+    return {"epochs": epochs, "statistics": statistics | lambdas_of(ppo, count)}
+
+
+def lambdas_of(ppo: Any, count: int) -> dict[str, Tensor]:
+    """For traces of `count` episodes: the lambda of the critic's targets, which value pretraining changes."""
+    if ppo.critic_explains is None:
+        return {}
+    lam = ppo.lam if ppo.critic_lam is None else ppo.critic_lam
+    return {"critic_lam": torch.full((count,), lam, dtype=torch.float64)}
 
 
 def keep_trace(

@@ -1,10 +1,10 @@
 """PPO, GRPO and their relatives with verifiable rewards: chapter 3.
 
-A language model (the policy) solves problems, and a verifier says of each response whether it is right. Reinforcement
-learning makes right responses more likely, and a penalty on the KL divergence may keep the policy near the model that
+A language model (the policy) solves problems, and a verifier decides whether a response is correct. Reinforcement
+learning makes correct responses likelier, and a penalty on the KL divergence may keep the policy near the model that
 it started from (the reference). The main differences from chapter 2: the score comes from a rule, not from a model;
 a problem may get several responses, a group, whose mean takes the place of the critic; generation stops at a stop id.
-Each update does eight things, and `train()` below reads so:
+Each update does eight things, the steps of `train()` below:
 
     1. draw problems
     2. generate n responses to each
@@ -20,12 +20,12 @@ algorithm after it in its order, and metrics, loading and saving last. rlvr_asyn
 samplers in other processes. small/grpo.py is one setting of this script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+next to marks are the original's. See docs/details.
 
     python ppo_rlhf/rlvr_policy.py --preset sums                # no network: a world of word problems, in minutes
     python ppo_rlhf/rlvr_policy.py --preset gsm8k-grpo --ppo.advantage rloo
     accelerate launch --num_processes 8 ppo_rlhf/rlvr_policy.py --preset gsm8k --ppo.local_micro_batch_size 8
-    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # go on after an interruption
+    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # resume after an interruption
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ppo_rlhf.lib import (
     run,
     traces,
 )
-from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.networks import AdaptiveKLController
 from ppo_rlhf.rlvr_data import Batch, Draw, Pool, Request, Rollout, Sampled, make_batch
 from ppo_rlhf.rlvr_math import (  # noqa: F401 (those who import rlvr_policy find these names here, too)
@@ -79,6 +79,7 @@ from ppo_rlhf.rlvr_math import (  # noqa: F401 (those who import rlvr_policy fin
     value_losses,
     whiten,
 )
+from ppo_rlhf.rlvr_scores import Source, has_ended, load_sources, punish, score_responses
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -111,8 +112,7 @@ class RewardsArgs:
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
-    """what happens to the score of a response that does not end. replace: it becomes minus the penalty; subtract: it
-    is lowered by the penalty"""
+    """score of a response that does not end. replace: minus the penalty; subtract: lowered by the penalty"""
     missing_stop_penalty: float = 1.0
     """units of score, for missing_stop"""
     min_response_length: int = 0
@@ -147,6 +147,9 @@ class PpoArgs:
     """updates over which both learning rates rise linearly to lr and critic_lr"""
     critic_warmup: int = 0
     """updates at the start in which only the critic learns"""
+    critic_explains: float | None = None
+    """value pretraining: these updates end when the critic explains this share of the variance of the returns, and
+    its targets in them are sums of rewards (critic_lam 1). None: all of these updates, with the usual targets"""
     beta2: float = 0.999
     """second beta of AdamW; the first is 0.9"""
     adam_eps: float = 1e-8
@@ -155,9 +158,9 @@ class PpoArgs:
     """weight decay of AdamW"""
     max_grad_norm: float = 1.0
     """the gradients of policy and critic are each scaled down to this norm"""
-    advantage: Literal["gae", "grpo", "dr_grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"] = (
-        "gae"
-    )
+    advantage: Literal[
+        "gae", "grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"
+    ] = "gae"
     """estimator of the advantages; only gae has a critic"""
     whiten_advantages: bool | None = None
     """scale the advantages of the batch to mean 0 and variance 1; None: as the estimator needs"""
@@ -165,6 +168,10 @@ class PpoArgs:
     """discount per token; only gae and reinforce++ read it"""
     lam: float = 1.0
     """lambda of generalised advantage estimation"""
+    critic_lam: float | None = None
+    """lambda of the critic's targets; None: lam"""
+    lam_alpha: float | None = None
+    """the policy's lambda is 1 - 1 / (this x the tokens of the response), in place of lam; None: lam"""
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
     """loss of the policy; see token_losses"""
     loss_aggregation: Literal[
@@ -172,8 +179,7 @@ class PpoArgs:
     ] = "token-mean"
     """how losses of tokens become one number; see aggregate"""
     cliprange_low: float | None = None
-    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 for cispo, which as published has no lower bound
-    (verl gives it one of 0.8)"""
+    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 (no lower bound, as published) for cispo"""
     cliprange_high: float = 0.2
     """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
     dual_clip: float | None = None
@@ -182,6 +188,8 @@ class PpoArgs:
     """new values are clipped to old values +- this, in units of reward; None: not clipped"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, per nat"""
+    nll_coef: float = 0.0
+    """weight of the mean of -log p over the tokens of right responses, per nat"""
     value_head: Literal["zero", "normal"] = "zero"
     """how a new head of the critic starts. zero: all first values are 0; normal: random, as in verl"""
     filter_groups: bool = False
@@ -194,6 +202,8 @@ class PpoArgs:
     """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
+    share_prefixes: bool = False
+    """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: all of a process"""
 
@@ -201,7 +211,7 @@ class PpoArgs:
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "gsm8k"
-    """names a set of defaults: gsm8k, gsm8k-grpo, dapo, rloo, sums, sums-grpo"""
+    """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, dapo, rloo, sums, sums-grpo"""
     exp_name: str = "rlvr_policy"
     seed: int = 1
     """seed of the sampling noise, the order of the problems and the minibatches"""
@@ -223,7 +233,7 @@ class Args(cli.RunArgs):
     eval_problems: int = 0
     """how many held-out problems an evaluation has, the first ones; 0: all"""
     eval_samples: int = 0
-    """sampled responses to each of them before the first update and after the last, besides the greedy one"""
+    """sampled responses to each of them before the first update and after the last, in addition to the greedy one"""
     eval_temperature: float = 1.0
     """sampling temperature of the eval_samples"""
     task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
@@ -265,6 +275,21 @@ PRESETS = {
         task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
         rewards=RewardsArgs(kl_coef=0.0, kl_loss_coef=0.001),
         ppo=PpoArgs(batch_size=1_280, samples_per_prompt=5, nminibatches=2, advantage="grpo", dual_clip=3.0),
+    ),
+    "dr-grpo": Args(
+        dtype="bfloat16",
+        eval_interval=5,
+        task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
+        rewards=RewardsArgs(kl_coef=0.0),
+        ppo=PpoArgs(
+            total_episodes=111_616,
+            batch_size=1_024,
+            samples_per_prompt=8,
+            nminibatches=8,
+            weight_decay=0.0,
+            advantage="dr_grpo",
+            loss_aggregation="seq-mean-token-sum-norm",
+        ),
     ),
     # DAPO as verl has it: its token mean is over a minibatch, the paper's over the responses to one question.
     "dapo": Args(
@@ -324,7 +349,7 @@ PRESETS = {name: dataclasses.replace(args, preset=name) for name, args in PRESET
 
 @dataclass(frozen=True)
 class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
     updates: int
     steps_per_update: int  # of the optimisers; a run prints all sizes when it starts
@@ -376,15 +401,15 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
     written; later if a disk or a verifier fails.
     """
     setup, actor_critic, reference = (loader or load)(args, joint)
-    args, sizes, ppo, accelerator = setup.args, setup.sizes, setup.args.ppo, setup.accelerator
+    args, sizes, accelerator = setup.args, setup.sizes, setup.accelerator
     rank, reduce = accelerator.process_index, partial(accelerator.reduce, reduction="sum")
-    optimizers = make_optimizers(actor_critic, ppo)
+    optimizers = make_optimizers(actor_critic, args.ppo)
     this_run, progress = start_run(setup, actor_critic, optimizers, joint)
     pool, controller = progress.pool, progress.controller
     trace = partial(trace_episodes, this_run, setup, actor_critic, reference)
 
     for number in this_run.updates("RLVR", progress.first_update, sizes.updates):
-        lr = set_learning_rates(optimizers, ppo, number, sizes.updates)
+        lr = set_learning_rates(optimizers, args.ppo, number, sizes.updates)
         if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
             samples = args.eval_samples if number == 0 else 0
             progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
@@ -405,6 +430,7 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
         # 5. Compute per-token rewards. The score judges the whole response, so it is on the last token. The KL
         #    divergence is a sum over tokens, so each token pays for its own part.
         rewards = token_rewards(episodes, controller.value, args.rewards.kl_estimator)
+        ppo, policy_learns = ppo_of_update(args.ppo, progress.explained, number)
 
         # 6. Compute advantages and returns: how much better did it go than expected? A critic learns what to expect
         #    from the text so far. Without one, the mean score of the group shows how well the policy usually does on
@@ -418,17 +444,18 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
         orders = [draw_minibatches(args.seed, number, epoch, sizes, rank) for epoch in range(ppo.noptepochs)]
         steps = update(
             *(actor_critic, optimizers, reference, batch, orders, args, setup.ids.pad, accelerator),
-            policy_learns=number >= ppo.critic_warmup,
+            policy_learns=policy_learns,
         )
 
         # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
         metrics = rlvr_metrics.update_metrics(setup, episodes, generated, batch, steps, number)
         metrics |= rlvr_metrics.run_metrics(setup, this_run, progress, number, lr, len(generated))
         controller.update(metrics["objective/kl"], sizes.batch)
+        progress.explained = max(progress.explained, metrics.get("val/explained_var", 0.0))
         this_run.end_of_update(
-            *(number, metrics | progress.evaluation, f"right {metrics['objective/verifiable_correct_rate']:.3f}"),
+            *(number, metrics | progress.evaluation, f"correct {metrics['objective/verifiable_correct_rate']:.3f}"),
             samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
-            trace=partial(trace, number, episodes, batch, controller),
+            trace=partial(trace, number, episodes, batch, controller, ppo),
             checkpoint=partial(training_state, actor_critic, optimizers, progress),
         )
     return finish(setup, this_run, actor_critic)
@@ -436,7 +463,7 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run has from its beginning, and what no update changes."""
+    """The parts of a run that no update changes."""
 
     given: Args  # as they were typed, with names such as `sums` that are not yet paths
     args: Args
@@ -571,44 +598,6 @@ def read_responses(
     return logprobs, values, ref_logprobs, exact_kl
 
 
-Source = tuple[Callable[..., Tensor], float]  # (prompts, texts, answers, queries, responses) -> (rows,); its weight
-
-
-def score_responses(
-    setup: Setup, prompts: list[str], answers: list[str], queries: Tensor, responses: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What each source says (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say."""
-    texts = problems.to_texts(setup.tokenizer, responses, setup.ids)
-    functions, weights = zip(*setup.sources.values(), strict=True)
-    # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
-    #       reward_manager/naive.py#L74-L91
-    said = [function(prompts, texts, answers, queries, responses).to(responses.device) for function in functions]
-    parts = torch.stack(said, 1)
-    return parts, parts @ parts.new_tensor(weights)
-
-
-def punish(
-    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: RewardsArgs, response_length: int
-) -> Tensor:
-    """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
-    # [V24] The punishment comes after the sum.
-    ended = has_ended(lengths, stopped, shaping)
-    penalty = shaping.missing_stop_penalty
-    forms = {"none": raw_scores, "replace": torch.full_like(raw_scores, -penalty), "subtract": raw_scores - penalty}
-    scores = torch.where(ended, raw_scores, forms[shaping.missing_stop])
-    if shaping.overlong_buffer:
-        scores = scores + rewards.overlong_punishment(
-            lengths, response_length, shaping.overlong_buffer, shaping.overlong_factor
-        )
-    return scores
-
-
-def has_ended(lengths: Tensor, stopped: Tensor, shaping: RewardsArgs) -> Tensor:
-    """Which responses (rows,) end; lengths: their numbers of tokens."""
-    # [V25] One that is too short counts as one that does not end.
-    return stopped & (lengths >= shaping.min_response_length)
-
-
 # ---- Steps 5 and 6: rewards, advantages ------------------------------------------------------------------------
 
 
@@ -621,13 +610,27 @@ def token_rewards(episodes: Rollout, kl_coef: float, name: str) -> tuple[Tensor,
     return compute_rewards(episodes.scores, episodes.logprobs, ref_logprobs, episodes.mask, kl_coef, name)
 
 
+def ppo_of_update(ppo: PpoArgs, explained: float, number: int) -> tuple[PpoArgs, bool]:
+    """The arguments of update `number`, and whether the policy learns in it.
+
+    explained: the largest share of the variance of the returns that the critic has explained so far.
+    """
+    pretrains = ppo.critic_explains is not None
+    if number >= ppo.critic_warmup or (pretrains and explained >= ppo.critic_explains):
+        return ppo, True
+    # [V107] The policy stands still, so the critic may learn what its responses really earn. With a lower lambda, a
+    #        new critic would learn from its own first values, and would call early tokens worth less than they are.
+    return dataclasses.replace(ppo, critic_lam=1.0) if pretrains else ppo, False
+
+
 def compute_advantages(
     episodes: Rollout, rewards: Tensor, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic."""
-    # [V32] They are of all tokens of the response. What is left out of the loss is not left out here.
+    # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
     estimate = partial(ESTIMATORS[ppo.advantage], values=episodes.values, baselines=episodes.baselines)
-    advantages, returns = estimate(rewards, episodes.mask, episodes.groups, gamma=ppo.gamma, lam=ppo.lam)
+    lambdas = {"lam": ppo.lam, "critic_lam": ppo.critic_lam, "lam_alpha": ppo.lam_alpha}
+    advantages, returns = estimate(rewards, episodes.mask, episodes.groups, gamma=ppo.gamma, **lambdas)
     if ppo.advantage in WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages:
         advantages = whiten(advantages, episodes.mask, keep_mean=False, reduce=reduce)
     return advantages, torch.zeros_like(advantages) if returns is None else returns
@@ -674,12 +677,15 @@ def update(
     exact = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
     lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as orders
     limits = {"rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
+    reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
     for minibatches in orders:  # an epoch
         for mb_inds in minibatches:  # (local_minibatch,)
             mb = batch.rows(mb_inds.to(device))
-            counts = minibatch_counts(mb.loss_mask, partial(accelerator.reduce, reduction="sum"))
-            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in counts.items()}))
+            counts = minibatch_counts(mb.loss_mask, reduce)
+            right_tokens = minibatch_counts(mb.right_mask, reduce)["tokens"] if ppo.nll_coef else 0
+            seen = counts | {"right_tokens": right_tokens}
+            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in seen.items()}))
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
@@ -692,7 +698,7 @@ def update(
                 found = actor_critic(
                     *(tokens, micro_batch.responses, micro_batch.loss_mask, pad_id), reference if exact else None
                 )
-                loss, share = micro_batch_loss(*found, micro_batch, counts, args, reweigh)
+                loss, share = micro_batch_loss(*found, micro_batch, counts, right_tokens, args, reweigh)
                 batch.see(inds, *found)
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
@@ -703,7 +709,7 @@ def update(
 
 
 def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, int]:
-    """What aggregate divides by, of a minibatch. mask: of this process's rows. reduce: sums over all processes."""
+    """The divisors of aggregate for a minibatch. mask: of this process's rows. reduce: sums over all processes."""
     # [V60] [V61] These are counts of the whole minibatch on all processes, so that the weight of a token does not
     #       depend on its micro-batch and process.   dp_actor.py#L575-L578, dp_critic.py#L240-L245
     numbers = torch.stack([mask.sum(), mask.any(1).sum(), mask.new_tensor(len(mask), dtype=torch.long)])
@@ -718,13 +724,14 @@ def micro_batch_loss(
     exact_kl: Tensor,
     mb: Batch,
     counts: dict[str, int],
+    right_tokens: int,
     args: Args,
     reweigh: Callable[[Tensor, Batch], Tensor] | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the loss of policy and critic, and of what is logged, without gradient. All 0-d.
 
-    The first four are (micro_batch, response_length), as ActorCritic gives them. reweigh: a function of new_logprobs
-    and mb, which gives more factors of the policy's losses; None: none.
+    The first four are (micro_batch, response_length), as ActorCritic gives them. counts, right_tokens: of the whole
+    minibatch. reweigh: a function of new_logprobs and mb, which gives more factors of the policy's losses, or None.
     """
     ppo, shaping = args.ppo, args.rewards
     mean_of = partial(aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
@@ -738,14 +745,21 @@ def micro_batch_loss(
         kl = mb.weights * kl
     if reweigh:
         # [V84] Where the loss has no ratio, the weights are those of the policy of this step.
-        losses = reweigh(new_logprobs, mb) * losses
+        factors = reweigh(new_logprobs, mb)
+        losses = factors * losses
     v_losses, v_clipped = value_losses(new_values, mb.values, mb.returns, mb.loss_mask, ppo.cliprange_value)
     policy_loss, kl_loss, entropy, value_loss = map(mean_of, (losses, kl, entropies, v_losses))
     # [V49] [V68] All terms have the same divisor. They are logged without their coefficients.   losses.py#L158-L172
     loss = policy_loss + shaping.kl_loss_coef * kl_loss - ppo.entropy_coef * entropy
     share = {"objective/loss": loss, "loss/policy_avg": policy_loss, "loss/value_avg": value_loss}
     share |= {"loss/kl_avg": kl_loss, "loss/entropy_avg": entropy, "tokens": mb.loss_mask.sum()}
+    if ppo.nll_coef:
+        # [V108] The mean is over the tokens of right responses in the minibatch. The weights above are not in it.
+        nll = aggregate(-new_logprobs, mb.right_mask, "token-mean", tokens=right_tokens)
+        loss = loss + ppo.nll_coef * nll
+        share |= {"objective/loss": loss, "loss/nll_avg": nll}
     flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below, "val/clipfrac_avg": v_clipped}
+    flags |= {"async/masked_share": factors == 0} if reweigh else {}
     share |= rlvr_metrics.token_statistics(mb, new_logprobs, entropies, counts["tokens"], **flags)
     # Policy and critic share no parameter, so the sum of their losses has the gradient of each.
     return loss + value_loss, {name: x.detach() for name, x in share.items()}
@@ -763,7 +777,7 @@ def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: Rewar
     if name == "full" or not shaping.kl_loss_coef:
         return exact_kl
     kl = kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, name)
-    # [V50] The detached ratio makes the estimate right also when the policy has moved. With k3+ this is the unbiased
+    # [V50] The detached ratio keeps the estimate correct when the policy has moved. With k3+ this is the unbiased
     #       estimate of DeepSeek-V3.2.   core_algos.py#L1841-L1864
     ratio = torch.exp((new_logprobs.detach() - mb.logprobs).masked_fill(~mb.loss_mask, 0).clamp(-20, 20))
     return kl * ratio if name.endswith("+") else kl
@@ -833,23 +847,23 @@ class ActorCritic(models.MixedPrecision):
         """
         # [V30] What the networks say at a position is about the next token: hence the shift by one.
         #       dp_critic.py#L117
-        place, labels = (tokens, responses, pad_id), responses[mask]  # labels: (tokens,)
+        at = mask.nonzero(as_tuple=True)  # a mask as an index would wait for the device each time
+        place, labels = (tokens, responses, pad_id), responses[at]  # labels: (tokens,)
         with self.autocast():
             if recorded is None:
-                states = [lm.read_before_responses(self.lm_backbone, *place)[mask]]  # (tokens, width)
+                states = [lm.read_before_responses(self.lm_backbone, *place)[at]]  # (tokens, width)
                 if reference:
-                    states.append(reference.hidden_states(*place)[mask])
+                    states.append(reference.hidden_states(*place)[at])
                 read = partial(self.read_hidden, reference)
                 logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, labels, *states)
             else:
-                logprobs = recorded[mask]
+                logprobs = recorded[at]
                 entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
             if self.critic:
-                read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[mask]
+                read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[at]
                 values = self.critic.gain * lm.read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
-        found = (logprobs, values, entropies, exact_kl)
-        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found)
+        return tuple(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (logprobs, values, entropies, exact_kl))
 
     def read_hidden(
         self, reference: Reference | None, labels: Tensor, hidden: Tensor, ref_hidden: Tensor | None = None
@@ -904,13 +918,14 @@ def trace_episodes(
     episodes: Rollout,
     batch: Batch,
     controller: AdaptiveKLController,
+    ppo: PpoArgs,
 ) -> None:
     """Keep a few episodes with all their numbers, which report.py shows: whole groups of the batch, and responses to
     the first problems of all, with the same noise each time. Both are read with the policy after the update.
 
-    The advantages of the latter are whitened among themselves. Every process must call this.
+    ppo: of this update. The advantages of the latter are whitened among themselves. Every process must call this.
     """
-    sizes, ppo, n = setup.sizes, setup.args.ppo, setup.args.ppo.samples_per_prompt
+    sizes, n = setup.sizes, ppo.samples_per_prompt
     most = sizes.local_batch // n
     prompts, few = (min(math.ceil(k / n), most) for k in (traces.TRACED, setup.args.trace_episodes))
     few = slice(few * n)
@@ -946,6 +961,7 @@ def trace_episodes(
     advantages, returns = compute_advantages(again, shaped[0], ppo, torch.clone)
     found = {"advantages": advantages} if known else {}
     statistics = {"kl_coef": torch.full((len(again.scores),), controller.value, dtype=torch.float64)}
+    statistics |= rlvr_metrics.lambdas_of(ppo, len(again.scores))
     keep(again, make_batch(again, shaped, advantages, returns, number), found, statistics=statistics, again=True)
 
 
@@ -989,12 +1005,12 @@ def load_networks(
     task, low_precision = args.task, args.dtype == "bfloat16"
     length, vocab_size = task.prompt_length + task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
-    packing.enable(lm_backbone)
+    packing.enable(lm_backbone, share_prefixes=args.ppo.share_prefixes)
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
         critic = networks.load_critic(args, vocab_size, zero_head=args.ppo.value_head == "zero")
-        packing.enable(critic.lm_backbone)
+        packing.enable(critic.lm_backbone, share_prefixes=args.ppo.share_prefixes)
     modes = {"low_precision": low_precision, "entropy_learns": args.ppo.entropy_coef > 0}
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
@@ -1009,38 +1025,10 @@ def load_networks(
         frozen = lm_backbone
         if adapters is None:
             frozen = models.load_base_model(args, frozen=True)
-            packing.enable(frozen)
+            packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
             models.place(frozen, accelerator)
         reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
     return actor_critic, reference, adapters
-
-
-def load_sources(args: Args, ids: problems.TaskIds, accelerator: Accelerator) -> dict[str, Source]:
-    """What scores, under its name, with its weight; the verifier first."""
-    shaping, prefix = args.rewards, args.task.response_prefix
-
-    def of_texts(name: str, field: str) -> Callable[..., Tensor]:
-        says = rewards.load_verifier(name, field, prefix, on_all_processes=True)
-        return lambda prompts, texts, answers, *_: torch.tensor(says(prompts, texts, answers), dtype=torch.float64)
-
-    sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
-    if shaping.format:
-        sources["format"] = of_texts(shaping.format, "rewards.format"), shaping.format_weight
-    if shaping.trained_model:
-        reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
-        packing.enable(reward_model.lm_backbone)
-        models.place(reward_model, accelerator)
-        score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
-
-        def of_model(prompts: Any, texts: Any, answers: Any, queries: Tensor, responses: Tensor) -> Tensor:
-            scores = score(queries, responses).double()  # (rows,)
-            # [V22] Only functions of texts may say that a response cannot be scored.
-            if not scores.isfinite().all():
-                raise NumericalError("the reward model gives scores that are not finite; the run stops")
-            return scores
-
-        sources["reward_model"] = of_model, shaping.trained_weight
-    return sources
 
 
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
@@ -1070,19 +1058,20 @@ def set_learning_rates(
 
 @dataclass
 class Progress:
-    """What one update hands to the next, besides the networks; a checkpoint keeps it."""
+    """The state that one update hands to the next, in addition to the networks; a checkpoint keeps it."""
 
     first_update: int  # when this process started or resumed the run
     controller: AdaptiveKLController
     pool: Pool
     evaluation: dict[str, float]  # the newest
+    explained: float  # the largest share of the variance of the returns that the critic has explained, at least 0
     others: dict[str, dict[str, Tensor]]  # parts of the checkpoint that only rlvr_async.py knows
 
 
 def start_run(
     setup: Setup, actor_critic: ActorCritic, optimizers: dict[str, torch.optim.Optimizer], joint: dict | None = None
 ) -> tuple[run.Run, Progress]:
-    """Make the run's folder, or go on from its newest checkpoint. joint: as of `train`."""
+    """Make the run's folder, or resume from its newest checkpoint. joint: as of `train`."""
     args, accelerator, parts = setup.args, setup.accelerator, {}
 
     def restore(tensors: dict[str, Tensor]) -> None:
@@ -1106,6 +1095,7 @@ def start_run(
         controller=AdaptiveKLController(kl_coef, **vars(args.rewards.adaptive_kl)),
         pool=Pool(args.ppo, setup.ids.pad, accelerator, rounds=state.get("rounds", 0), surplus=left_over),
         evaluation=state.get("evaluation", {}),
+        explained=state.get("explained", 0.0),
         others=parts,
     )
     this_run.start_logging(progress.first_update)
@@ -1119,12 +1109,13 @@ def training_state(
     progress: Progress,
     others: Callable[[], dict[str, dict[str, Tensor]]] = dict,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What a checkpoint keeps: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
+    """The content of a checkpoint: tensors, and the rest. others: gives parts that only rlvr_async.py knows."""
     pool, trained = progress.pool, networks_of(actor_critic)
     parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
     parts |= ({"surplus": pool.surplus.tensors()} if pool.surplus else {}) | others()
     tensors = {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
-    return tensors, {"kl_coef": progress.controller.value, "rounds": pool.rounds, "evaluation": progress.evaluation}
+    numbers = {"kl_coef": progress.controller.value, "explained": progress.explained, "rounds": pool.rounds}
+    return tensors, numbers | {"evaluation": progress.evaluation}
 
 
 def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic) -> Path:

@@ -10,7 +10,7 @@ the call, the tool's answer is inserted, and generation continues:
 
 `converse` below is the whole method. Three things matter:
 
-    1. Token ids go in, token ids come out. Only the tool reads text. What the policy wrote is never tokenised again,
+    1. Token ids go in, token ids come out. Only the tool reads text. Responses are never tokenised again,
        because the tokenizer might choose other ids for the same text, which the policy has not sampled.
     2. The tool's tokens are context for all later tokens, and nothing else: they are in no loss, no KL and no
        advantage, because the policy did not choose them. Their log-prob is NaN, and `rollout` removes such tokens
@@ -26,7 +26,7 @@ differs from one that was not interrupted. Evaluations call it, too.
 
     python ppo_rlhf/rlvr_tools.py --preset sums-tools           # no network: word problems and a calculator, minutes
     python ppo_rlhf/rlvr_tools.py --preset sums-tools --tools.tool my_tools:calculate
-    python ppo_rlhf/rlvr_tools.py --resume runs/<run>           # go on after an interruption
+    python ppo_rlhf/rlvr_tools.py --resume runs/<run>           # resume after an interruption
 
 Marks like [V101] name an implementation detail; see docs/details.
 """
@@ -110,7 +110,7 @@ def load(args: Args, joint: dict | None = None) -> tuple:
     cli.at_least(1, "tools.", args.tools, "max_calls", "max_answer")
     cli.above_zero("tools.", args.tools, "time_limit")
     if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
-        raise InputError("a tool does not go with FSDP")
+        raise InputError("tools cannot be combined with FSDP")
     setup, actor_critic, reference = rlvr_policy.load(args, joint)
     actor_critic.generate = partial(converse, talk=conversation(setup))
     return setup, actor_critic, reference
@@ -148,7 +148,7 @@ def converse(
     responses = contexts.new_full(uniforms.shape, pad_id)
     logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
     lengths = torch.zeros(len(contexts), dtype=torch.long, device=contexts.device)  # tokens of each response so far
-    rows = torch.arange(len(contexts), device=contexts.device)  # those that go on
+    rows = torch.arange(len(contexts), device=contexts.device)  # those that continue
     for turn in range(talk.max_calls + 1):
         # [V102] Read the ids of prompt and response so far as they are, then generate up to a call or the end.
         so_far = torch.cat([contexts[rows], responses[rows]], 1)
@@ -214,7 +214,7 @@ def conversation(setup: rlvr_policy.Setup) -> Conversation:
         turn = tokenizer.decode(written).removesuffix(args.call_end)
         _, start, call = turn.rpartition(args.call_start)
         said = tool(call) if start else tools.SYNTAX
-        # [V104] An answer is plain text of bounded length. Whatever it says, it holds no id that ends a response.
+        # [V104] An answer is plain text of bounded length. Whatever its text, it holds no id that ends a response.
         tokens = encode(said.encode(errors="replace").decode())
         return tokens if len(tokens) <= args.max_answer else encode(tools.TOO_LONG)
 

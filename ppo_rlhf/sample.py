@@ -1,4 +1,4 @@
-"""Read what a trained policy writes, beside the model that it started from.
+"""Show what a trained policy writes, next to what the model that it started from writes.
 
 Both continue the same queries with the same sampling noise, and the reward model scores what they write.
 
@@ -12,11 +12,11 @@ A policy of chapter 1 continues texts, at the task's temperature.
 One of chapter 2 summarises posts of the test split, at the temperature of evaluations. There, --prompt is the text
 of a post, or a whole query as evaluation.jsonl has it, from SUBREDDIT: to TL;DR:
 
-One of chapter 3 solves held-out problems, at the task's temperature, and its verifier says which solutions are right.
+One of chapter 3 solves held-out problems, at the task's temperature, and its verifier checks the solutions.
 With --temperature 0 they are those of evaluation.jsonl. There, --prompt is a question, and becomes a prompt as in the
 run.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Args:
     reward_model: str = ""
     """folder of a reward model; empty: the one that the policy was trained with"""
     query_dataset: str = ""
-    """where queries come from; empty: what the task's data set holds out"""
+    """where queries come from; empty: the texts that the task's data set holds out"""
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
 
@@ -72,11 +72,11 @@ class Continuations:
 
     source = "query_dataset"  # where held-out queries come from: a field of the task
     verdict = "score"  # what the function that the policy names gives
-    own_functions: Collection[str] = ()  # names of functions of ours, besides those that begin with ppo_rlhf
+    own_functions: Collection[str] = ()  # names of functions of ours, in addition to those that begin with ppo_rlhf
 
     def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
         """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
-        may lie beside the policy's run, in root.
+        may be next to the policy's run, in root.
         """
         self.task, self.tokenizer = cli.from_dict(texts.TaskArgs, task), tokenizer
         trained_on = run.find_path(self.task.query_dataset, root).resolve()
@@ -96,13 +96,13 @@ class Continuations:
         return texts.encode_text(self.tokenizer, prompt)[: self.task.query_length]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
-        """What the models read of queries (n, query_length): (n, context_length)."""
+        """The context that the models read for queries (n, query_length): (n, context_length)."""
         return texts.add_affixes(queries, self.ids.prefix, self.ids.suffix)
 
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        """What a model writes (n, response_length) after contexts (n, context_length)."""
+        """The responses (n, response_length) of a model after contexts (n, context_length)."""
         return lm.generate(model, contexts, noise, self.ids.pad, self.ids.pad, temperature)[0]
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ class Continuations:
         return responses, truncated, truncated
 
     def as_texts(self, shown: torch.Tensor) -> list[str]:
-        """What is shown of responses, as texts."""
+        """The part of responses that is shown, as texts."""
         return texts.to_texts(self.tokenizer, shown, self.ids.pad)
 
     def scorer(self, name: str, field: str) -> scorers.Scorer:
@@ -148,7 +148,7 @@ class Summaries(Continuations):
 
 
 class Solutions(Continuations):
-    """Chapter 3: a problem is solved, up to a stop token, and a verifier says whether the solution is right.
+    """Chapter 3: a problem is solved, up to a stop token, and a verifier says whether the solution is correct.
 
     Queries are prompts as the policy's run rendered them; references are the answers, as texts.
     """

@@ -33,7 +33,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     resume: str = ""
-    """folder of one of the three runs to go on with: runs/<run>; the arguments are those of the newest of them"""
+    """folder of one of the three runs to resume: runs/<run>; the arguments are those of the newest of them"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses of all three stages"""
     sft: tldr_sft.Args = field(default_factory=tldr_sft.Args)
@@ -61,7 +61,7 @@ SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # argume
 
 def parse(argv: list[str]) -> Args:
     """Read the command line. With --resume runs/<run>, the defaults are the arguments of that run."""
-    for flag in argv:  # in the patterns, a dot also matches the hyphen that may stand for an underscore
+    for flag in argv:  # in the patterns, a dot also matches the hyphen that may replace an underscore
         shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
         if match := re.match(rf"--(?:sft|reward|policy)\.((?:{shared})\b[^=]*)", flag):
             raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
@@ -130,7 +130,7 @@ def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
             f"So it has learned {share:.0%} of what can be learned."
         )
     lines.append(
-        f"The policy is {results['last_kl']:.1f} nats per summary from the fine-tuned model, in the mean of the last "
+        f"The policy is {results['last_kl']:.1f} nats per summary from the fine-tuned model, averaged over the last "
         f"ten updates; {results['validation/eos_rate']:.1%} of its held-out summaries end."
     )
     rows, evaluation = sft_and_policy_rows(sft_run, policy_run), policy_run / "evaluation.jsonl"
@@ -182,7 +182,7 @@ def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) 
             f"{result['win_rate']:.1%} of {result['rows']:,} posts (95% interval {result['win_rate_low']:.1%} to "
             f"{result['win_rate_high']:.1%}; ties count half): "
             f"{result['candidate_score']:+.2f} against {result['baseline_score']:+.2f} "
-            f"in the mean, at {result['candidate_length']:.1f} against {result['baseline_length']:.1f} tokens."
+            f"on average, at {result['candidate_length']:.1f} against {result['baseline_length']:.1f} tokens."
         )
     return lines
 

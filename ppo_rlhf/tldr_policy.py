@@ -4,14 +4,14 @@ The fine-tuned model of `tldr_sft.py` (the policy) summarises posts, and the rew
 the summaries. PPO raises the score, and a penalty on the KL divergence from where the policy started (the reference)
 keeps the text fluent. The main differences from chapter 1: a summary ends with the end-of-text token, and nothing
 after it counts; a summary without one is punished (the end-of-text trick); the critic is a network of its own, which
-starts as a copy of the reward model. Each update does eight things, and `train()` below reads so:
+starts as a copy of the reward model. Each update does eight things, the steps of `train()` below:
 
     1. sample posts
     2. generate summaries, up to the end-of-text token; keep their log-probs and values
     3. log-probs of the reference
     4. score the summaries; punish those that do not end
     5. per-token rewards: KL penalty on every token, score on the step after the last
-    6. advantages and returns (GAE), for each minibatch anew
+    6. advantages and returns (GAE), for each minibatch again
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
@@ -20,14 +20,14 @@ updates, held-out posts are summarised first. The sizes of batches come before `
 algorithm after it in its order, and metrics, loading and saving last.
 
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
-ee77a9a, which reproduced OpenAI's; files and lines beside marks are the original's. Marks like [D54] are details of
+ee77a9a, which reproduced OpenAI's; files and lines next to marks are the original's. Marks like [D54] are details of
 chapter 1, too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577.
 Where we differ on purpose, there is a mark like [X20]; see docs/details.
 
     python ppo_rlhf/tldr_all.py --preset posts                  # no network: all three stages, in minutes
     python ppo_rlhf/tldr_policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward
     accelerate launch --num_processes 8 ppo_rlhf/tldr_policy.py --dtype bfloat16 --ppo.local_micro_batch_size 16 ...
-    python ppo_rlhf/tldr_policy.py --resume runs/<run>          # go on after an interruption
+    python ppo_rlhf/tldr_policy.py --resume runs/<run>          # resume after an interruption
 """
 
 from __future__ import annotations
@@ -80,11 +80,13 @@ class RewardsArgs:
     kl_coef: float = 0.05
     """weight of the KL penalty at the start, reward per nat"""
     kl_estimator: Literal["k1", "k3"] = "k1"
-    """of a token's divergence, with x = log p(reference) - log p(policy): k1 is -x, k3 is exp(x) - 1 - x"""
+    """estimate of a token's divergence; with x = log p(reference) - log p(policy), k1 is -x and k3 is exp(x) - 1 -
+    x"""
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
     """controller of the KL coefficient"""
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
-    """of a summary that does not end: replace, its score becomes minus the penalty; subtract, it is lowered by it"""
+    """score of a summary that does not end: with replace it becomes minus the penalty, with subtract it is lowered by
+    the penalty, with none it stays"""
     missing_eos_penalty: float = 1.0
     """the penalty for that"""
 
@@ -191,7 +193,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
     updates: int
     batch: int
@@ -293,7 +295,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run has from its beginning, and what no update changes."""
+    """The parts of a run that no update changes."""
 
     given: Args  # as they were typed, with names such as `posts` that are not yet paths
     args: Args
@@ -413,7 +415,7 @@ def punish_missing_eos(
 
 # ---- Steps 5 to 7: rewards, advantages, losses -----------------------------------------------------------------
 #
-# A mask is True where an entry counts. Whatever is elsewhere, even NaN, reaches neither a result nor a gradient.
+# A mask is True where an entry counts. Other entries, even NaN, reach neither a result nor a gradient.
 
 
 def response_masks(truncated_responses: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -460,7 +462,7 @@ def compute_rewards(
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one process remembers of its part of the batch while it trains on it.
+    """The data of one process's part of the batch that training needs.
 
     After a response's end, rewards are 0, and log-probs and values mean nothing.
     """
@@ -727,7 +729,7 @@ def moments(name: str, values: Tensor, mask: Tensor, count: Tensor) -> dict[str,
 
 @dataclass(frozen=True)
 class Episodes:
-    """What is logged of one process's part of the batch in addition to the rollout; PPO does not need it."""
+    """Further data of one process's part of the batch, for the log only; PPO does not need it."""
 
     references: Tensor  # (local_batch, response_length), the summaries of the data
     finished: Tensor  # (local_batch,) bool, whether the summary ends
@@ -760,7 +762,7 @@ def update_metrics(
     """The metrics of an update: means over all episodes, means over all optimiser steps, and how far the run is.
 
     steps: what ppo_update returns. Every process adds its shares, and all get the same numbers. Raises a
-    NumericalError if they cannot be right.
+    NumericalError if they are impossible.
     """
     args, accelerator, seconds = this_run.args, this_run.accelerator, this_run.seconds()
     objectives = {name: of_each(rollout, episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
@@ -992,7 +994,7 @@ TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "reference_scores", *posts.COLUM
 def load_scorers(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, accelerator: Accelerator
 ) -> tuple[scorers.Scorer, dict[str, scorers.Scorer]]:
-    """What scores (queries, truncated responses, reference summaries), and what is only logged, under its name.
+    """The scorer of (queries, truncated responses, reference summaries), and scorers that are only logged, by name.
 
     A reward model does not look at the reference summaries.
     """
@@ -1043,7 +1045,7 @@ def training_state(
     controller: AdaptiveKLController,
     evaluation: dict[str, float],
 ) -> tuple[dict[str, Tensor], dict]:
-    """What a checkpoint keeps: weights, Adam's moments, KL coefficient, the newest evaluation."""
+    """The content of a checkpoint: weights, Adam's moments, KL coefficient, the newest evaluation."""
     return checkpoints.training_state(actor_critic, optimizer), {
         "kl_coef": controller.value,
         "evaluation": evaluation,

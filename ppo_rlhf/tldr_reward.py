@@ -8,13 +8,13 @@ model of `tldr_sft.py` with a scalar head in place of the output layer, read at 
     3. normalise: shift the scores so that the mean score of the reference summaries is 0
 
 Next: `tldr_policy.py`. Marks like [T25] name an implementation detail. The original is
-vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files and lines beside marks are
-the original's. [X20] and the like are places where we differ on purpose; see docs/details.
+vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files and lines next to marks
+are the original's. [X20] and the like are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/tldr_reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
     python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
     accelerate launch --num_processes 8 ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --track
-    python ppo_rlhf/tldr_reward.py --resume runs/<run>                                 # go on after an interruption
+    python ppo_rlhf/tldr_reward.py --resume runs/<run>                                 # resume after an interruption
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def check_arguments(args: Args) -> None:
 
 @dataclass(frozen=True)
 class PairSizes:
-    """What follows from the arguments, the number of comparisons and the number of processes."""
+    """Sizes that follow from the arguments, the number of comparisons and the number of processes."""
 
     comparisons: int
     steps: int

@@ -9,12 +9,12 @@ and that a summary ends with the end-of-text token:
 
 Next: `tldr_reward.py` and `tldr_policy.py`; `tldr_all.py` runs all three. Marks like [T21] name an implementation
 detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files
-and lines beside marks are the original's. [X20] and the like are places where we differ on purpose; see docs/details.
+and lines next to marks are the original's. Marks like [X20] are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/tldr_sft.py --preset posts                            # no network, two minutes
     python ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU
     accelerate launch --num_processes 8 ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8 --track
-    python ppo_rlhf/tldr_sft.py --resume runs/<run>                       # go on after an interruption
+    python ppo_rlhf/tldr_sft.py --resume runs/<run>                       # resume after an interruption
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def check_arguments(args: Args) -> None:
 
 @dataclass(frozen=True)
 class SftSizes:
-    """What follows from the arguments, the number of posts and the number of processes."""
+    """Sizes that follow from the arguments, the number of posts and the number of processes."""
 
     posts: int
     steps_per_epoch: int

@@ -9,7 +9,7 @@ and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
     accelerate launch --num_processes 8 ppo_rlhf/train_both.py --preset descriptiveness --reward.track --policy.track
     python ppo_rlhf/train_both.py --resume runs/<run>                                     # either of the two runs
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     resume: str = ""
-    """folder of either of the two runs to go on with: runs/<run>; the arguments are those of the newest of them"""
+    """folder of either of the two runs to resume: runs/<run>; the arguments are those of the newest of them"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)

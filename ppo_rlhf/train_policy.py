@@ -2,14 +2,14 @@
 
 A language model (the policy) writes continuations of queries. A reward model, trained from human comparisons
 by `train_reward.py`, scores them. PPO raises the score, and a penalty on the KL divergence from the model that we
-started from (the reference) keeps the text fluent. Each update does eight things, and `train()` below reads so:
+started from (the reference) keeps the text fluent. Each update does eight things, the steps of `train()` below:
 
     1. sample queries
     2. generate responses; keep their log-probs and values
     3. log-probs of the reference
     4. truncate the responses at the stop token and score them
     5. per-token rewards: KL penalty on every sampled token, also after the stop; score on the last of them
-    6. advantages and returns (GAE), for each minibatch anew
+    6. advantages and returns (GAE), for each minibatch again
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
@@ -17,12 +17,12 @@ Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its o
 of batches come before `train()`, the functions of the algorithm after it in its order, and loading and saving last.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
-and lines beside marks are the original's. [X01] and the like are places where we differ on purpose; see docs/details.
+and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/train_both.py --preset tales                    # no network: reward model, then this, in minutes
     python ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward                      # one GPU, GPT-2
     accelerate launch --num_processes 8 ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward --track
-    python ppo_rlhf/train_policy.py --resume runs/<run>             # go on after an interruption
+    python ppo_rlhf/train_policy.py --resume runs/<run>             # resume after an interruption
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
-# Controllers of the KL coefficient. The target is 6 nats per response; small worlds follow it faster.
+# Controllers of the KL coefficient. The target is 6 nats per response. QUICK is for tales, which has few episodes.
 ADAPTIVE, QUICK = cli.AdaptiveKLArgs(target=6.0), cli.AdaptiveKLArgs(target=6.0, horizon=1_000)
 FIXED = cli.AdaptiveKLArgs(target=None)
 
@@ -156,7 +156,7 @@ PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) 
 
 @dataclass(frozen=True)
 class PpoSizes:
-    """What follows from the arguments and the number of processes, in episodes unless the name says otherwise."""
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
     updates: int
     batch: int
@@ -386,7 +386,7 @@ def response_logprobs(
     temperature: float,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a language model says of responses that it reads.
+    """The numbers of a language model for responses that it reads.
 
     context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
     gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
@@ -407,7 +407,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
+    # [D13] Padding is never embedded: token 0 takes its place, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
@@ -423,7 +423,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
 
 
 def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+    """The numbers that attention adds to its scores: 0 where a position may look, the lowest number where it may not.
 
     mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
     """
@@ -527,7 +527,7 @@ def compute_rewards(
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one process remembers of its part of the batch while it trains on it."""
+    """The data of one process's part of the batch that training needs."""
 
     context_responses: Tensor  # (local_batch, context_length + response_length)
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
@@ -613,9 +613,9 @@ def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Ten
 
     rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
     """
-    # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean, because a shift of all rewards
-    #       would change what a long response is worth.   train_policy.py#L323-L325
-    # [D77] A group is what one process of the original has of a minibatch.   train_policy.py#L158-L159
+    # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean: without it, the return of a
+    #       token would change by the mean times the number of tokens left.   train_policy.py#L323-L325
+    # [D77] A group is the part of a minibatch that one process of the original has.   train_policy.py#L158-L159
     if ppo.whiten_rewards:
         rewards = torch.stack([whiten(group, keep_mean=True) for group in rewards])
     advantages, returns = compute_gae(rewards.flatten(0, 1), values.flatten(0, 1), ppo.gamma, ppo.lam)
@@ -665,7 +665,7 @@ def ppo_loss(
     returns: Tensor,
     ppo: PpoArgs,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch, and what is logged of it: means over its tokens, without gradient. All 0-d.
+    """The loss of a micro-batch, and its metrics: means over its tokens, without gradient. All 0-d.
 
     Every tensor given is (micro_batch, response_length).
     """
@@ -699,7 +699,7 @@ def policy_loss(
 
     Tensors: (batch, response_length). Returns the loss and, detached, clipped share and 0.5 * mean((new - old)^2).
     """
-    # [D60] The larger of the two losses counts: the surrogate is a pessimistic bound.   train_policy.py#L350-L360
+    # [D60] The larger of the two counts, so a token gains nothing by moving further.   train_policy.py#L350-L360
     ratio = torch.exp(new_logprobs - logprobs)  # (batch, response_length)
     losses = -advantages * ratio
     clipped_losses = -advantages * torch.clamp(ratio, 1 - cliprange, 1 + cliprange)
@@ -729,7 +729,7 @@ def group_statistics(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
 
 
 class AdamTensorFlowStyle(torch.optim.Adam):
-    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
+    """Adam as TensorFlow 1 computes it: eps is added to the uncorrected sqrt(v).
 
         lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
 
@@ -762,7 +762,7 @@ def learning_rate(ppo: PpoArgs, update: int) -> float:
 
 @dataclass(frozen=True)
 class Episodes:
-    """What is logged of one process's part of the batch in addition to the rollout; PPO does not need it."""
+    """Further data of one process's part of the batch, for the log only; PPO does not need it."""
 
     queries: Tensor  # (local_batch, query_length)
     responses: Tensor  # (local_batch, response_length), truncated: what was scored
@@ -786,7 +786,7 @@ def update_metrics(
     episodes: Episodes,
     stats: dict[str, Tensor],
 ) -> dict[str, float]:
-    """All metrics of an update, over all processes; all must call this. Stops the run if they cannot be right."""
+    """All metrics of an update, over all processes; all must call this. Stops the run if they are impossible."""
     accelerator = this_run.accelerator
     means = processes.mean_over_processes(objectives(rollout, episodes, ids.pad) | stats, accelerator)
     responses = rollout.context_responses[:, -rollout.logprobs.shape[1] :]
@@ -798,7 +798,7 @@ def update_metrics(
 
 
 def objectives(rollout: Rollout, episodes: Episodes, pad_id: int) -> dict[str, Tensor]:
-    """What is logged of the episodes of this process: 0-d means over them, in float64."""
+    """The log of the episodes of this process: 0-d means over them, in float64."""
     of_episodes = {
         "kl": episodes.kl.sum(1),
         "entropy": -rollout.logprobs.sum(1),
@@ -899,7 +899,7 @@ def load_policy_and_reference(
 
 
 def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
-    """What scores (queries, truncated responses): the reward model or the function that the arguments name."""
+    """The scorer of (queries, truncated responses): the reward model or the function that the arguments name."""
     pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
     if bool(function) == bool(args.rewards.trained_model):
         raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
@@ -919,7 +919,7 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     return score
 
 
-# What is logged of episodes under objective/, so that no function to monitor can have such a name.
+# Names under objective/ that are taken, so no function to monitor can have them.
 OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
 OBJECTIVES |= {"kl_coef", "score_total", "scores"}
 
@@ -951,7 +951,7 @@ def training_state(
     controller: AdaptiveKLController,
     stream: texts.QueryStream,
 ) -> tuple[dict[str, Tensor], dict]:
-    """What a checkpoint keeps: weights, Adam's moments, KL coefficient, position in the texts."""
+    """The content of a checkpoint: weights, Adam's moments, KL coefficient, position in the texts."""
     # [D81] The counterpart of `resume`.   train_policy.py#L474-L508
     state = {"kl_coef": controller.value, "query_position": stream.position}
     return checkpoints.training_state(policy, optimizer), state
@@ -1002,7 +1002,7 @@ def trace_episodes(
     of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages, ppo.cliprange)
     of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.stopped}
     of_episodes |= {name: episodes.monitored[name] for name in monitor}
-    # What is whitened together is a group's part of a minibatch; a loss is the mean over the whole minibatch.
+    # A group's part of a minibatch is whitened together; a loss is the mean over the whole minibatch.
     of_group = [(rows[0], {name: x[0] for name, x in seen.items()}) for rows, seen in rollout.seen if rows.dim() > 1]
     everywhere = torch.ones_like(rollout.rewards, dtype=torch.bool)
     shared = traces.statistics_of_minibatches(of_group, rollout.rewards, rollout.values, everywhere, everywhere)

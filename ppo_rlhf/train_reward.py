@@ -8,12 +8,12 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line stand beside the mark. [X01] and the like are places where we differ on purpose; see docs/details.
+file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/train_reward.py --preset tales                                   # no network, a minute or two
     python ppo_rlhf/train_reward.py                                                  # sentiment, GPT-2, one GPU
     accelerate launch --num_processes 8 ppo_rlhf/train_reward.py --preset descriptiveness --track
-    python ppo_rlhf/train_reward.py --resume runs/<run>                              # go on after an interruption
+    python ppo_rlhf/train_reward.py --resume runs/<run>                              # resume after an interruption
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def best_of_n_loss(scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def label_statistics(kind: label_files.LabelKind, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """The loss and what else there is to say of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
+    """The loss and other metrics of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
     loss = label_loss(kind, scores, targets)
     if kind == "best":
         return {"loss": loss, "accuracy": best_of_n_loss(scores, targets)[1]}
@@ -402,7 +402,7 @@ def evaluate(
 
 
 class AdamTensorFlowStyle(torch.optim.Adam):
-    """Adam as TensorFlow 1 computes it: eps stands beside the uncorrected sqrt(v).
+    """Adam as TensorFlow 1 computes it: eps is added to the uncorrected sqrt(v).
 
         lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)        theta -= lr_t * m / (sqrt(v) + eps)
 
@@ -491,7 +491,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
+    # [D13] Padding is never embedded: token 0 takes its place, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
@@ -507,7 +507,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
 
 
 def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+    """The numbers that attention adds to its scores: 0 where a position may look, the lowest number where it may not.
 
     mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
     """
@@ -568,7 +568,7 @@ class RewardModel(nn.Module):
 
 @dataclass(frozen=True)
 class RewardSizes:
-    """What follows from the arguments and the number of processes: labels, or samples to normalise on."""
+    """Sizes, from the arguments and the number of processes: labels, or samples to normalise on."""
 
     steps: int
     batch: int

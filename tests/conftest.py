@@ -27,7 +27,18 @@ torch.set_num_threads(1)
 
 # The files that take longest, longest first: so that several workers, each with a file at a time, end together.
 LONGEST = ["invariance", "tldr_runs", "bad_input", "safety", "ablations", "soak", "end_to_end", "compare", "speed"]
-LONGEST += ["rlvr_async", "replay", "hub", "faults", "many_seeds", "sharding", "run", "judge", "train_policy"]
+LONGEST += [
+    "rlvr_async",
+    "device",
+    "replay",
+    "hub",
+    "faults",
+    "many_seeds",
+    "sharding",
+    "run",
+    "judge",
+    "train_policy",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

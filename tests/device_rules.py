@@ -53,6 +53,8 @@ for function in REFUSED:
         function()
 for function in ACCEPTED:
     function()
+with pytest.raises(RuntimeError, match="numpy"):
+    x.numpy()
 with torch.device("meta"):
     assert torch.tensor([1.0]).device.type == torch.zeros(2).device.type == "meta"
 assert torch.equal(x[index].cpu(), here[index]) and x.tolist() == here.tolist()

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmark.cost import stand_in
-from ppo_rlhf import rlvr_async
 from ppo_rlhf.lib import packing, passes
 
 
@@ -46,6 +45,7 @@ class Never(Exception):
 
 RAY = SimpleNamespace(remote=actor_class, put=lambda x: x, get=lambda x, timeout: x, kill=lambda actor: None)
 ERRORS = "RayActorError GetTimeoutError RayTaskError RaySystemError ObjectStoreFullError OutOfDiskError"
+RAY.is_initialized = lambda: True
 RAY.exceptions = SimpleNamespace(**dict.fromkeys(ERRORS.split(), Never))
 
 
@@ -54,7 +54,7 @@ if __name__ == "__main__":
         stand_in.install(autocast=os.environ.get("AUTOCAST", "cuda"))
     for costs in (passes.COST_OF_WEIGHTS, passes.COST_OF_LAUNCHES, packing.COST_OF_GROUP):
         costs["cuda"] = costs["cpu"]
-    rlvr_async.connect = lambda args, at_end: RAY
+    sys.modules["ray"] = RAY
     sys.argv = sys.argv[1:]
     with stand_in.count_updates() as updates:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -2,9 +2,10 @@
 
     python tests/register.py
 
-updates the line numbers in docs/details/*.md: those of our code from the marks in ppo_rlhf/**/*.py, those of the
-tests from the test files. In README.md it updates how many lines a script has, to the nearest fifty. It prints what
-it changed and what only a person can fix, and exits with 1 if there is any of the latter.
+updates docs/details/*.md: the line numbers of our code from the marks in ppo_rlhf/**/*.py, those of the tests from
+the test files, and the effects of ablations from their tables, whose new rows it adds. In README.md it updates how
+many lines a script has, to the nearest fifty. It prints what it changed and what only a person can fix, and exits
+with 1 if there is any of the latter.
 
 A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field. A module's docstring has no
 marks, so it can speak about them. The lines of the original follow a mark in one of two forms:
@@ -47,10 +48,10 @@ PAGES = "docs/details/"
 GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
-DETAILS += [f"V{number:02d}" for number in range(1, 105)]
+DETAILS += [f"V{number:02d}" for number in range(1, 112)]
 FIELDS = ["why", "without it", "measured", "original", "here", "proven by"]
 OPTIONAL = ("without it", "measured")
-ABLATIONS = "benchmark/results/ablations/ablations.md"
+ABLATIONS = "benchmark/results/ablations/"
 RESULTS = ("docs/results.md", "docs/chapter2.md", "docs/chapter3.md", "benchmark/results/")
 ORIGINALS = {
     "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
@@ -73,8 +74,9 @@ FIELD = re.compile(r"- \*([\w ]+)\*: (.*)")
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
 GOLDEN_ROW = re.compile(r"^\| (`[\w*/.]+\.(?:npz|jsonl?|xz)`.*?) \|", re.MULTILINE)
-ABLATION_ROW = re.compile(r"^\| \[(\w+)\]\S+ \| `([\w.-]+)` \| [^|]+ \| \d+ \| ([^|]+) \| ([^|]+) \|", re.MULTILINE)
-INTERVAL = re.compile(r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?")
+QUOTE = r" \(.*?\): .*?\d(?=\. |; |\.$|$)"
+INTERVAL = r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?"
+SHARE = r"\d+\.\d+ %"
 LENGTH = re.compile(r"(\]\((ppo_rlhf/[\w/]+\.py)\), )([\d,]+)( lines)")
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path
@@ -260,13 +262,53 @@ def nearest_fifty(text: str) -> str:
     return f"{max(50, round(len(text.splitlines()) / 50) * 50):,}"
 
 
+def quotes(files: Files) -> dict[str, dict[str, str]]:
+    """What the entry of each id says of the ablations of its detail: the beginning, which names one, and the rest.
+
+    All tables have the columns detail, ablation, what is different, seeds, perhaps compared with, and then effects.
+    The first two effects are quoted, and of the others those whose interval excludes 0, which are bold.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for path in files:
+        head: list[str] = []
+        for line in files[path].split("\n") if path.startswith(ABLATIONS) else []:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            head = cells if cells[0] == "detail" else head
+            detail, row = LINK.match(cells[0]), dict(zip(head, cells, strict=False))
+            effects = [(name, text) for name, text in list(row.items())[4:] if name != "compared with"]
+            if not detail or not all(text for _, text in effects):
+                continue
+            against = f", compared with {row['compared with']}" if "compared with" in row else ""
+            shown = [f"{name} {text.strip('*')}" for i, (name, text) in enumerate(effects) if i < 2 or text[0] == "*"]
+            start = f"[{row['ablation']}]({TO_ROOT}{path})"
+            seeds = " seeds, ".join(row["seeds"].split(", ")) if ", " in row["seeds"] else f"{row['seeds']} seeds"
+            found.setdefault(detail[1], {})[start] = f" ({seeds}{against}): {', '.join(shown)}"
+    return found
+
+
+def with_quotes(measured: str, quoted: dict[str, str]) -> str:
+    """The field `measured` with the current effects of all ablations."""
+    for start, rest in quoted.items():
+        if start in measured:
+            measured = re.sub(re.escape(start) + QUOTE, lambda _, new=start + rest: new, measured)
+        else:
+            table = Path(start.rpartition("/")[2]).stem.removesuffix("-settings")
+            measured += f" On {'tales' if table == 'ablations' else table}, {start}{rest}."
+    return measured.strip()
+
+
 def updated(files: Files) -> Files:
-    """README and pages with the current lines of our code and of the tests."""
-    places, test_lines = marks(files), tests(files)
+    """README and pages with the current lines of our code and of the tests, and the effects of ablations."""
+    places, test_lines, quoted = marks(files), tests(files), quotes(files)
     lines = {page: files[page].split("\n") for page in pages(files)}
     for row in rows(files):
         if "here" in row.fields and row.id in places:
             lines[row.page][row.lines["here"]] = f"- *here*: {links(places[row.id])}"
+        if row.complete and row.id in quoted:
+            before = next(name for name in ("measured", "without it", "why") if name in row.fields)
+            text = f"- *measured*: {with_quotes(row.fields.get('measured', ''), quoted[row.id])}"
+            line = lines[row.page][row.lines[before]]
+            lines[row.page][row.lines[before]] = text if before == "measured" else f"{line}\n{text}"
 
     def test_link(old: re.Match[str]) -> str:
         line = test_lines.get((old[2], old[1]))
@@ -326,21 +368,24 @@ def measurement_problems(files: Files) -> Iterator[str]:
     """Entries that differ from the pages of results: numbers without a source, and ablations that are not quoted."""
     results = "\n".join(text for path, text in files.items() if path.startswith(RESULTS))
     entries = {row.id: row for row in rows(files) if row.complete}
-    said = {"README.md": " ".join(the_ten(files).split())}
+    figures = [("README.md", figure) for figure in re.findall(INTERVAL, " ".join(the_ten(files).split()))]
     for row in entries.values():
-        said[row.id] = " ".join(row.fields.get(name, "") for name in FIELDS[:3])
-        targets = [normpath(PAGES + target) for _, target in LINK.findall(row.fields.get("measured", ""))]
-        if "measured" in row.fields and not any(target.startswith(RESULTS) for target in targets):
+        measured = row.fields.get("measured", "")
+        targets = [normpath(PAGES + target) for _, target in LINK.findall(measured)]
+        if measured and not any(target.startswith(RESULTS) for target in targets):
             yield f"{row.id} is measured, but links to no result"
-    for name, text in said.items():
-        for figure in INTERVAL.findall(text):
-            if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", results):
-                yield f"{name} says {figure}, which no page of results has"
-    for name, ablation, *cells in ABLATION_ROW.findall(files.get(ABLATIONS, "")):
+        figures += [(row.id, figure) for figure in re.findall(f"{INTERVAL}|{SHARE}", measured)]
+        figures += [
+            (row.id, figure) for name in FIELDS[:2] for figure in re.findall(INTERVAL, row.fields.get(name, ""))
+        ]
+    for name, figure in figures:
+        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", results):
+            yield f"{name} says {figure}, which no page of results has"
+    for name, quoted in quotes(files).items():
         measured = entries[name].fields.get("measured", "") if name in entries else ""
-        quoted = f"[`{ablation}`]({TO_ROOT}{ABLATIONS})", *(cell.strip("*") for cell in cells)
-        if not all(text in measured for text in quoted):
-            yield f"{name} does not quote its ablation: {', '.join(quoted)}"
+        yield from (
+            f"{name} does not say {start}{rest}" for start, rest in quoted.items() if start + rest not in measured
+        )
 
 
 def problems(files: Files) -> list[str]:
@@ -385,13 +430,18 @@ def problems(files: Files) -> list[str]:
 def main() -> int:
     old = read_files()
     new = updated(old)
+    measured = [line for page in pages(old) for line in new[page].split("\n") if line.startswith("- *measured*")]
+    print("".join(f"updated: {line}\n" for line in measured if line not in "".join(old.values())), end="")
     for path in (README, *pages(old)):
-        for before, after in zip(old[path].split("\n"), new[path].split("\n"), strict=True):
-            if before != after:
-                for (label, was), (_, now) in zip(LINK.findall(before), LINK.findall(after), strict=False):
+        before, after = (
+            [line for line in text.split("\n") if "*measured*" not in line] for text in (old[path], new[path])
+        )
+        for was_line, line in zip(before, after, strict=True):
+            if was_line != line:
+                for (label, was), (_, now) in zip(LINK.findall(was_line), LINK.findall(line), strict=False):
                     if was != now:
                         print(f"updated: {label} {was} -> {now}")
-                for was, now in zip(LENGTH.findall(before), LENGTH.findall(after), strict=True):
+                for was, now in zip(LENGTH.findall(was_line), LENGTH.findall(line), strict=True):
                     if was != now:
                         print(f"updated: {was[1]}, {was[2]} -> {now[2]} lines")
         (ROOT / path).write_text(new[path])

@@ -36,9 +36,9 @@ def refuse(*_):
     raise AssertionError("a whole network")
 
 
-def counted_read(lm_backbone, input_ids, position_ids, mask, cache=None):
+def counted_read(lm_backbone, input_ids, position_ids, mask, cache=None, *shared):
     passes["sampled" if cache is not None else "trained" if torch.is_grad_enabled() else "scored"] += 1
-    return read(lm_backbone, input_ids, position_ids, mask, cache)
+    return read(lm_backbone, input_ids, position_ids, mask, cache, *shared)
 
 
 packing.LEAST_WIDTH = int(os.environ.get("LEAST_WIDTH", packing.LEAST_WIDTH))

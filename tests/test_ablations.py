@@ -1,4 +1,4 @@
-"""benchmark/experiments/ablations.py and overoptimisation.py: what they change, and their arithmetic."""
+"""benchmark/experiments/ablations.py, ablation_list.py and overoptimisation.py: what they change, and arithmetic."""
 
 import json
 import math
@@ -8,17 +8,31 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from processes import launch
-from runs import both_arguments, metrics_of, only, policy_arguments, reward_arguments, world_arguments
+from runs import (
+    both_arguments,
+    metrics_of,
+    only,
+    policy_arguments,
+    posts_arguments,
+    reward_arguments,
+    world_arguments,
+)
 
-from benchmark.experiments import ablations, overoptimisation
+from benchmark.experiments import ablation_list, ablations, overoptimisation
+from ppo_rlhf import rlvr_policy, tldr_policy, tldr_reward, train_policy, train_reward
+from ppo_rlhf.lib import cli
 
 ABLATIONS = Path(ablations.__file__)
-DETAILS = (ablations.ROOT / "docs/details/chapter1.md").read_text()
+TALES = ablations.WORLDS["tales"]
 POLICY = [
-    name for name, ablation in ablations.ABLATIONS.items() if not (ablation.reward or ablation.own_reward_model)
+    name
+    for name, ablation in TALES.ablations.items()
+    if not (ablation.reward or ablation.own_reward_model or ablations.is_setting(TALES, name))
 ]
+EVERY = [(kind, name) for kind, world in ablations.WORLDS.items() for name in world.ablations]
 
 
 def with_ablation(name: str, script: str, arguments: list[str], folder: Path) -> Path:
@@ -91,27 +105,59 @@ def test_ablations_of_the_reward_model(name, tiny_world, tmp_path):
     assert switches == expected[name.split("-")[-1]]
 
 
-def test_lines_are_where_they_were():
-    """Each replacement is found in a script, and stands in all of the copies."""
-    sources = {name: (ablations.ROOT / f"ppo_rlhf/{name}.py").read_text() for name in ablations.SCRIPTS}
-    for name, ablation in ablations.ABLATIONS.items():
-        for old, new in ablation.lines.items():
+@pytest.mark.parametrize("kind", ablations.WORLDS)
+def test_lines_are_where_they_were(kind):
+    """Each replacement is found in a script of its world, and stands in all of the copies."""
+    world = ablations.WORLDS[kind]
+    sources = {name: (ablations.ROOT / f"ppo_rlhf/{name}.py").read_text() for name in world.scripts}
+    for name in world.ablations:
+        for old, new in ablations.merged(world, name).lines.items():
             assert any(old in source for source in sources.values()) and old != new, name
             for source in sources.values():
                 changed, found = ablations.replaced(source, {old: new})
                 assert found == ({old} if old in source else set()) and old not in changed.replace(new, "")
 
 
-def test_a_line_that_is_gone_is_an_error(monkeypatch):
+PARSERS = {"tales": (train_policy, train_reward), "posts": (tldr_policy, tldr_reward), "sums": (rlvr_policy, None)}
+
+
+@pytest.mark.parametrize("kind, name", EVERY)
+def test_arguments_are_accepted_and_change_something(kind, name):
+    """Every ablation has arguments or lines that its scripts take, and that differ from what it is compared with."""
+    world, own = ablations.WORLDS[kind], ablations.WORLDS[kind].ablations[name]
+    policy, reward = PARSERS[kind]
+    for module, stage in ((policy, "policy"), (reward, "reward")):
+        if not module:
+            continue
+        command = world.stages[stage].replace("{sft}", "sft").replace("{reward}", "reward").split()[1:]
+        words = [getattr(ablations.merged(world, which), stage) for which in (own.against, name)]
+        plain, changed = (cli.parse_args(module.PRESETS, [*command, *own_words]) for own_words in words)
+        assert (plain != changed) == bool(getattr(own, stage)), stage
+    assert (name == "baseline") != bool(own.policy or own.reward or own.lines)
+    assert name == "baseline" or own.against in world.ablations
+
+
+def test_a_line_that_is_gone_is_an_error():
     """Also where another of its lines is still there."""
-    gone = ablations.Ablation("D00", "nothing", lines={ablations.POSITIONS: "pass", "no such line": ""})
+    gone = ablations.Ablation("D00", "nothing", lines={ablation_list.POSITIONS: "pass", "no such line": ""})
     with pytest.raises(ValueError, match="no training script has what this ablation replaces: no such line"):
-        ablations.change_scripts(gone)
+        ablations.change_scripts(gone, TALES.scripts)
+
+
+def test_a_setting_comes_before_what_is_compared_with_it():
+    """Arguments of both, those of the ablation last; lines of both."""
+    merged = ablations.merged(TALES, "small-gradients-torch-adam")
+    assert merged.policy == ("--ppo.total_episodes", "1280") and merged.lines.keys() == {
+        ablation_list.LOSS,
+        *ablation_list.ADAM,
+    }
+    assert ablations.owner(TALES, "many-epochs-no-value-clipping", "reward") == "baseline"
+    assert ablations.owner(TALES, "never-normalised", "reward") == "never-normalised"
 
 
 def test_positions_that_count_padding_by_hand():
     """As if the padding before the last real token stood to the left of the row."""
-    expression = ablations.ABLATIONS["positions-count-padding"].lines[ablations.POSITIONS]
+    expression = ablation_list.PADDING_COUNTS[ablation_list.POSITIONS]
     mask = torch.tensor([[1, 0, 0, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 0, 1, 0]]).bool()
     names = {"mask": mask}
     exec(expression, names)
@@ -137,16 +183,43 @@ def test_flags_reach_both_parts(tiny_world, tmp_path):
     assert meta["args"]["rewards"]["adaptive_kl"]["target"] is None
 
 
+@pytest.mark.parametrize("name", ["critic-from-sft", "no-advantage-whitening", "score-on-last-token"])
+def test_lines_of_chapter_2(name, tiny_posts, tmp_path):
+    """What differs in the first update: of the critic, its values; of the others, the losses."""
+    model = ["--base_model", str(tiny_posts / "model")]
+    common = [*posts_arguments(tiny_posts), *model]
+    train = [*common, "--batch_size", "16", "--normalize_posts", "16"]
+    assert launch("tldr_reward.py", *train, folder=tmp_path).status == 0
+    words = [*common, "--rewards.trained_model", str(only(tmp_path, "models/*/reward")), "--ppo.total_episodes", "16"]
+    words += ["--ppo.batch_size", "16", "--ppo.nminibatches", "2", "--eval_interval", "0", "--eval_posts", "4"]
+    found = {}
+    for which in ("baseline", name):
+        folder = with_ablation(which, "tldr_policy", words, tmp_path / which)
+        (found[which],) = metrics_of(only(folder, "runs/*"))
+    plain, changed = found["baseline"], found[name]
+    assert plain["objective/entropy"] == changed["objective/entropy"]  # the same samples
+    metric = {"critic-from-sft": "val/mean", "score-on-last-token": "returns/mean"}.get(name, "loss/policy_avg")
+    assert abs(plain[metric] - changed[metric]) > 1e-6
+
+
 def test_details_exist():
-    for name, ablation in ablations.ABLATIONS.items():
-        assert name == "baseline" or f'id="{ablation.detail}"' in DETAILS, name
+    for kind, name in EVERY:
+        world = ablations.WORLDS[kind]
+        page = (ablations.ROOT / f"docs/details/chapter{world.chapter}.md").read_text()
+        assert name == "baseline" or f'id="{world.ablations[name].detail}"' in page, name
+
+
+def test_the_whole_takes_less_than_ten_hours_on_two_cores():
+    """By the minutes that a run takes, if nothing had been run yet."""
+    runs = {kind: world.seeds * len(world.ablations) * world.minutes for kind, world in ablations.WORLDS.items()}
+    assert sum(runs.values()) / 60 < 2 * 9
 
 
 # ------------------------------------------------------------------------------------------------ report
 
 
 def effects_table() -> pd.DataFrame:
-    columns = dict.fromkeys(ablations.EFFECTS, 0.0)
+    columns = dict.fromkeys(TALES.effects, 0.0)
     rows = [("baseline", 1, 1.0), ("baseline", 2, 2.0), ("baseline", 3, 6.0), ("one-epoch", 1, 2.0)]
     rows += [("one-epoch", 2, 4.0), ("one-epoch", 3, 9.0), ("no-kl", 1, 5.0)]
     return pd.DataFrame(
@@ -156,20 +229,45 @@ def effects_table() -> pd.DataFrame:
 
 def test_differences_by_hand():
     """Differences 1, 2, 3: mean 2, standard error 1 / sqrt(3). Student's 97.5 % point with 2 degrees is 4.3027."""
-    table = ablations.differences(effects_table()).set_index("ablation")
+    table = ablations.differences(effects_table(), TALES).set_index("ablation")
     assert table.loc["one-epoch", "gold score"] == 2.0 and table.loc["one-epoch", "seeds"] == 3
     assert table.loc["one-epoch", "gold score +-"] == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
     assert table.loc["baseline", "gold score"] == 3.0
     assert table.loc["no-kl", "gold score"] == 4.0 and math.isnan(table.loc["no-kl", "gold score +-"])
+    # t = 2 sqrt(3) with 2 degrees of freedom: p = 1 - t / sqrt(2 + t^2).
+    assert table.loc["one-epoch", "p"] == pytest.approx(1 - 2 * math.sqrt(3) / math.sqrt(14))
+    assert math.isnan(table.loc["no-kl", "p"]) and math.isnan(table.loc["baseline", "p"])
+
+
+def test_a_setting_is_compared_with_itself():
+    columns = dict.fromkeys(TALES.effects, 0.0)
+    golds = {"baseline": (1, 1), "many-epochs": (4, 6), "many-epochs-no-policy-clipping": (5, 8)}
+    rows = [
+        {"ablation": name, "seed": seed, **columns, "gold score": gold}
+        for name, own in golds.items()
+        for seed, gold in enumerate(own, 1)
+    ]
+    table = ablations.differences(pd.DataFrame(rows), TALES).set_index("ablation")["gold score"]
+    assert table.to_dict() == {"baseline": 1, "many-epochs": 4, "many-epochs-no-policy-clipping": 1.5}
+
+
+def test_holm_by_hand():
+    """Three of 0.01, 0.04, 0.03: 3 x 0.01; 2 x 0.03; then 0.04, but not below 0.06. nan is no comparison."""
+    found = ablations.holm([0.01, math.nan, 0.04, 0.03])
+    assert found[0] == pytest.approx(0.03) and math.isnan(found[1])
+    assert found[2:] == pytest.approx([0.06, 0.06]) and ablations.holm([0.6, 0.9]) == [1, 1]
 
 
 def write_policy(folder: Path, name: str, seed: int, kl: float, **meta) -> None:
-    run = folder / f"policy-{name}/seed{seed}/runs/run"
+    run = folder / f"tales/policy-{name}/seed{seed}/runs/run"
     run.mkdir(parents=True)
-    columns = {column: np.full(20, kl) for column, _ in ablations.EFFECTS.values()}
+    columns = {column: np.full(20, kl) for column, _ in TALES.effects.values()}
     columns["objective/kl"] = np.where(np.arange(20) == 5, 30.0, kl)
     pd.DataFrame(columns).to_csv(run / "metrics.csv")
     (run / "meta.json").write_text(json.dumps({"args": {}, "finished": True, "commit": "abc"} | meta))
+
+
+PARTS = (*ablations.WORLDS, "count")
 
 
 def test_report(tmp_path):
@@ -177,11 +275,14 @@ def test_report(tmp_path):
         write_policy(tmp_path / "runs", "baseline", seed, kl=1.0 + seed)
         write_policy(tmp_path / "runs", "one-epoch", seed, kl=1.5 + seed, finished=seed < 3)
     record = {"command": "", "commit": "", "finished": False, "status": 2, "starts": 1}
-    (tmp_path / "runs/policy-one-epoch/seed3/job.json").write_text(json.dumps(record))
-    (tmp_path / "runs/policy-one-epoch/seed3/runs/began").mkdir()  # and never got as far as meta.json
+    (tmp_path / "runs/tales/policy-one-epoch/seed3/job.json").write_text(json.dumps(record))
+    (tmp_path / "runs/tales/policy-one-epoch/seed3/runs/began").mkdir()  # and never got as far as meta.json
     write_policy(tmp_path / "runs", "no-kl", 1, kl=1.0, finished=False)
-    (tmp_path / "runs/policy-no-kl/seed1/job.json").write_text(json.dumps(record))
-    arguments = ["--folder", "runs", "--output", "out"]
+    (tmp_path / "runs/tales/policy-no-kl/seed1/job.json").write_text(json.dumps(record))
+    arguments = ["--folder", "runs", "--output", "out", "--pictures", "out", "--atlas", "atlas.md"]
+    (tmp_path / "atlas.md").write_text(
+        "".join(f"{ablations.BEGIN.format(n)}what was here\n{ablations.END}" for n in PARTS)
+    )
     result = launch(ABLATIONS, "report", *arguments, folder=tmp_path)
     assert result.status == 0, result
     (row,) = [line for line in result.stdout.splitlines() if "`one-epoch`" in line]
@@ -192,20 +293,35 @@ def test_report(tmp_path):
     assert gone.endswith("| 0, 1 failed |  |  |  |  |")
     assert "commit: abc" in (tmp_path / "out/ablations.md").read_text()
     assert (tmp_path / "out/ablations.png").read_bytes()[:4] == b"\x89PNG"
-    nothing = launch(ABLATIONS, "report", "--folder", "nowhere", folder=tmp_path)
-    assert nothing.status == 2 and "no baseline in nowhere is finished yet" in nothing.stderr
+    page = (tmp_path / "atlas.md").read_text()
+    count = sum(len(world.ablations) - 1 for world in ablations.WORLDS.values())
+    assert "what was here" not in page and f"\n1 of {count} changes have been run, 1 of them with two" in page
+    (row,) = [line for line in page.splitlines() if 'id="tales-one-epoch"' in line]
+    assert "| **+0.50 ± 0.00** |" in row and "[D62](details/chapter1.md#D62)" in row
+    assert "not yet run" in next(line for line in page.splitlines() if 'id="sums-group-2"' in line)
+    # The rows of the CSV stay when the runs are gone, and a newer run takes the place of its row.
+    before = (tmp_path / "out/ablations.csv").read_text()
+    again = launch(ABLATIONS, "report", "--folder", "gone", *arguments[2:], folder=tmp_path)
+    assert again.status == 0 and (tmp_path / "out/ablations.csv").read_text() == before
+    write_policy(tmp_path / "newer", "one-epoch", 1, kl=9.0)
+    launch(ABLATIONS, "report", "--folder", "newer", *arguments[2:], folder=tmp_path)
+    assert "one-epoch,1,9" in (tmp_path / "out/ablations.csv").read_text()
+    nothing = launch(ABLATIONS, "report", "--folder", "nowhere", "--output", "none", folder=tmp_path)
+    assert nothing.status == 2 and "no baseline in nowhere or none is finished yet" in nothing.stderr
 
 
 def test_run_goes_on_where_it_stopped(tiny_world, tmp_path):
     """Reward models first, one for the baseline and one for the ablation that changes it; then the policies."""
     policy = " ".join(["train_policy.py", *world_arguments(tiny_world), *policy_arguments()])
     reward = " ".join(["train_reward.py", *world_arguments(tiny_world), *reward_arguments(tiny_world)])
-    arguments = ["--policy", policy, "--reward", reward, "--seeds", "1", "--workers", "2"]
-    arguments += ["--folder", str(tmp_path / "runs"), "--output", str(tmp_path / "out")]
+    policy += " --rewards.trained_model {reward}"
+    arguments = ["--world", "tales", "--stages", f"tales.policy={policy}", f"tales.reward={reward}", "--seeds", "1"]
+    arguments += ["--folder", str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--workers", "2"]
+    arguments += ["--pictures", str(tmp_path / "out"), "--atlas", "none"]
     result = launch(ABLATIONS, "run", *arguments, "--only", "never-normalised", "--any_commit", folder=tmp_path)
     assert result.status == 0, result
     names = {"reward-baseline", "reward-never-normalised", "policy-baseline", "policy-never-normalised"}
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == names
+    assert {path.name for path in (tmp_path / "runs/tales").iterdir()} == names
     again = launch(ABLATIONS, "run", *arguments, "--only", "never-normalised", "--any_commit", folder=tmp_path)
     assert again.status == 0 and "running" not in again.stdout
     assert len((tmp_path / "out/ablations.csv").read_text().splitlines()) == 3
@@ -217,11 +333,121 @@ def test_run_goes_on_where_it_stopped(tiny_world, tmp_path):
         (["with", "nothing-like-it", "ppo_rlhf/train_policy.py"], "nothing-like-it is none of the ablations"),
         (["with", "no-kl", "ppo_rlhf/sample.py"], "ppo_rlhf/sample.py is none of"),
         (["run", "--only", "no-such"], "--only no-such: there are baseline"),
+        (["with", "group-2", "ppo_rlhf/train_policy.py"], "group-2 is none of the ablations of chapter 1"),
     ],
 )
 def test_bad_input(words, message, tmp_path):
     result = launch(ABLATIONS, *words, folder=tmp_path)
     assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1, result
+
+
+# ------------------------------------------------------------------------------------------------ the committed pages
+
+RESULTS = ablations.ROOT / "benchmark/results/ablations"
+ATLAS = (ablations.ROOT / "docs/atlas.md").read_text()
+
+
+def measured(kind: str) -> dict[str, pd.DataFrame]:
+    """Of each ablation that the CSV of a world has: its effects, seed by seed; of the baseline, itself."""
+    world, path = ablations.WORLDS[kind], RESULTS / f"{ablations.WORLDS[kind].file}.csv"
+    if not path.exists():
+        return {}
+    runs = pd.read_csv(path).set_index(["ablation", "seed"])[list(world.effects)]
+    found = {"baseline": runs.loc["baseline"]}
+    for name in set(runs.index.get_level_values(0)) - {"baseline"}:
+        found[name] = (runs.loc[name] - runs.loc[world.ablations[name].against]).dropna(how="all")
+    return found
+
+
+def check_cell(cell: str, values: pd.Series, *, bold: bool = True) -> None:
+    """A cell has mean and 95 % interval of these values, to the digits shown."""
+    test = scipy.stats.ttest_1samp(values, 0) if len(values) > 1 else None
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", cell)]
+    assert numbers[0] == pytest.approx(values.mean(), abs=0.0051)
+    if test:
+        interval = test.confidence_interval(0.95)
+        assert numbers[1] == pytest.approx((interval.high - interval.low) / 2, abs=0.0051)
+        assert cell.startswith("**") == (bold and interval.low * interval.high > 0)
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split(" |")]
+
+
+@pytest.mark.parametrize("kind", ablations.WORLDS)
+def test_tables_of_results(kind):
+    world, effects = ablations.WORLDS[kind], measured(kind)
+    shown = set()
+    for path in (RESULTS / f"{world.file}.md", RESULTS / f"{world.file}-settings.md"):
+        if path.exists():
+            header, _, *rows = [line for line in path.read_text().splitlines() if line.startswith("|")]
+            names = cells_of(header)
+            for row in map(cells_of, rows):
+                name = row[names.index("ablation")].strip("`")
+                shown.add(name)
+                assert row[names.index("seeds")].split(",")[0] == str(len(effects[name]))
+                for effect in world.effects:
+                    check_cell(row[names.index(effect)], effects[name][effect], bold=name != "baseline")
+    assert shown == set(effects)
+
+
+def test_atlas_is_what_was_measured():
+    """Every ablation has a row: its effects, or that it has not been run. Holm's correction is over all worlds."""
+    p_values: dict[tuple[str, str], float] = {}
+    for kind, world in ablations.WORLDS.items():
+        for name, effects in measured(kind).items():
+            if name != "baseline" and len(effects) > 1:
+                p_values[kind, name] = scipy.stats.ttest_1samp(effects[world.reward], 0).pvalue
+    ranked, corrected = sorted(p_values, key=p_values.__getitem__), {}
+    for rank, key in enumerate(ranked):
+        corrected[key] = max([(len(ranked) - j) * p_values[ranked[j]] for j in range(rank + 1)])
+    for kind, world in ablations.WORLDS.items():
+        part = ATLAS.partition(ablations.BEGIN.format(kind))[2].partition(ablations.END)[0]
+        header, _, *rows = [line for line in part.splitlines() if line.startswith("|")]
+        names, effects, shown = cells_of(header), measured(kind), []
+        for row in map(cells_of, rows):
+            (name,) = re.findall(rf'id="{kind}-([\w.-]+)"', row[names.index("change")])
+            shown.append(name)
+            assert world.ablations[name].what in row[names.index("change")] and row[names.index("why")].endswith(".")
+            detail = world.ablations[name].detail
+            assert row[names.index("detail")] == f"[{detail}](details/chapter{world.chapter}.md#{detail})"
+            if name not in effects:
+                assert row[names.index(world.reward)] == "not yet run" and row[-1] == "0"
+                continue
+            for effect in set(names) & set(world.effects):
+                check_cell(row[names.index(effect)], effects[name][effect])
+            p = min(1, corrected.get((kind, name), math.nan))
+            cell = row[names.index("p, Holm")]
+            assert cell == "" if math.isnan(p) else cell == "< 0.001" if p < 0.001 else abs(float(cell) - p) < 6e-4
+        assert shown == [name for name in world.ablations if name != "baseline"]
+    left = sorted((key for key in corrected if corrected[key] < 0.05), key=corrected.__getitem__)
+    count = sum(len(world.ablations) - 1 for world in ablations.WORLDS.values())
+    run = sum(len(measured(kind)) - 1 for kind in ablations.WORLDS if measured(kind))
+    text = " ".join(ATLAS.split())
+    assert f"{run} of {count} changes have been run, {len(p_values)} of them with two seeds or more" in text
+    assert f"correction for {len(p_values)} comparisons, {len(left)} effects on the reward are left" in text
+    part = ATLAS.partition(ablations.BEGIN.format("count"))[2].partition(ablations.END)[0]
+    assert sorted(re.findall(r"`([\w.-]+)`", part)) == sorted(name for _, name in left)
+
+
+def test_prose_of_the_atlas_has_numbers_of_its_tables():
+    """Every number with an interval in the prose is, but for its sign, in a table here or in docs/results.md."""
+    prose, sources = ATLAS, (ablations.ROOT / "docs/results.md").read_text()
+    for name in PARTS:
+        before, _, rest = prose.partition(ablations.BEGIN.format(name))
+        sources += rest.partition(ablations.END)[0]
+        prose = before + rest.partition(ablations.END)[2]
+    figures = re.findall(r"\d+\.\d+ ± \d+\.\d+", " ".join(prose.split()))
+    assert len(figures) > 4
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", sources), figure
+
+
+def test_the_ten_are_those_of_the_register():
+    part = ATLAS.partition("## The ten that matter")[2].partition("\n## ")[0]
+    register = (ablations.ROOT / "docs/details/README.md").read_text().partition("## The ten that decide")[2]
+    ten = re.findall(r"^\d+\. \[(\w+)\]", register.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(re.findall(r"\(\[(\w+)\]\(details/", part)) == sorted(ten)
 
 
 # ------------------------------------------------------------------------------------------------ over-optimisation

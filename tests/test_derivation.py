@@ -1,10 +1,12 @@
-"""lib/derivation.py computes what train_policy.py computes, and docs/chapter1.md shows those numbers."""
+"""lib/derivation.py computes what the scripts compute, and the pages of the three chapters show those numbers."""
 
 import copy
+import json
 import random
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,6 +194,9 @@ def strays(page: str) -> set[str]:
     printed = "\n".join(one_update.blocks(RECORDED))
     known = set(re.findall(r"\d+\.\d+", printed)) | {str(value) for value in RECORDED["settings"].values()}
     known |= set(re.findall(r"\d+\.\d+", one_update.COMMAND))
+    known.add(str(train_policy.PRESETS["tales"].task.temperature))
+    # If the ratio of Dorothea, whose whitened advantage is -1.423, were 1.3: both numbers of the loss.
+    known |= {"1.2", "1.3", f"{1.423 * 1.2:.3f}", f"{1.423 * 1.3:.3f}"}
     head, _, update = page.partition("## What to choose\n")
     page = (
         head + update.partition("\n## ")[2]
@@ -215,3 +220,114 @@ def test_another_recording_gives_another_page():
     other = copy.deepcopy(RECORDED)
     other["values"][one_update.SHOWN[0]][-1] += 0.01
     assert any(block not in PAGE for block in one_update.blocks(other))
+
+
+# ---- Chapters 2 and 3: the recorded runs and their pages -------------------------------------------------------
+
+EXAMPLES = {chapter: (read_json(example.recording), example) for chapter, example in one_update.EXAMPLES.items()}
+BLOCKS = {2: one_update.blocks_of_summaries, 3: one_update.blocks_of_solutions}
+
+
+def section(chapter: int) -> str:
+    page = (one_update.ROOT / f"docs/chapter{chapter}.md").read_text()
+    return page.partition("## One update by hand\n")[2].partition("\n## ")[0]
+
+
+def over_episodes(told: dict, name: str, mask: str) -> np.ndarray:
+    """The recorded numbers of all tokens that a mask keeps."""
+    rows = [(episode["tokens"][name], episode["tokens"][mask]) for episode in told["episodes"]]
+    return np.array([x for row, keep in rows for x, kept in zip(row, keep, strict=True) if kept])
+
+
+@pytest.mark.parametrize("chapter", [2, 3])
+def test_later_chapters_computed_the_same(chapter):
+    """Every row that the run recorded, and the metrics that it logged."""
+    told, _ = EXAMPLES[chapter]
+    epochs = [one_update.derived(told, k) for k in range(len(told["episodes"][0]["epochs"]["new_logprobs"]))]
+    rows = {"kl": ("learns", "mask"), "advantages": ("learns", "mask")}
+    rows |= {"rewards": ("valued", "value_mask"), "returns": ("valued", "value_mask")} if chapter == 2 else {}
+    rows |= {"rewards": ("valued", "scored")} if chapter == 3 else {}
+    for name, (flag, mask) in rows.items():
+        ours = [x for one in epochs[0] for x in one_update.only(one, name, flag)]
+        assert np.abs(np.array(ours) - over_episodes(told, name, mask)).max() < 2e-5, name
+    logged = {"loss/policy_avg": ("share", "learns"), "loss/value_avg": ("value_share", "value_learns")}
+    for metric, names in logged.items():
+        if metric in told["logged"]:
+            mean = np.mean([one_update.total(one, *names) for one in epochs])
+            assert mean == pytest.approx(told["logged"][metric], abs=2e-6)
+    tokens = sum(sum(one["learns"]) for one in epochs[0])
+    for metric, (name, flag) in {
+        "val/ratio": ("ratio", "learns"),
+        "policy/clipfrac_avg": ("is_clipped", "learns"),
+    }.items():
+        mean = np.mean([one_update.total(one, name, flag) / tokens for one in epochs])
+        assert mean == pytest.approx(told["logged"][metric], abs=2e-6)
+    scores = [one["score"] for one in epochs[0]]
+    assert np.mean(scores) == pytest.approx(told["logged"]["objective/scores"], abs=1e-6)
+
+
+def test_chapter_2_shows_moments_of_the_tokens():
+    """Mean and deviation of the advantages, over tokens only: numpy, from the recorded returns and values."""
+    told, _ = EXAMPLES[2]
+    raw = over_episodes(told, "returns", "mask") - over_episodes(told, "values", "mask")
+    statistics = told["episodes"][0]["statistics"]
+    assert (raw.mean(), raw.std()) == pytest.approx(
+        (statistics["advantage_mean"][0], statistics["advantage_deviation"][0]), abs=1e-5
+    )
+    steps = over_episodes(told, "returns", "value_mask") - over_episodes(told, "values", "value_mask")
+    assert abs(steps.mean() - raw.mean()) > 0.01  # the steps after the end would change the mean
+
+
+def test_chapter_3_shows_the_moments_of_the_group():
+    totals = np.array([episode["numbers"]["scores"] for episode in EXAMPLES[3][0]["episodes"]])
+    expected = (totals - totals.mean()) / totals.std(ddof=1)
+    ours = [one["advantages"][0] for one in one_update.derived(EXAMPLES[3][0])]
+    assert ours == pytest.approx(expected.tolist(), abs=1e-5)
+    assert f"{expected.max():.2f}" == "2.47" and f"{expected.min():.2f}" == "-0.35"
+
+
+def stray_numbers(page: str, told: dict, chapter: int) -> set[str]:
+    """Decimal numbers of a section that the command does not print, and that are no setting of the run."""
+    settings = json.dumps({name: told["args"][name] for name in ("rewards", "ppo")})
+    printed = "\n".join([*BLOCKS[chapter](told), settings, str(one_update.MOVED)])
+    known = set(re.findall(r"\d+\.\d+", printed))
+    return {number for number in re.findall(r"(?<![\w.])\d+\.\d+", page) if number not in known}
+
+
+@pytest.mark.parametrize("chapter", [2, 3])
+def test_pages_of_later_chapters_show_what_the_command_prints(chapter):
+    told, example = EXAMPLES[chapter]
+    page = section(chapter)
+    places = [page.find(block) for block in BLOCKS[chapter](told)]
+    assert -1 not in places and places == sorted(places)
+    assert " ".join(example.command.split()) in " ".join(page.replace("\\\n", "").split())
+    assert told["command"] == " ".join(example.command.split())
+    assert told["commit"][:7] in page and "dirty" not in told["commit"]
+    assert stray_numbers(page, told, chapter) == set()
+    assert stray_numbers(page + " The ratio is 7.913.", told, chapter) == {"7.913"}
+
+
+@pytest.mark.parametrize("chapter", [2, 3])
+def test_another_recording_gives_another_section(chapter):
+    other = copy.deepcopy(EXAMPLES[chapter][0])
+    other["episodes"][one_update.EXAMPLES[chapter].shown[0]]["tokens"]["logprobs"][0] += 0.01
+    assert any(block not in section(chapter) for block in BLOCKS[chapter](other))
+
+
+def test_the_masks_that_chapter_2_draws():
+    """Response 3: five tokens count, six values; the score is on the sixth step."""
+    told, page = EXAMPLES[2][0], section(2)
+    tokens = told["episodes"][2]["tokens"]
+    for name, mask in {"token mask": "mask", "value mask": "value_mask"}.items():
+        [line] = [line for line in page.splitlines() if line.startswith(f"{name} ")]
+        assert line.count("x") == sum(tokens[mask])
+    assert tokens["rewards"][5] == pytest.approx(told["episodes"][2]["numbers"]["scores"])
+
+
+def test_the_masks_that_chapter_3_draws():
+    told, page = EXAMPLES[3][0], section(3)
+    drawn = re.findall(r"^response (\d)\s+(\d+) tokens x+[.]*\s+(\d+) padding$", page, flags=re.M)
+    assert len(drawn) == 3
+    for number, tokens, padding in drawn:
+        mask = told["episodes"][int(number) - 1]["tokens"]["mask"]
+        assert sum(mask) == int(tokens) and told["args"]["task"]["response_length"] == int(tokens) + int(padding)

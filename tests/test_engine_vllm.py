@@ -92,8 +92,8 @@ def test_vllm_ends_with_who_asks(tiny_sums):
     [
         ({"FAKE_VLLM": "leaves at once"}, "vLLM has ended: MemoryError: there is no room$"),
         ({"FAKE_VLLM": "remembers"}, "vLLM has ended: RuntimeError: vLLM did not give up what the old weights had"),
-        ({"FAKE_VLLM": "bends"}, "finds other log-probs than the learner"),
-        ({"FAKE_VLLM": "keeps the old weights"}, "finds other log-probs than the learner"),
+        ({"FAKE_VLLM": "bends"}, "computes other log-probs than the learner"),
+        ({"FAKE_VLLM": "keeps the old weights"}, "computes other log-probs than the learner"),
         ({"PYTHONPATH": ""}, "vLLM has ended: ModuleNotFoundError: No module named 'vllm'"),
     ],
 )
@@ -109,7 +109,7 @@ def test_bad_input_about_vllm_is_refused(tiny_sums):
     with pytest.raises(InputError, match="--vllm_python /nowhere/python: No such file"):
         engine.VLLM(engine.Spec(f"{tiny_sums}/model", "float32", PAD, (STOP,), vllm_python="/nowhere/python"))
     vllm = {"engine": "vllm", "vllm_python": "python"}
-    with pytest.raises(InputError, match="--engine vllm wants --vllm_python"):
+    with pytest.raises(InputError, match="--engine vllm needs --vllm_python"):
         check_arguments(Args(engine="vllm"))
     with pytest.raises(InputError, match=r"--engine vllm goes with --lora.rank 0, and --dtype float32 or"):
         check_arguments(Args(**vllm, dtype="float64"))
@@ -128,5 +128,5 @@ def test_a_sampler_must_find_the_learners_log_probs():
     for dtype, gap in (("float32", 9e-4), ("bfloat16", 0.04)):
         engine.check_gap(gap, dtype)
         for wrong in (4 * gap, float("nan")):
-            with pytest.raises(InputError, match="finds other log-probs than the learner"):
+            with pytest.raises(InputError, match="computes other log-probs than the learner"):
                 engine.check_gap(wrong, dtype)

@@ -22,6 +22,9 @@ RUNS = {
     "2 k3": "--ppo.lr 0.01 --ppo.nminibatches 2 --ppo.whiten_rewards --ppo.gamma 0.9 --rewards.kl_estimator k3 "
     "--rewards.missing_eos subtract",
     "gae": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.cliprange_value 0.01 --rewards.kl_coef 0.1",
+    "critic": "--ppo.advantage gae --ppo.gamma 0.9 --ppo.critic_lam 0.6 --ppo.lam_alpha 0.3 --ppo.nll_coef 0.2",
+    "pretraining": "--ppo.advantage gae --ppo.lam 0.8 --ppo.critic_warmup 1 --ppo.critic_explains 0.9",
+    "maxrl": "--ppo.advantage maxrl --ppo.nll_coef 0.2 --ppo.loss_aggregation seq-mean-token-sum",
     "grpo": "--ppo.advantage grpo --rewards.kl_coef 0.1 --rewards.kl_estimator k3 --ppo.dual_clip 1.25 "
     "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k3 --ppo.loss_aggregation seq-mean-token-mean",
     "dr_grpo": "--ppo.advantage dr_grpo --ppo.loss cispo --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k2 "
@@ -134,8 +137,16 @@ LINES = """() => data.runs[0].traces.flatMap(update => update.episodes.flatMap(e
 MISTAKES = {  # in the text of derivation.js
     "gamma once too often": (
         "1",
-        "discountedSums(deltas, s.gamma * s.lam)",
-        "discountedSums(deltas, s.gamma ** 2 * s.lam)",
+        "discountedSums(deltas, s.gamma * x)",
+        "discountedSums(deltas, s.gamma ** 2 * x)",
+    ),
+    "one lambda for both": ("critic", "[lam, criticLam]", "[lam, lam]"),
+    "a fixed lambda": ("critic", "policyLam(s.lam, s.lam_alpha, valued.length)", "s.lam"),
+    "the usual targets in pretraining": ("pretraining", "Number.isNaN(recorded) ? ", "true ? "),
+    "divided by the deviation": (
+        "maxrl",
+        "(total - mean) / (mean + 1e-6)",
+        "(total - mean) / groupDeviation(totals)",
     ),
     "value after the end": (
         "1",
@@ -213,6 +224,7 @@ CHANGES += [
     {"loss": loss, "low": 0.1, "high": 0.3, "dual_clip": 1.4} for loss in ("ppo", "gspo", "cispo", "reinforce")
 ]
 CHANGES += [{"kl_estimator": name, "kl_coef": 0.4} for name in ("k1", "abs", "k2", "k3")]
+CHANGES += [{"critic_lam": 1.0, "lam": 0.8}, {"lam_alpha": 0.6, "gamma": 0.9}, {"critic_lam": 0.7, "lam_alpha": 0.2}]
 CHANGES += [{"whiten_advantages": False}, {"whiten_advantages": True, "estimator": "rloo"}]
 
 
@@ -251,7 +263,8 @@ def with_tensors(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]
     told = (x["scores"], x["logprobs"], x["ref_logprobs"], mask, s["kl_coef"], s["kl_estimator"])
     rewards, _, kl = rlvr_math.compute_rewards(*told)
     estimate = rlvr_math.ESTIMATORS[s["estimator"]]
-    more = {"values": x["values"], "baselines": x["baselines"], "gamma": s["gamma"], "lam": s["lam"]}
+    more = {"values": x["values"], "baselines": x["baselines"]}
+    more |= {name: s[name] for name in ("gamma", "lam", "critic_lam", "lam_alpha")}
     advantages, returns = estimate(rewards, mask, x["groups"], **more)
     if s["whiten_advantages"]:
         advantages = rlvr_math.whiten(advantages, mask, keep_mean=False)

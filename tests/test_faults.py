@@ -108,9 +108,8 @@ def test_sigterm_saves_a_checkpoint_and_ends(tiny_world, tiny_reward, tmp_path):
     result = launched.wait(60)
     assert result.status == 0 and "Traceback" not in result.stderr
     (step,) = checkpoints(run)
-    assert (
-        f"stopped by SIGTERM after step {step}, with a checkpoint; --resume runs/{run.name} goes on" in result.stdout
-    )
+    stopped = f"stopped by SIGTERM after step {step}, with a checkpoint"
+    assert f"{stopped}; resume with --resume runs/{run.name}" in result.stdout
     assert len(metrics_of(run)) == step < 1000
     assert not json.loads((run / "meta.json").read_text())["finished"]
     assert not (tmp_path / "models").exists()
@@ -167,7 +166,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_world, tiny_reward, tmp_path):
     os.kill(launched.process.pid, signal.SIGINT)
     result = launched.wait(60)
     assert result.status == 130
-    assert result.stderr.strip() == f"error: interrupted; --resume runs/{run.name} goes on"
+    assert result.stderr.strip() == f"error: interrupted; resume with --resume runs/{run.name}"
 
 
 # ---- Two writers -----------------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(policy_run, tmp
     file.write_bytes(change(file.read_bytes()))
     before = files_below(run)
     line = error_line(resume(run))
-    assert str(file.parent) in line and "remove that folder to go on from the one before" in line
+    assert str(file.parent) in line and "remove that folder to resume from the one before" in line
     assert files_below(run) == before
     shutil.rmtree(file.parent)
     check_goes_on(run, policy_run)

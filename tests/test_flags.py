@@ -116,7 +116,7 @@ def test_a_broken_number_is_followed_by_the_argument_to_lower(stage):
         check_finite({"objective/ppo.lr": math.nan}, 3, anew_with_lower("ppo.lr"))
     assert str(caught.value) == (
         "objective/ppo.lr is nan in step 3; the run stops and saves nothing more; "
-        f"if it happens again after --resume, begin anew with a lower --{stage}ppo.lr"
+        f"if it happens again after --resume, start again with a lower --{stage}ppo.lr"
     )
 
 

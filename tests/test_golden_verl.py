@@ -1,5 +1,7 @@
 """Chapter 3 against numbers that verl computed (check/golden/verl): those to match, and those that differ on purpose.
 
+NeMo-RL and MaxRL's authors computed those of the newer lambdas and of maxrl (golden/nemo_rl, golden/maxrl).
+
 As in test_golden.py each check is a plain function that reads ours from its module when it runs: a negative control
 puts a wrong one there.
 """
@@ -285,11 +287,52 @@ def test_numbers_of_verl(name):
     MATCHED[name]()
 
 
+# ---- To be matched: lambdas of NeMo-RL, and MaxRL --------------------------------------------------------------
+
+OF_NEMO_RL = {"gae_lambda_value": "critic_lam", "gae_gamma": "gamma", "length_adaptive_alpha": "lam_alpha"}
+
+
+def check_lambdas(name: str) -> None:
+    stored = load_json("nemo_rl/gae")
+    (found,) = [found for found in stored["cases"] if found["name"] == name]
+    mask, values, scores = (torch.tensor(stored[key], dtype=torch.float64) for key in ("mask", "values", "scores"))
+    mask, zeros = mask.bool(), torch.zeros(mask.shape, dtype=torch.float64)
+    rewards_, _, _ = rlvr_math.compute_rewards(scores, zeros, zeros, mask, 0.0, "k1")
+    settings = {"lam": 0.95} | {OF_NEMO_RL[key]: value for key, value in found["settings"].items()}
+    told = {"values": values.masked_fill(~mask, math.nan)} | settings
+    result = rlvr_math.ESTIMATORS["gae"](rewards_, mask, torch.arange(len(mask)), **told)
+    tolerance = 1e-6 if "lam_alpha" in settings else 1e-9  # whose lambda it computes in float32
+    for ours, theirs in zip(result, ("advantages", "returns"), strict=True):
+        same(ours, torch.tensor(found[theirs], dtype=torch.float64), tolerance)
+
+
+LAMBDAS = ("standard", "critic_lambda_1", "critic_lambda_below", "length_adaptive", "length_adaptive_short")
+LAMBDAS += ("vapo", "vapo_discounted")
+
+
+@pytest.mark.parametrize("name", LAMBDAS)
+def test_numbers_of_nemo_rl(name):
+    check_lambdas(name)
+
+
+def check_maxrl() -> None:
+    x = {key: torch.tensor(numbers, dtype=torch.float64) for key, numbers in load_json("maxrl/advantages").items()}
+    mask, zeros = x["mask"].bool(), torch.zeros(x["mask"].shape, dtype=torch.float64)
+    rewards_, _, _ = rlvr_math.compute_rewards(x["scores"], zeros, zeros, mask, 0.0, "k1")
+    advantages, returns = rlvr_math.ESTIMATORS["maxrl"](rewards_, mask, x["groups"])
+    assert returns is None
+    same(advantages, x["advantages"])
+
+
+def test_numbers_of_maxrl():
+    check_maxrl()
+
+
 # ---- Different on purpose --------------------------------------------------------------------------------------
 
 
 def check_differing_whiten(name: str, keep_mean: bool) -> None:
-    """Divided by n in place of n - 1."""
+    """Divided by n instead of n - 1."""
     x, _ = case(name)
     whitened = rlvr_math.whiten(x["values"], x["mask"], keep_mean=keep_mean, reduce=reduce)
     same(whitened, x["spec/whitened"], AVERAGE)
@@ -300,14 +343,14 @@ def check_differing_whiten(name: str, keep_mean: bool) -> None:
 
 
 def check_differing_whiten_few(name: str) -> None:
-    """0 in place of an exception."""
+    """0 instead of an exception."""
     x, _ = case(name)
     assert "ValueError" in CASES[name]["result"]
     same(rlvr_math.whiten(x["values"], x["mask"], keep_mean=False, reduce=reduce), x["spec/whitened"])
 
 
 def check_differing_gae_reward_on_masked_slot() -> None:
-    """The same: no token ever sees it. Ours are never put there, not even by a rejection."""
+    """The numbers agree: no token sees that reward. But here a reward is never put there, even by a rejection."""
     x, settings = case("gae_reward_on_masked_slot")
     arguments = (x["token_level_rewards"], x["response_mask"], torch.zeros(1))
     _, returns = rlvr_math.ESTIMATORS["gae"](*arguments, values=x["values"], **settings)
@@ -329,14 +372,14 @@ def check_differing_grpo_vectorized() -> None:
 
 
 def check_differing_no_estimator(name: str, other: str) -> None:
-    """Not offered: another estimator of ours says something else."""
+    """Not offered, so the case is compared with another estimator, which gives other numbers."""
     x, _ = case(name)
     advantages, _ = rlvr_math.ESTIMATORS[other](x["token_level_rewards"], x["response_mask"], x["groups"])
     assert (advantages - x["out/advantages"]).abs().max() > 0.1
 
 
 def check_differing_rloo_single() -> None:
-    """A group of one gives 0 in both here; verl's other version gives the raw reward."""
+    """A group of one always gives 0 here; verl's other version gives the raw reward."""
     x, _ = case("rloo_vectorized_single")
     advantages, _ = rlvr_math.ESTIMATORS["rloo"](x["token_level_rewards"], x["response_mask"], x["groups"])
     same(advantages, x["spec/advantages"], 1e-6)
@@ -344,14 +387,14 @@ def check_differing_rloo_single() -> None:
 
 
 def check_differing_kl_extreme() -> None:
-    """k3 grows on and pulls back with a slope of -10, where verl's is 0."""
+    """k3 keeps growing and pulls back with a slope of -10; verl's slope is 0 there."""
     x, _ = case("kl_extreme")
     check_kl("kl_extreme")
     assert (x["out/k3/grad"] == 0).all()
 
 
 def check_differing_seq_mean_token_sum_norm() -> None:
-    """Divided by the number of sequences too."""
+    """Also divided by the number of sequences."""
     x, _ = case("policy_seq_mean_token_sum_norm")
     logprobs = x["log_prob"].clone().requires_grad_(True)
     losses, _, _ = losses_of(x, logprobs, "ppo", {})
@@ -362,7 +405,7 @@ def check_differing_seq_mean_token_sum_norm() -> None:
 
 
 def check_differing_two_processes() -> None:
-    """Shares of processes add up to the whole in all four modes; locally counted ones are as far off as verl's."""
+    """Shares of processes add up to the whole in all four modes. With local counts they would be off like verl's."""
     x, settings = case("policy_two_processes")
     losses, _, _ = losses_of(x, x["log_prob"], "ppo", {})
     mask, counts = x["response_mask"], {"tokens": 17, "sequences": 4, "episodes": 4, "length": 7}
@@ -386,7 +429,7 @@ def check_differing_geo_mean() -> None:
 
 
 def check_differing_all_masked() -> None:
-    """0 in place of 0/0."""
+    """0 instead of 0/0."""
     x, _ = case("agg_all_masked")
     for mode in MODES:
         assert rlvr_math.aggregate(x["loss_mat"], x["loss_mask"], mode) == 0 == x[f"spec/{mode}"]
@@ -394,7 +437,7 @@ def check_differing_all_masked() -> None:
 
 
 def check_differing_reject_asymmetric() -> None:
-    """Bounds on the ratio itself: verl's .9 and 3 are our 1/3 and 1/.9."""
+    """The bounds are on the ratio itself: verl's .9 and 3 are our 1/3 and 1/.9."""
     x, _ = case("reject_token_k1_asymmetric")
     log_ratio, mask = x["log_ratio"], x["response_mask"]
     kept = partial(rlvr_math.rejection_mask, log_ratio, torch.zeros_like(log_ratio), mask, "token")
@@ -430,7 +473,7 @@ def check_differing_gae_nan() -> None:
 
 
 def check_differing_grpo_reward_on_masked_slot() -> None:
-    """What stands beyond the last token is no reward, so it does not move the siblings either."""
+    """A number after the last token is no reward, so it does not move the group's mean either."""
     x, _ = case("grpo_reward_on_masked_slot")
     rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
     found, _ = rlvr_math.ESTIMATORS["grpo"](rewards_, mask, groups)
@@ -451,7 +494,7 @@ def check_differing_reinforce_pp_hole() -> None:
 
 
 def check_differing_kl_names() -> None:
-    """k1+, k2+ and k3+ are there."""
+    """k1+, k2+ and k3+ exist."""
     x = torch.zeros(1, 1, dtype=torch.float64)
     assert CASES["kl_names"]["result"]["k3+"] == "NotImplementedError"
     for name in ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+"):
@@ -524,26 +567,51 @@ TOKEN, SEQUENCE, EMPTY_ROW = MATCHED["is_token"], MATCHED["is_sequence"], MATCHE
 # mistake: (function, its text, what stands there instead, the checks that must fail)
 MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     "the next value is 0": (
-        "gae",
+        "sums_of_errors",
         "torch.where(mask[:, t], values[:, t], next_value)",
         "next_value",
         [GAE],
     ),
-    "returns without values": ("gae", "(advantages + values)", "advantages", [GAE]),
+    "returns without values": ("gae", "(of_targets + values)", "of_targets", [GAE]),
+    "one lambda in the targets": (
+        "gae",
+        "advantages if same else",
+        "advantages if True else",
+        [partial(check_lambdas, "critic_lambda_1"), partial(check_lambdas, "length_adaptive")],
+    ),
+    "one lambda in the advantages": (
+        "gae",
+        "gamma, policy_lam)",
+        "gamma, critic_lam)",
+        [partial(check_lambdas, "critic_lambda_below"), partial(check_lambdas, "length_adaptive")],
+    ),
+    "a lambda that is negative": ("gae", ".clamp(min=1)", "", [partial(check_lambdas, "length_adaptive_short")]),
+    "a lambda by the width of the batch": (
+        "gae",
+        "mask.sum(1)",
+        "torch.full(mask[:, 0].shape, mask.shape[1])",
+        [partial(check_lambdas, "vapo")],
+    ),
+    "MaxRL divided by the deviation": (
+        "maxrl",
+        "centred / (mean + 1e-6)",
+        "centred / (mean * (1 - mean)).sqrt()",
+        [check_maxrl],
+    ),
     "NaN times the mask": (
         "gae",
-        "(advantages + values).masked_fill(~mask, 0)",
-        "(advantages + values) * mask",
+        "(of_targets + values).masked_fill(~mask, 0)",
+        "(of_targets + values) * mask",
         [check_differing_gae_nan],
     ),
     "returns that end at a hole": (
-        "gae",
+        "sums_of_errors",
         "torch.where(mask[:, t], advantage, next_advantage)",
         "advantage * mask[:, t]",
         [check_differing_reinforce_pp_hole],
     ),
     "std of a group with n": ("grpo", "(size - 1)", "size", [GRPO]),
-    "groups by position": ("by_group", "groups.unique(return_inverse=True)", "groups, groups * 0", [GRPO]),
+    "groups by position": ("by_group", ".argmax(1)", ".argmax(1) * 0", [GRPO]),
     "rewards of masked tokens in groups": (
         "centred_scores",
         "rewards.masked_fill(~mask, 0)",
@@ -643,5 +711,6 @@ def put_in_place(name: str, function: Callable, monkeypatch: pytest.MonkeyPatch)
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
     for name in {name for name, *_ in MISTAKES.values()}:
         put_in_place(name, mutated(name, "def ", "def "), monkeypatch)
-    for check in [*MATCHED.values(), *DIFFERENT.values()]:
+    for check in [*MATCHED.values(), *DIFFERENT.values(), *(partial(check_lambdas, name) for name in LAMBDAS)]:
         check()
+    check_maxrl()

@@ -776,7 +776,7 @@ def test_ctrl_c_keeps_what_was_paid_for(server, tmp_path):
     os.kill(launched.process.pid, signal.SIGINT)
     result = launched.wait()
     assert result.status == 130
-    assert result.stderr == "error: interrupted; the same command goes on where this one stopped\n"
+    assert result.stderr == "error: interrupted; the same command continues where this one stopped\n"
     begun = server.requests
     assert 20 <= begun < 600 and len(cached()) == begun
     report = ask(server, 300, concurrency=8)
@@ -789,8 +789,8 @@ def test_ctrl_c_keeps_what_was_paid_for(server, tmp_path):
 @pytest.mark.parametrize(
     "number, status, said",
     [
-        (signal.SIGINT, 130, "error: interrupted; the same command goes on where this one stopped\n"),
-        (signal.SIGTERM, 0, "stopped by SIGTERM; the same command goes on where this one stopped\n"),
+        (signal.SIGINT, 130, "error: interrupted; the same command continues where this one stopped\n"),
+        (signal.SIGTERM, 0, "stopped by SIGTERM; the same command continues where this one stopped\n"),
     ],
 )
 def test_a_server_that_goes_on_sending_holds_nothing_up(server, tmp_path, number, status, said):

@@ -67,3 +67,21 @@ def test_sampling_ends_with_the_last_response_and_rows_that_ended_leave(tiny_mod
     responses, _ = lm.generate_until(model, contexts, uniforms, PAD, VOCAB, 1.0, {9})
     assert (responses != PAD).sum(1).tolist() == [3] * 12 + [11] * 3 + [21]
     assert rows_of_steps == [16] * 4 + [4] * 8 + [1] * 12
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_reads_no_room_for_later_tokens(tiny_models, monkeypatch, architecture):
+    """V121: keys and values of 6 columns of context and of the tokens so far, though there is room for 20."""
+    model, seen = tiny_models(architecture).double(), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query, key, value, *more, **options):
+        seen.append((key.shape[2], value.shape[2]))
+        return attend(query, key, value, *more, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    contexts, uniforms = contexts_and_noise(12, 20)
+    lm.generate_until(model, contexts, uniforms, PAD, VOCAB, 8.0, set())
+    layers = model.config.num_hidden_layers
+    assert seen[-19 * layers :] == [(6 + n, 6 + n) for n in range(1, 20) for _ in range(layers)]
+    assert all(each <= (6, 6) for each in seen[: -19 * layers])

@@ -220,7 +220,9 @@ def test_estimators_and_seeds():
     assert len(six) == 6
     name = "test_estimators_agree_with_loops_over_what_counts"
     assert "atol=1e-12" in source_of("tests/test_rlvr_math.py", name)
-    check("How should tokens", "agree to 1e-12 with loops")
+    runs = pd.read_csv(RESULTS / "tools/runs.csv").pivot(index="seed", columns="variant", values="samples")
+    lost = interval(runs["masked"] - runs["in-the-loss"], 1, 100)
+    check("How should tokens", "agree to 1e-12 with loops", f"{lost} points fewer samples are correct at the end")
     curve = pd.read_csv(RESULTS / "tales/curves.csv").query("task == 'tales' and metric == 'objective/gold_scores'")
     ends = curve[curve["update"] >= 0.95 * curve["update"].max()]
     check("Why does the same", f"a gold score of {ends['mean'].mean():.2f} ± {ends['std'].mean():.2f}")

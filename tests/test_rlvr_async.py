@@ -28,7 +28,7 @@ from test_tldr_math import on_processes
 from test_traces import gae, standardised
 from torch.testing import assert_close
 
-from ppo_rlhf import report, rlvr_async, rlvr_policy
+from ppo_rlhf import report, rlvr_async, rlvr_data, rlvr_policy
 from ppo_rlhf.lib import checkpoints, cli, derivation, engine, lm, plots, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr_async import Args, Workers, correct
@@ -261,6 +261,29 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
     assert checked > 500
 
 
+def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny_sums, tmp_path):
+    """In one step per update, the newest policy is the learner's; the share and every derivation say the same."""
+    words = "--staleness 2 --correction bypass --off_policy_mask 0.002 --ppo.nminibatches 1 --ppo.noptepochs 1"
+    words += " --trace_interval 1 --trace_episodes 16"
+    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split())
+    one_run, some = report.read_run(only(folder, "runs/*")), 0
+    settings = derivation.settings_of(one_run.meta["args"])
+    updates = {update["update"]: update for update in one_run.traced(10**9)}
+    for number, row in enumerate(numbers_of(folder)):
+        x = {name: tensor.numpy() for name, tensor in traces.read(only(folder, "runs/*"), number).tokens.items()}
+        gaps = ((x["sampler_logprobs"] - x["logprobs"]) * x["mask"]).sum(1) / x["mask"].sum(1)
+        masked = (gaps[:, None] > 0.002) & (x["advantages"] < 0) & x["mask"]
+        assert row["async/masked_share"] == pytest.approx(masked.sum() / x["mask"].sum(), abs=1e-9)
+        some += 0 < masked.sum() < x["mask"].sum()
+        episodes = [episode for episode in updates[number]["episodes"] if not episode["again"]]
+        for episode, expected in zip(episodes, masked, strict=True):
+            found = derivation.derive(episode, settings, 0, report.group_of(episode, episodes))
+            length = len(episode["places"])
+            assert found["is_masked"] == expected[:length].tolist()
+            assert all(found["share"][t] == 0 for t in range(length) if expected[t])
+    assert some
+
+
 def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_late, tiny_sums, tmp_path):
     """Under torchrun, with FSDP2; the first process has the workers and publishes what both keep."""
     (tmp_path / "letters.py").write_text(LETTERS)
@@ -440,7 +463,7 @@ def web_server(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"), [(deaf, "timed out"), (web_server, "another program than Ray listens there")]
+    ("answer", "words"), [(deaf, "timed out"), (web_server, "a program other than Ray listens there")]
 )
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
 def test_an_address_where_another_program_listens_ends_in_one_line(monkeypatch, form, answer, words):
@@ -631,6 +654,29 @@ def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word
     assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE)[1] is not None
 
 
+@pytest.mark.parametrize("correction", ["decoupled", "bypass", "none"])
+def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(correction):
+    """Whatever the old policy of the ratio is, the sampler's log-probs count, and those of the newest policy."""
+    batch, zeros = stale_batch(), torch.zeros(3, 3, dtype=torch.float64)
+    args = args_of(correction=correction, off_policy_mask=0.5)
+    trained, weights, reweigh, _ = correct(batch, args, 5, ALONE)
+    advantages = torch.tensor([[-1.0, 1, -1], [-1, -1, -1], [-1, -1, -1]]).double()
+    mb = rlvr_data.make_batch(trained, (zeros, zeros, zeros), advantages, zeros, 5, weights)
+    for fall, expected in (
+        (0.4, [[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
+        (0.6, [[0, 1, 0], [0, 0, 0], [0, 0, 1]]),  # the last token of the third is padding
+    ):
+        found = reweigh(batch.sampler_logprobs - fall, mb)
+        assert found.tolist() == expected
+    # Prox is further from the sampler than that; what counts is the newest policy.
+    assert (reweigh(batch.logprobs - 10, mb)[LIVE & (advantages < 0)] == 0).all()
+    ppo = rlvr_policy.PpoArgs(loss="reinforce")
+    if correction == "bypass":
+        _, _, both, _ = correct(batch, args_of(correction=correction, off_policy_mask=0.5, ppo=ppo), 5, ALONE)
+        found = both(batch.sampler_logprobs - 0.6, mb)
+        assert found[0].tolist() == pytest.approx([0, math.exp(-0.6), 0])
+
+
 def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_group():
     kept = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0]]).bool()
     trained, _, _, metrics = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
@@ -694,6 +740,7 @@ BAD = {
     "--rejection_high 3": "--rejection_high 3.0 does nothing with --rejection none; leave it at 2.0",
     "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
     "--correction bypass --ppo.loss reinforce --correction_normalised": "does nothing with --correction bypass",
+    "--off_policy_mask 0": "off_policy_mask is 0.0; it must be above 0",
     "--staleness 0 --correction_level sequence": "--correction_level sequence does nothing with --correction none",
     "--gpus_per_worker -1": "gpus_per_worker is -1.0; it must be at least 0",
     "--preset dapo --staleness 1": "--ppo.filter_groups goes with --staleness 0",
@@ -721,5 +768,6 @@ def test_presets_are_those_of_the_synchronous_script(capsys):
 
 def test_every_metric_of_asynchrony_is_explained(two_updates_late):
     metrics = correct(stale_batch(), args_of(), 5, ALONE)[-1].keys() | {"time/waiting", "time/weight_sync"}
+    metrics |= {"async/masked_share"}  # of the mask, whose share the passes count
     explained = {name for name in explained_metrics(3) if name.startswith(("async/", "time/"))}
     assert metrics == explained

@@ -24,6 +24,7 @@ from ppo_rlhf.rlvr_math import (
     importance_weights,
     kl_estimate,
     mismatch,
+    off_policy_mask,
     rejection_mask,
     response_mask,
     token_losses,
@@ -175,6 +176,8 @@ def slow_estimate(name: str, rewards, mask, groups, values, baselines, gamma: fl
             case "grpo":
                 std = math.sqrt(sum((totals[i] - mean) ** 2 for i in mates) / (len(mates) - 1))
                 advantage = (totals[row] - mean) / (std + 1e-6)
+            case "maxrl":
+                advantage = (totals[row] - mean) / (mean + 1e-6) if mean > 0 else 0.0
             case "rloo":
                 others = [totals[i] for i in mates if i != row]
                 advantage = totals[row] - sum(others) / max(len(others), 1)
@@ -224,6 +227,37 @@ def test_one_right_answer_of_eight_weighs_2_47():
     advantages, _ = ESTIMATORS["grpo"](rewards, torch.ones(8, 1).bool(), torch.zeros(8, dtype=torch.long))
     assert advantages[5].item() == pytest.approx(math.sqrt(7 / 8 * 7 / 1), abs=1e-4)
     assert advantages[0].item() == pytest.approx(-math.sqrt(7 / 8 * 1 / 7), abs=1e-4)
+
+
+def test_maxrl_of_eight_by_hand():
+    """With one right, it weighs (1 - 1/8) / (1/8) = 7; with seven right, each weighs 1/7, and the wrong one -1."""
+    for right, (of_right, of_wrong) in {1: (7, -1), 7: (1 / 7, -1), 4: (1, -1), 0: (0, 0), 8: (0, 0)}.items():
+        rewards = (torch.arange(8) < right).double().unsqueeze(1)
+        advantages, _ = ESTIMATORS["maxrl"](rewards, torch.ones(8, 1).bool(), torch.zeros(8, dtype=torch.long))
+        expected = [of_right] * right + [of_wrong] * (8 - right)
+        assert advantages[:, 0].tolist() == pytest.approx(expected, rel=1e-5, abs=0)
+    negative, mask = torch.tensor([[-1.0], [0.0], [0.5]]).double(), torch.ones(3, 1).bool()  # no share of right ones
+    assert (ESTIMATORS["maxrl"](negative, mask, torch.zeros(3))[0] == 0).all()
+
+
+def test_maxrl_has_the_gradient_of_the_log_of_the_success_rate():
+    """By enumeration of all 81 groups of 4 from three answers, of which one is right.
+
+    log p is minus the sum of (1 - p)^k / k over all k. Groups of n have the gradient of the first n - 1 terms.
+    """
+    logits = torch.tensor([0.3, -0.2, 0.1]).double().requires_grad_()
+    logprobs, groups = logits.log_softmax(0), torch.cartesian_prod(*[torch.arange(3)] * 4)
+    probs = logprobs.detach()[groups].sum(1).exp()  # (81,)
+    rewards = (groups == 0).double()
+    flat = rewards.flatten().unsqueeze(1)
+    ids = torch.arange(81).repeat_interleave(4)
+    advantages, _ = ESTIMATORS["maxrl"](flat, torch.ones_like(flat).bool(), ids)
+    mean_of_group = (advantages.view(81, 4) * logprobs[groups]).mean(1)
+    (found,) = torch.autograd.grad((probs * mean_of_group).sum(), logits, retain_graph=True)
+    p = logprobs[0].exp()
+    series = -sum((1 - p) ** k / k for k in range(1, 4))
+    (expected,) = torch.autograd.grad(series, logits)
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_grpo_makes_a_signal_of_whatever_differs_in_a_group():
@@ -603,8 +637,31 @@ def test_weights_and_rejections_by_hand():
     assert by_sequence[0].tolist() == pytest.approx([2] * 5) and by_sequence[5, 0].item() == pytest.approx(0.5)
     kept = rejection_mask(logprobs, zeros, MASK, "token", 0.9, 3.0)
     assert kept[0].tolist() == [False, False, True, True, True]
+    kept = rejection_mask(logprobs, zeros, MASK, "product", 0.49, 2.01)  # products 2, 2, .5, none, 2, .5
+    assert kept.equal(MASK)
+    for low, high, expected in ((0.6, 2.01, [1, 1, 0, 0, 1, 0]), (0.4, 1.9, [0, 0, 1, 0, 0, 1])):
+        kept = rejection_mask(logprobs, zeros, MASK, "product", low, high)
+        assert kept.any(1).int().tolist() == expected and kept.equal(MASK & kept.any(1, keepdim=True))
     kept = rejection_mask(logprobs, zeros, MASK, "sequence", 0.9, 1.17)  # geometric means 2^(1/5), 2^(1/2), .5, ...
     assert kept.any(1).tolist() == [True, False, False, False, False, False]
+
+
+def test_blame_of_unlikely_responses_is_masked_by_hand():
+    """Equation 9 of DeepSeek-V3.2: row by row, the mean over tokens of log(sampler / new) against delta."""
+    new, sampler = spoiled(numbers(5)), spoiled(numbers(6) + 0.7)
+    advantages = spoiled(numbers(7))
+    for delta in (0.05, 0.5, 4.0):
+        kept = off_policy_mask(new, sampler, advantages, MASK, delta)
+        some = []
+        for row in range(ROWS):
+            valid = [t for t in range(LENGTH) if MASK[row, t]]
+            gaps = [float(sampler[row, t] - new[row, t]) for t in valid]
+            for t in range(LENGTH):
+                out = t in valid and float(advantages[row, t]) < 0 and sum(gaps) / len(gaps) > delta
+                assert kept[row, t] == (not out)
+                some.append(out)
+        assert any(some) == (delta < 4.0) and not all(some)
+    assert off_policy_mask(sampler, sampler, advantages, MASK, 1e-9).all()
 
 
 def test_mismatch_is_that_of_valid_tokens():

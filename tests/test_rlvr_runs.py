@@ -18,7 +18,7 @@ from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, sample
-from ppo_rlhf.lib import cli, lm, models, plots, problems, run
+from ppo_rlhf.lib import cli, lm, models, plots, problems, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
 
@@ -133,6 +133,27 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
     assert (this_run / "learning_curves.png").stat().st_size > 10_000
 
 
+def test_value_pretraining_learns_sums_of_rewards_until_it_explains_them(tiny_sums, in_folder, monkeypatch):
+    """Of five updates at most; returns are scores while it lasts, and then what lambda 0.5 makes of them."""
+    words = "--ppo.critic_warmup 5 --ppo.critic_explains 0.02 --ppo.critic_lr 0.02 --ppo.lam 0.5 --rewards.kl_coef 0"
+    words += " --ppo.total_episodes 96 --rewards.verifier letters:letters --trace_interval 1 --ppo.noptepochs 4"
+    folder = in_folder()
+    rows = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    ends = next(i for i, row in enumerate(rows) if row["val/explained_var"] >= 0.02) + 1
+    assert 1 < ends < 5, [row["val/explained_var"] for row in rows]
+    moved = [abs(row["policy/kl_old_new"]) > 1e-12 for row in rows]
+    assert moved == [number >= ends for number in range(6)]
+    this_run = only(folder, "runs/*")
+    for update, again in traces.kept(this_run):
+        if again:  # without a score, since the verifier is the user's
+            continue
+        kept = traces.read(this_run, update, again)
+        returns, mask = kept.tokens["returns"], kept.tokens["scored"].bool()
+        scores = kept.episodes["scores"].unsqueeze(1).expand(mask.shape)
+        is_score = torch.allclose(returns[mask].double(), scores[mask].double(), atol=1e-6)
+        assert is_score == (update < ends), update
+
+
 def test_the_policy_waits_for_the_critic(ppo_run):
     first, second, *_ = metrics_of(only(ppo_run[0], "runs/*"))
     assert first["policy/kl_old_new"] == pytest.approx(0, abs=1e-12) and first["policy/grad_norm"] > 0
@@ -140,11 +161,17 @@ def test_the_policy_waits_for_the_critic(ppo_run):
     assert second["policy/approxkl_avg"] > 0
 
 
-@pytest.mark.parametrize("extra", ["", "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups"])
+PRETRAINING = "--ppo.critic_warmup 3 --ppo.critic_explains 1e-9 --ppo.critic_lr 0.01 --ppo.lam_alpha 0.5"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["", f"{PRETRAINING} --ppo.nll_coef 0.1", "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups"],
+)
 def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_folder, extra):
     whole, arguments = ppo_run
     if extra:
-        extra += " --ppo.prompts_per_round 6 --ppo.critic_warmup 0"
+        extra += " --ppo.prompts_per_round 6 --ppo.critic_warmup 0" if "groups" in extra else ""
         whole, arguments = in_folder(), [*arguments, *extra.split()]
         assert launch("rlvr_policy.py", *arguments, folder=whole).status == 0
     folder = in_folder()
@@ -153,7 +180,7 @@ def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_f
         result = launch("rlvr_policy.py", *resume, *words, folder=folder)
         assert result.status == 0, result.stderr
     assert metrics_of(only(folder, "runs/*")) == metrics_of(only(whole, "runs/*"))
-    names = ["policy/model.safetensors"] + ["value/model.safetensors"] * (not extra)
+    names = ["policy/model.safetensors"] + ["value/model.safetensors"] * ("groups" not in extra)
     for name in names:
         assert only(folder, f"models/*/{name}").read_bytes() == only(whole, f"models/*/{name}").read_bytes()
 
@@ -162,13 +189,30 @@ CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
-@pytest.mark.parametrize(("extra", "environment"), [(CHUNKS, {}), ("", SHARDED)])
-def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_folder, extra, environment):
+@pytest.mark.parametrize(
+    ("more", "extra", "environment"),
+    [("", CHUNKS, {}), ("", "", SHARDED), (f"{PRETRAINING} --ppo.critic_lam 0.9 --ppo.nll_coef 0.1", CHUNKS, {})],
+)
+def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_folder, more, extra, environment):
     whole, arguments = ppo_run
+    if more:
+        whole, arguments = in_folder(), [*arguments, *more.split()]
+        assert launch("rlvr_policy.py", *arguments, folder=whole).status == 0
     folder = in_folder()
     results = launch_together(2, "rlvr_policy.py", *arguments, *extra.split(), folder=folder, **environment)
     assert all(result.status == 0 for result in results), results[0].stderr
     for one, other in zip(metrics_of(only(folder, "runs/*")), metrics_of(only(whole, "runs/*")), strict=True):
+        assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
+
+
+def test_shared_prefixes_change_nothing_but_rounding(tiny_sums, in_folder, monkeypatch):
+    """V120: critic, reference and policy, sharded over two processes, next to one process that reads each row."""
+    words = [*sums_arguments(tiny_sums), *COMMON.split(), *ONCE, "--ppo.samples_per_prompt", "4"]
+    expected, folder = run_in(in_folder(), monkeypatch, *words), in_folder()
+    results = launch_together(2, "rlvr_policy.py", *words, "--ppo.share_prefixes", folder=folder, **SHARDED)
+    assert all(result.status == 0 for result in results), results[0].stderr
+    assert "each row is read by itself" not in results[0].stdout
+    for one, other in zip(metrics_of(only(folder, "runs/*")), expected, strict=True):
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
 
 
@@ -214,6 +258,7 @@ WAYS |= {
     "k3 in the reward": "--rewards.kl_estimator k3 --rewards.kl_loss_coef 0.1",
     "no kl": f"{WAYS['dr_grpo']} --rewards.kl_coef 0",
     "adapters": "--lora.rank 2 --lora.target_modules all-linear",
+    "critic": "--ppo.critic_lam 1 --ppo.lam_alpha 0.5 --ppo.nll_coef 0.1",
     "entropy": "--ppo.entropy_coef 0.1 --ppo.dual_clip 3 --ppo.noptepochs 2",
 }
 
@@ -364,7 +409,7 @@ SHRUNK = (
 )
 
 
-@pytest.mark.parametrize("preset", ["gsm8k", "gsm8k-grpo", "dapo", "rloo"])
+@pytest.mark.parametrize("preset", ["gsm8k", "gsm8k-grpo", "dr-grpo", "dapo", "rloo"])
 def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_folder, monkeypatch, preset):
     n = min(4, PRESETS[preset].ppo.samples_per_prompt)
     batch = max(8, 4 * n)
@@ -480,6 +525,15 @@ def test_a_question_becomes_the_prompt_of_the_run(tiny_qwen, tmp_path):
 FULL = "--rewards.kl_coef 0.1 --rewards.kl_estimator full"
 RLOO = "--ppo.advantage rloo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0"
 BAD = {
+    "--ppo.critic_explains 0.5 --ppo.critic_warmup 0": "--ppo.critic_explains 0.5 ends the updates of",
+    "--ppo.critic_explains 1": "so it must be below 1, and they more than 0; None switches it off",
+    "--ppo.critic_lam -0.1": "ppo.critic_lam is -0.1; it must be at least 0",
+    "--ppo.lam_alpha 0": "ppo.lam_alpha is 0.0; it must be above 0",
+    "--ppo.nll_coef -1": "ppo.nll_coef is -1.0; it must be at least 0",
+    "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.critic_lam 1": "--ppo.critic_lam 1.0 does nothing",
+    "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.lam_alpha 1": "--ppo.lam_alpha 1.0 does nothing",
+    "--preset sums --ppo.lam 0.9 --ppo.lam_alpha 1 --ppo.critic_lam 1": "--ppo.lam 0.9 does nothing without",
+    "--ppo.advantage maxrl": "compares the responses to a prompt; --ppo.samples_per_prompt 1 must be at least 2",
     "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
     "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
     "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
@@ -538,6 +592,8 @@ DOUBTFUL = {
     "--ppo.advantage dr_grpo": "Dr. GRPO only with --ppo.loss_aggregation seq-mean-token-sum-norm",
     "--rewards.kl_coef 0.1 --rewards.adaptive_kl.target 3 --rewards.kl_estimator k2": "k2 does not estimate",
     "--rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1": "--rewards.kl_loss_coef both penalise the KL",
+    "--ppo.advantage maxrl --rewards.kl_coef 0.1": "--ppo.advantage maxrl divides by the mean of the scores",
+    "--ppo.advantage maxrl --rewards.kl_loss_coef 0.1": "",
     "--ppo.advantage rloo --rewards.kl_coef 1e-5": "",
     "--ppo.loss gspo --ppo.cliprange_low 3e-4 --ppo.cliprange_high 4e-4": "",
     "--ppo.advantage dr_grpo --ppo.loss_aggregation seq-mean-token-sum-norm --rewards.kl_coef 0.1": "",
@@ -589,6 +645,7 @@ def test_every_metric_is_explained(ppo_run):
     of_another_script = ("async/", "time/", "val/tool_")
     standing = {name for name in explained_metrics(3) if "<" not in name and not name.startswith(of_another_script)}
     of_others = {"objective/format_reward", "objective/reward_model_reward", "train/staleness_mean"}
+    of_others |= {"loss/nll_avg"}
     assert standing - names == of_others | {"eps", "time"}
 
 
@@ -605,13 +662,13 @@ def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
     assert any("1+1?" in line for line in lines) and not any("2+2?" in line or "⏎" in line for line in lines)
     start = lines.index("2 held-out problems before after")
     assert lines[start + 1 : start + 8] == [
-        "right, likeliest response 25.0% 75.0%",
+        "correct, likeliest response 25.0% 75.0%",
         "steps 2 12.5% 12.5%",
-        "right, samples: pass@1 - 50.0%",
-        "right, samples: pass@4 - 100.0%",
+        "correct, samples: pass@1 - 50.0%",
+        "correct, samples: pass@4 - 100.0%",
         "tokens, likeliest response 7.0 7.0",
         "tokens, samples - 9.2",
-        "pass@k: one of k samples, or more, is right.",
+        "pass@k: one of k samples, or more, is correct.",
     ]
     assert "It took 1.5 minutes." in lines
     this_run.is_main = False

@@ -485,7 +485,7 @@ def test_numbers_that_mean_nothing_are_refused(name):
 
 def test_a_tool_does_not_go_with_sharded_weights(monkeypatch):
     monkeypatch.setattr(processes, "sharding", lambda: True)
-    with pytest.raises(InputError, match=r"^a tool does not go with FSDP$"):
+    with pytest.raises(InputError, match=r"^tools cannot be combined with FSDP$"):
         rlvr_tools.train(rlvr_tools.PRESETS["sums-tools"])
 
 

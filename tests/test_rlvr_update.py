@@ -165,6 +165,7 @@ def make_episodes(actor_critic: ActorCritic, reference: Reference, seed: int = 1
         ref_logprobs=ref_logprobs,
         values=values,
         groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        parts=torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 0]).double().unsqueeze(1),
         baselines=numbers(seed + 3, len(tokens)),
     )
     return episodes, numbers(seed + 2, *mask.shape).masked_fill(~mask, math.nan)
@@ -218,6 +219,8 @@ VARIANTS = {
     "norm": {"advantage": "dr_grpo", "loss_aggregation": "seq-mean-token-sum-norm"},
     "kl": {"advantage": "rloo", "loss_aggregation": "seq-mean-token-sum", "rewards": RewardsArgs(kl_loss_coef=0.5)},
     "exact kl": {"advantage": "remax", "rewards": RewardsArgs(kl_loss_coef=0.5, kl_loss_estimator="full")},
+    "critic": {"lam": 0.9, "critic_lam": 1.0, "lam_alpha": 0.8, "nll_coef": 0.3},
+    "likelihood in sequences": {"advantage": "maxrl", "nll_coef": 0.3, "loss_aggregation": "seq-mean-token-sum"},
     "gspo": {"advantage": "grpo", "loss": "gspo", "loss_aggregation": "seq-mean-token-mean"},
 }
 
@@ -292,6 +295,45 @@ def test_a_rejected_token_leaves_the_loss_but_not_the_advantages(tiny_models):
     ppo = PpoArgs(advantage="grpo")
     whole, narrowed = (rlvr_policy.compute_advantages(e, rewards, ppo, torch.clone)[0] for e in (episodes, cut))
     assert whole.equal(narrowed)
+
+
+def test_right_answers_become_likelier_by_the_mean_over_their_tokens(tiny_models):
+    """Beside another loss, the gradient differs by that of a plain mean of -log p over all tokens of right rows."""
+    settings = {"advantage": "grpo", "nminibatches": 1, "noptepochs": 1, "max_grad_norm": 1e9, "lr": 0.1}
+    mean = "seq-mean-token-sum"  # of the other losses; the likelihood has its own divisor
+    ((with_it, steps),) = updated(tiny_models, nll_coef=0.3, loss_aggregation=mean, **settings)
+    ((without, plain),) = updated(tiny_models, loss_aggregation=mean, **settings)
+    actor_critic, reference = networks(tiny_models, critic=False)
+    episodes, _ = make_episodes(actor_critic, reference)
+    tokens, losses = episodes.query_responses, []
+    for row in torch.nonzero(episodes.parts[:, 0] > 0)[:, 0].tolist():
+        logprobs = actor_critic(
+            tokens[row : row + 1], tokens[row : row + 1, CONTEXT:], episodes.mask[row : row + 1], PAD
+        )[0]
+        losses += [-x for x in logprobs[episodes.mask[row : row + 1]]]
+    nll = torch.stack(losses).mean()
+    nll.backward()
+    assert steps["loss/nll_avg"].item() == pytest.approx(nll.item(), rel=1e-9) and "loss/nll_avg" not in plain
+    assert (steps["objective/loss"] - plain["objective/loss"]).item() == pytest.approx(0.3 * nll.item(), rel=1e-9)
+    for name, parameter in actor_critic.named_parameters():
+        moved = with_it[name] - without[name]
+        expected = torch.zeros_like(moved) if parameter.grad is None else -0.1 * 0.3 * parameter.grad
+        assert_close(moved, expected, atol=1e-9, rtol=1e-6)
+    wrong = lambda episodes, rewards: (dataclasses.replace(episodes, parts=0 * episodes.parts), rewards)  # noqa: E731
+    ((nothing, _),) = updated(tiny_models, change=wrong, nll_coef=0.3, loss_aggregation=mean, **settings)
+    same_parameters(nothing, without)
+
+
+def test_value_pretraining_ends_when_the_critic_explains_enough():
+    """With targets of lambda 1 until then, and never after critic_warmup updates."""
+    ppo = PpoArgs(critic_warmup=3, critic_explains=0.4, lam=0.9, critic_lam=0.8)
+    pretrains = dataclasses.replace(ppo, critic_lam=1.0)
+    for explained, number, expected in (
+        *((0.0, 0, (pretrains, False)), (0.39, 2, (pretrains, False)), (0.4, 2, (ppo, True)), (0.0, 3, (ppo, True))),
+    ):
+        assert rlvr_policy.ppo_of_update(ppo, explained, number) == expected
+    plain = PpoArgs(critic_warmup=3)
+    assert [rlvr_policy.ppo_of_update(plain, 0.9, number) for number in (2, 3)] == [(plain, False), (plain, True)]
 
 
 def test_the_critic_learns_alone_during_its_warm_up(tiny_models):

@@ -637,11 +637,11 @@ def test_another_process_says_its_error_only_if_the_first_goes_on(capsys, monkey
     assert said.startswith("error on process 1: its arguments differ") if first_process == "goes on" else said == ""
 
 
-@pytest.mark.parametrize("how_to_go_on", ["", "--resume runs/x goes on"])
+@pytest.mark.parametrize("how_to_go_on", ["", "resume with --resume runs/x"])
 def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, monkeypatch, how_to_go_on):
     monkeypatch.setattr(errors, "how_to_go_on", "")
     if how_to_go_on:
-        how_to_go_on = f"; --resume runs/{start(accelerator).folder.name} goes on"
+        how_to_go_on = f"; resume with --resume runs/{start(accelerator).folder.name}"
     capsys.readouterr()
     monkeypatch.setattr(errors, "leave_at_the_next_signal", lambda *_: None)  # this process goes on
 
@@ -669,7 +669,7 @@ def main():
         except BaseException:  # as in a destructor, where every exception is ignored
             time.sleep(30)
 
-errors.how_to_go_on = "--resume runs/x goes on"
+errors.how_to_go_on = "resume with --resume runs/x"
 errors.run_script(main)
 """
 
@@ -686,7 +686,7 @@ def test_a_second_signal_does_not_wait_for_what_is_tidied_up(tmp_path, number, s
             time.sleep(0.02)
         os.kill(launched.process.pid, number)
     result = launched.wait(20)
-    assert (result.status, result.stderr) == (status, f"{line}; --resume runs/x goes on\n")
+    assert (result.status, result.stderr) == (status, f"{line}; resume with --resume runs/x\n")
 
 
 def test_a_fork_ends_when_it_is_told_to(request):
@@ -719,7 +719,7 @@ def main():
     accelerator.reduce(torch.ones(1), "sum")
 
 errors.PATIENCE = 0.5
-errors.how_to_go_on = "--resume runs/x goes on"
+errors.how_to_go_on = "resume with --resume runs/x"
 errors.run_script(main)
 """
 
@@ -728,7 +728,7 @@ def test_the_first_process_says_in_one_line_that_another_has_ended(tmp_path):
     (tmp_path / "one_fails.py").write_text(ONE_FAILS)
     first, second = launch_together(2, tmp_path / "one_fails.py", folder=tmp_path)
     assert (second.status, second.stderr) == (2, "error on process 1: it is only here\n")
-    assert (first.status, first.stderr) == (2, "error: another process has ended; --resume runs/x goes on\n")
+    assert (first.status, first.stderr) == (2, "error: another process has ended; resume with --resume runs/x\n")
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys):

@@ -388,7 +388,8 @@ def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(
     solved = [rows[0]["eval/gsm8k_strict"], run.read_meta(this_run)["results"]["eval/gsm8k_strict"]]
     assert re.findall(r"([\d.]+%) of the held-out", shown) == [f"{share:.1%}" for share in solved]
     updates = [
-        f"update {row['step'] + 1:.0f}: {row['objective/scores']:.0%} right, {row['val/sequence_lengths']:.1f} tokens"
+        f"update {row['step'] + 1:.0f}: {row['objective/scores']:.0%} correct, "
+        f"{row['val/sequence_lengths']:.1f} tokens"
         for row in rows
     ]
     assert all(f"{line}\n" in shown for line in updates) and len({*updates}) == UPDATES

@@ -19,8 +19,8 @@ UPDATES = 8
 
 def test_every_way_at_every_staleness_and_one_run_without():
     ages = Counter(variant.staleness for variant in staleness.VARIANTS)
-    assert ages == {0: 1, 1: 3, 2: 3, 4: 3, 8: 3}
-    assert len({variant.name for variant in staleness.VARIANTS}) == 13
+    assert ages == {0: 1, 1: 4, 2: 4, 4: 4, 8: 4}
+    assert len({variant.name for variant in staleness.VARIANTS}) == 17
     assert set(staleness.SHOWN) <= {variant.name for variant in staleness.VARIANTS}
 
 
@@ -35,8 +35,10 @@ def test_arguments_differ_in_age_and_way_alone(tmp_path):
         read = cli.parse_args(rlvr_async.PRESETS, words)
         rlvr_async.check_arguments(read)
         rlvr_policy.check_arguments(read)
-        assert (read.staleness, read.correction) == (variant.staleness, variant.way if variant.staleness else "none")
-        common.append(dataclasses.replace(read, staleness=0, correction="auto"))
+        way = {"any": "none", "masked": "bypass"}.get(variant.way, variant.way)
+        assert (read.staleness, read.correction) == (variant.staleness, way)
+        assert read.off_policy_mask == (0.05 if variant.way == "masked" else None)
+        common.append(dataclasses.replace(read, staleness=0, correction="auto", off_policy_mask=None))
         assert rlvr_policy.ppo_sizes(read.ppo, 1).updates == 32 and read.ppo.lr == 0.001 and read.workers == 1
         assert (read.ppo.advantage, read.ppo.samples_per_prompt, read.ppo.critic_warmup) == ("rloo", 8, 0)
         assert read.rewards.kl_coef == read.rewards.kl_loss_coef == 0
@@ -143,7 +145,7 @@ def test_finished_runs_are_not_run_again(tmp_path):
     where = "--folder", "bench", "--output", "out", "--pictures", "out", "--seeds", "1"
     result = launch(staleness.__file__, "run", *where, folder=tmp_path)
     assert result.status == 0, result
-    assert len(pd.read_csv(tmp_path / "out/runs.csv")) == 13
+    assert len(pd.read_csv(tmp_path / "out/runs.csv")) == 17
     assert not list((tmp_path / "bench").glob("*/*/log.txt"))
     result = launch(staleness.__file__, "run", *where, "--policy", "--preset sums --ppo.lr 1e-3", folder=tmp_path)
     assert result.status == 2 and "another command's run" in result.stderr

@@ -87,6 +87,20 @@ def test_one_to_four_steps_are_equally_likely_and_all_operations_occur(found):
     assert min(operations[operation] for operation in "+-*") > 500
 
 
+def test_the_longer_chains_have_one_to_six_steps_and_fit_their_task(tiny_sums):
+    args, task = sums.LongArgs(), problems.TASKS["sums-long"]
+    long = sums.write_problems(random.Random(1), 1_200, args, set())
+    counts = Counter(len(problem.steps) for problem in long)
+    assert set(counts) == set(range(1, 7)) and all(abs(count - 200) < 60 for count in counts.values())
+    for problem in long:
+        numbers = read_problem(problem.question)
+        for (operation, by), before, after in zip(problem.steps, numbers[:-1], numbers[1:], strict=True):
+            assert after == {"+": before + by, "-": before - by, "*": before * by}[operation]
+    assert task.prompt_length + task.response_length == args.max_positions
+    plain = SumsArgs()  # the plain world stays as it is: same name, same problems
+    assert sums.name_of(plain) == "sums" and sums.name_of(args) == "sums-long" and not hasattr(plain, "most_steps")
+
+
 def test_no_two_problems_are_equal(found):
     taken = {problem.question for problem in found}
     assert len(taken) == len(found)

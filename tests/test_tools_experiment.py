@@ -141,9 +141,9 @@ def test_numbers_of_the_demo():
     meta = json.loads((ROOT / "static/demo-tools/meta.json").read_text())
     metrics = pd.read_csv(ROOT / "static/demo-tools/metrics.csv")
     before, after = metrics.iloc[0], meta["results"]
-    names = {"right, mean of 16 samples: pass@1": "eval/mean@16", "pass@4": "eval/pass@4"}
+    names = {"correct, mean of 16 samples: pass@1": "eval/mean@16", "pass@4": "eval/pass@4"}
     names |= {"pass@16: one of 16 samples, or more": "eval/pass@16"}
-    names |= {"greedy accuracy: right, the likeliest response": "eval/gsm8k_strict"}
+    names |= {"greedy accuracy: the likeliest response": "eval/gsm8k_strict"}
     names |= {f"problems of {n} step{'s' * (n > 1)}": f"eval/gsm8k_strict_steps_{n}" for n in (1, 2, 3, 4)}
     assert len(rows) == len(names) + 2
     for words, name in names.items():

@@ -43,7 +43,7 @@ NOTHING = "nothing"
 PROCESSES = (2, 4)
 QUERY_LENGTH, RESPONSE_LENGTH = 96, 32  # tokens of a post with its prompt, and of a summary
 LOCAL_BATCH = 8  # summaries of one process in an update
-SETTINGS = {  # arguments of tldr_policy.py beside sizes, and episodes in a micro-batch
+SETTINGS = {  # arguments of tldr_policy.py other than sizes, and episodes in a micro-batch
     "as it is": (8, []),
     "checkpointing, frozen models in bfloat16": (2, ["--gradient_checkpointing", "--frozen_bfloat16"]),
 }

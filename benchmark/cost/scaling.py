@@ -95,7 +95,7 @@ class Machine:
     memory: float
     """bandwidth of its memory, bytes/s"""
     overhead: float
-    """seconds that a layer takes in a generation step beside arithmetic and memory: launches, Python"""
+    """seconds that a layer takes in a generation step in addition to arithmetic and memory: launches, Python"""
     interconnect: float = float("inf")
     """bytes/s that a process sends and receives in an all-reduce"""
     efficiency: float = 0.85
@@ -179,7 +179,7 @@ def process_memory(work: Work) -> float:
 
 @dataclass(frozen=True)
 class Knobs:
-    """What the memory of chapter 2's PPO depends on, beside the model."""
+    """The settings besides the model on which the memory of chapter 2's PPO depends."""
 
     processes: int
     sequence_length: int

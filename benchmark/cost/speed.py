@@ -1,4 +1,4 @@
-"""Episodes per second of chapters 1 and 3, beside other implementations on the same machine in the same minutes.
+"""Episodes per second of chapters 1 and 3, and of other implementations on the same machine in the same minutes.
 
     python benchmark/cost/speed.py   # ours alone, the small model of tales
     python benchmark/cost/speed.py --peer trl --query_length 64
@@ -6,7 +6,7 @@
         --batch_size 16 --dtype float32 bfloat16
     python benchmark/cost/speed.py --query_length 64 --shortest_query 24 --peer trl
     python benchmark/cost/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 \\
-        --batch_size 256 --minibatches 2 --epochs 1 --peer trl
+        --batch_size 256 --minibatches 2 --epochs 1 --peer trl --share_prefixes False True
     python benchmark/cost/speed.py --processes 1 2
     python benchmark/cost/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 \\
         --dtype bfloat16 --compile --output speed.json
@@ -33,6 +33,7 @@ Chapter 3 is GRPO without a KL penalty. Its responses end where the model ends t
 sums writes 5 to 88 tokens, and random weights are given a chance of ending that is the same at every token.
 """
 
+import itertools
 import json
 import math
 import os
@@ -72,7 +73,7 @@ from ppo_rlhf.worlds import sums
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
 DETAILS_SCRIPT = "lm_human_preference_details/train_policy_accelerate.py"
-PLACES = ("folder", "output", "details_path")  # arguments that say nothing about what was measured
+PLACES = ("folder", "output", "peer_python", "details_path")  # arguments that say nothing about what was measured
 WARM_UP = 1  # updates of each run that do not count
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}
 PYTHIA = {
@@ -94,13 +95,24 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         num_attention_heads=4,
         tie_word_embeddings=True,
     ),
+    # As a Llama, without the biases of queries, keys and values: a Qwen2 could not have a tokenizer of words.
+    "qwen2.5-0.5b": lambda: LlamaConfig(
+        **ENDS,
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
     "pythia-160m": lambda: GPTNeoXConfig(
         **PYTHIA, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
     ),
 }
 REMARKS = {
     1: {
-        "trl": "TRL runs in float32; it trains a value network beside the policy, of the same size, which "
+        "trl": "TRL runs in float32; it also trains a value network of the same size as the policy, which "
         "nearly doubles its work; it uses AdamW and whitens no rewards.",
         "details": "lm-human-preference-details is its published script, in float32, with its TensorFlow-style Adam; "
         "it whitens the whole batch at once.",
@@ -116,7 +128,7 @@ REMARKS = {
 class Args:
     chapter: Literal[1, 3] = 1
     """1: train_policy.py; 3: rlvr_policy.py with GRPO"""
-    base_model: Literal["tales", "gpt2", "pythia-160m", "sums"] = "tales"
+    base_model: Literal["tales", "gpt2", "pythia-160m", "sums", "qwen2.5-0.5b"] = "tales"
     """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world"""
     query_length: int = 24
     """tokens of a query, or of the longest; sums: that a problem may have"""
@@ -126,7 +138,7 @@ class Args:
     response_length: int = 24
     """tokens of a response; in chapter 3 the most that it may have"""
     mean_response: float = 24.0
-    """chapter 3, random weights: tokens of a response in the mean, were there no longest"""
+    """chapter 3, random weights: mean tokens of a response, if there were no longest; 0: none ends by itself"""
     batch_size: int = 64
     """episodes per update"""
     samples_per_prompt: int = 8
@@ -141,12 +153,16 @@ class Args:
     """arithmetic of ours; with several, ours runs with each. The peers run in float32"""
     processes: tuple[int, ...] = (1,)
     """processes of ours; with several, ours runs with each"""
+    share_prefixes: tuple[bool, ...] = (False,)
+    """chapter 3: whether ours reads what rows begin with once for all of them; with several, ours runs with each"""
     compile: bool = False
     """chapter 1: compile our models"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     peer: tuple[Literal["trl", "details"], ...] = ()
-    """whom to run beside ours"""
+    """implementations to compare with ours"""
+    peer_python: str = ""
+    """interpreter of an environment with this TRL; by default one is made from the package index"""
     details_path: Path | None = None
     """a checkout of lm-human-preference-details"""
     updates: int = 3
@@ -198,11 +214,15 @@ def random_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerF
     """A model of this shape with random weights, and a tokenizer whose tokens are words."""
     torch.manual_seed(0)
     config = SHAPES[base_model]()
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, config.vocab_size)}
+    return AutoModelForCausalLM.from_config(config), word_tokenizer(config.vocab_size)
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Its tokens are the words w1, w2 and so on, and token 0 the end of a text."""
+    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    return AutoModelForCausalLM.from_config(config), tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
 def random_texts(args: Args, shortest: int, longest: int) -> list[str]:
@@ -241,7 +261,8 @@ def make_problems(args: Args) -> dict[str, str]:
     folder = args.folder / args.base_model / f"{args.shortest_query}-{args.query_length}-{args.mean_response:g}"
     if not (folder / "problems_train.jsonl").exists():
         model, tokenizer = random_model(args.base_model)
-        end_after(model, args.mean_response)
+        if args.mean_response:
+            end_after(model, args.mean_response)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         texts = random_texts(args, args.shortest_query or args.query_length, args.query_length)
@@ -254,13 +275,15 @@ def make_problems(args: Args) -> dict[str, str]:
 def end_after(model: PreTrainedModel, tokens: float) -> None:
     """Give the end of a text, token 0, a chance of about 1 / tokens wherever this model with random weights is."""
     norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    if not norms:
+        raise InputError("--mean_response: the norms of this model have no bias, so only 0 is possible")
     end, others = model.get_output_embeddings().weight[0], model.config.vocab_size - 1
     with torch.no_grad():  # the last norm's bias is added to what the output layer reads, at every token
         norms[-1].bias += math.log(others / (tokens - 1)) * end / end.square().sum()
 
 
 def mean_query(args: Args) -> float:
-    """Tokens of a query, in the mean."""
+    """Mean tokens of a query."""
     shortest = args.shortest_query or args.query_length
     return shortest + 0.65 * (args.query_length - shortest)
 
@@ -277,6 +300,8 @@ def spread_lengths(shortest: int, longest: int, mean: float, count: int) -> torc
 
 def peers_python(args: Args) -> str:
     """The interpreter of an environment with TRL and the versions of ours of what both need; made once."""
+    if args.peer_python:
+        return args.peer_python
     trl = f"trl=={TRL[args.chapter]}"
     folder = args.folder / f"peers-{trl}"
     python = folder / "bin" / "python"
@@ -303,16 +328,17 @@ class Runner:
     python: str
     dtype: str
     processes: int = 1
+    share_prefixes: bool = False
 
 
 def runners(args: Args) -> list[Runner]:
-    """Ours, in each precision and with each number of processes, and the peers."""
+    """Ours, in each precision, with each number of processes, with shared prefixes or without, and the peers."""
     who = []
-    for dtype in args.dtype:
-        for processes in args.processes:
-            words = ["ours"] + [dtype] * (len(args.dtype) > 1)
-            words += [f"{processes} process{'es' * (processes > 1)}"] * (len(args.processes) > 1)
-            who.append(Runner(", ".join(words), "ours", sys.executable, dtype, processes))
+    for dtype, processes, shares in itertools.product(args.dtype, args.processes, args.share_prefixes):
+        words = ["ours"] + [dtype] * (len(args.dtype) > 1)
+        words += [f"{processes} process{'es' * (processes > 1)}"] * (len(args.processes) > 1)
+        words += ["shared prefixes" if shares else "each row"] * (len(args.share_prefixes) > 1)
+        who.append(Runner(", ".join(words), "ours", sys.executable, dtype, processes, shares))
     return who + [Runner(peer, peer, peers_python(args), "float32") for peer in args.peer]
 
 
@@ -332,6 +358,7 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
         "micro_batch_size": args.micro_batch_size,
         "epochs": args.epochs,
         "dtype": who.dtype,
+        "share_prefixes": who.share_prefixes,
         "compile": args.compile,
         "updates": WARM_UP + args.updates,
         "processes": who.processes,
@@ -353,7 +380,7 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
     if status or not result_file.exists():
         end = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
         print(end, file=sys.stderr)
-        raise InputError(f"{who.name} ended with status {status}; the end of its log stands above")
+        raise InputError(f"{who.name} ended with status {status}; the end of its log is above")
     result = json.loads(result_file.read_text())
     seconds = (result["updates"][-1] - result["updates"][WARM_UP - 1]) / args.updates
     return result | {
@@ -403,7 +430,7 @@ def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[
 
 
 def response_tokens(args: Args, run: dict[str, Any]) -> float:
-    """Tokens of a response, in the mean."""
+    """Mean tokens of a response."""
     return run["tokens"]["response"] if args.chapter == 3 else args.response_length
 
 
@@ -454,6 +481,8 @@ def main(args: Args) -> int:
         raise InputError("--peer details is one of --chapter 1")
     if args.compile and args.chapter == 3:
         raise InputError("--compile goes with --chapter 1")
+    if any(args.share_prefixes) and args.chapter == 1:
+        raise InputError("--share_prefixes goes with --chapter 3")
     if args.shortest_query > args.query_length:
         raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")
     if "details" in args.peer and args.details_path is None:

@@ -5,7 +5,7 @@
 settings.json is made by speed.py. The result holds: `updates`, the time (seconds since the epoch) at which each
 update ended; `phases`, seconds in each part of each update (ours only); `peak_memory` in bytes (on a CPU, the
 resident memory of the process, on a GPU, its tensors); `matmul_rate` in FLOP/s; `device`; and in chapter 3 `tokens`:
-of a query and of a response in the mean, and of the shortest and the longest response. A peer runs in an environment
+of a query and of a response on average, and of the shortest and the longest response. A peer runs in an environment
 of its own, so nothing of ppo_rlhf is imported before it is known to be ours.
 """
 
@@ -215,7 +215,8 @@ def rlvr(settings: Settings) -> Result:
         "ppo.lr": 1e-6,
         "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
     }
-    rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, as_argv(flags)))
+    argv = as_argv(flags) + (["--ppo.share_prefixes"] if settings["share_prefixes"] else [])
+    rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv))
     return finish(updates, device, settings, phases=phases, tokens=tokens_of(queries, responses))
 
 

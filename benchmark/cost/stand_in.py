@@ -304,11 +304,30 @@ def register_autocast(rules: Literal["cpu", "cuda"]) -> list[torch.library.Libra
     return [others, library]
 
 
+# ---- Operations that PyTorch would take apart ------------------------------------------------------------------
+
+# Derivatives that have a kernel on the CPU and on CUDA. On a device it doesn't know, PyTorch computes them in several
+# operations, which round differently.
+WHOLE = ("silu_backward",)
+
+
+def call_whole(function: torch._ops.OpOverload, *args) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return function(*args)
+
+
+def register_whole() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
+    for name in WHOLE:
+        library.impl(name, partial(call_whole, getattr(aten, name).default))
+    return library
+
+
 # ---- Install ---------------------------------------------------------------------------------------------------
 
 
 class Module(backend_registration._DummyBackendModule):
-    """What stands for torch.cuda."""
+    """A substitute for torch.cuda."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -330,7 +349,7 @@ def install(*, autocast: Literal["cpu", "cuda"] = "cuda") -> None:
     autocast: whose rules it has. Those of the CPU give the CPU's numbers.
     """
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
-    kept.append(register_autocast(autocast))
+    kept.append([register_autocast(autocast), register_whole()])
     forget, make_accelerator = torch.clear_autocast_cache, processes.make_accelerator
     device = torch.device(NAME, 0)
 

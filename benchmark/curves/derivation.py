@@ -13,7 +13,7 @@ import tyro
 from playwright.sync_api import sync_playwright
 
 STATIC = Path(__file__).parents[2] / "static"
-TITLES = ["KL", "reward", "temporal difference", "advantage", "whitened advantage"]
+TITLES = ["KL", "reward", "whitened reward", "temporal difference", "advantage", "whitened advantage"]
 
 # Leaves only those lines in the panel.
 SHORTEN = """titles => document.querySelectorAll("#derivation .line").forEach(line =>

@@ -1,13 +1,13 @@
 """openrlbenchmark without a network: our run folders and the published curves, as it would find them on W&B.
 
     # our runs against OpenAI's curves, all metrics of the published figure; draws replay.png and more.
-    # Runs of tales are drawn beside OpenAI's task sentiment: another task and another model, for the shapes only
+    # Runs of tales are drawn next to OpenAI's task sentiment: another task and another model, for the shapes only
     python benchmark/curves/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*'
     # any arguments of openrlbenchmark.rlops_multi_metrics in place of ours, after two dashes
     python benchmark/curves/replay.py --runs 'runs/train_policy*' -- --env-ids tales --filters \\
         '?we=local&wpn=ppo_rlhf&xaxis=_step&ceik=preset&cen=exp_name&metrics=objective/kl' train_policy
 
-openrlbenchmark 0.3.1 has an offline mode: it looks runs up in a database and reads their metrics from a cache beside
+openrlbenchmark 0.3.1 has an offline mode: it looks runs up in a database and reads their metrics from a cache next to
 it, both inside its own package. This script writes the two into a folder of ours, points the package there, and
 starts `openrlbenchmark.rlops_multi_metrics --offline --scan-history`. In that folder:
 
@@ -131,7 +131,7 @@ def our_run(folder: Path) -> CachedRun:
 
 
 def published_runs() -> list[CachedRun]:
-    """Stand-ins for the runs behind the published curves: see above."""
+    """Stand-ins for the runs of the published curves: see above."""
     reference = pd.read_csv(REFERENCE, keep_default_na=False, na_values=["NaN", ""])
     runs = []
     for task in TASKS:
@@ -205,7 +205,7 @@ def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
     """The published command: our runs against OpenAI's, all metrics, one column per task."""
     presets = sorted({run.config["preset.value"] for run in ours}, key=lambda preset: preset != "sentiment")
     names = sorted({run.config["exp_name.value"] for run in ours})
-    columns = max(1, 6 // len(presets)) * len(presets)  # a metric's panels beside each other, about six in a line
+    columns = max(1, 6 // len(presets)) * len(presets)  # a metric's panels side by side, about six in a line
 
     def query(place: str, column: int) -> str:
         return f"?{place}&xaxis=_step&" + "&".join(f"metrics={metric[column]}" for metric in METRICS)
@@ -220,7 +220,7 @@ def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
 
 
 def original_task(preset: str) -> str:
-    """The task of OpenAI's that is drawn beside ours: the same, or the one that the small world imitates."""
+    """The task of OpenAI's that is drawn next to ours: the same, or the one that the small world imitates."""
     return "descriptiveness" if "descriptiveness" in preset else "sentiment"
 
 

@@ -1,17 +1,23 @@
-"""What single details do: each is turned off, and nothing else changes.
+"""What single details do: each is changed in a small world, and nothing else changes. ablation_list.py has the list.
 
-    python benchmark/experiments/ablations.py run --workers 2   # all of them on tales; repeat it to resume
-    python benchmark/experiments/ablations.py report            # the table and picture of what has finished
-    python benchmark/experiments/ablations.py list              # what there is
-    # one ablation in a training script of chapter 1, here on GPT-2
+    python benchmark/experiments/ablations.py run --workers 2     # all three worlds; repeat it to resume
+    python benchmark/experiments/ablations.py run --world sums --only group-2 critic-lambda-0 --seeds 3    # a part
+    python benchmark/experiments/ablations.py report     # tables, docs/atlas.md and pictures of what has finished
+    python benchmark/experiments/ablations.py list       # what there is, what has run, how long the rest takes
+    # one ablation in a training script, here chapter 1's on GPT-2
     python benchmark/experiments/ablations.py with torch-adam ppo_rlhf/train_both.py --preset sentiment
 
 The training scripts have no switches for this. Where an argument turns a detail off, it is given. Where none does,
-the script's own lines are replaced before it runs, and the replacement is written here in full. Each ablation and the
-baseline start from the same language model, see the same queries and draw with the same random numbers, seed by seed.
-They share the reward model too, unless the detail concerns it. So the effect of a detail is the mean over seeds of a
-difference, and its 95 % interval is Student's: with three seeds, 4.3 standard errors. An interval that holds 0 shows
-nothing. One in twenty of the others is chance.
+the script's own lines are replaced before it runs, and the replacement is written in ablation_list.py in full. Each
+ablation and what it is compared with start from the same models, see the same queries and draw with the same random
+numbers, seed by seed. They share the reward model too, unless the detail concerns it. So the effect of a detail is
+the mean over seeds of a difference, and its 95 % interval is Student's: with three seeds, 4.3 standard errors.
+
+One in twenty intervals of nothing leaves out 0. So the page also says which effects on the reward are left after
+Holm's correction for the number of comparisons, over all worlds together. The other columns are not corrected.
+
+Results are kept in a CSV for each world. What is there is not run again, even where the folder of its run is gone, so
+several sessions and machines can fill it: `--again` runs it anew.
 """
 
 import importlib.util
@@ -20,9 +26,9 @@ import shlex
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import scipy.stats
@@ -31,106 +37,142 @@ from matplotlib.figure import Figure
 
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import markdown, read_numbers
+from benchmark.experiments import ablation_list
+from benchmark.experiments.ablation_list import Ablation
 from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.errors import InputError, exit_with, run_script
 from ppo_rlhf.lib.run import read_meta
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("train_reward", "train_policy", "train_both")
-LAST = 10  # updates at the end that are averaged
-SEEDS = 3
+
+# ---- The worlds ------------------------------------------------------------------------------------------------
+
+Effects = dict[
+    str, tuple[str, str]
+]  # name: column of metrics.csv, and `last` (mean of the last updates) or `highest`
 
 
 @dataclass(frozen=True)
-class Ablation:
-    """One change against the baseline: arguments, or lines of the training scripts."""
+class World:
+    """A small world, the scripts that train in it, and what is measured of a run."""
 
-    detail: str
-    """id in docs/details/chapter1.md"""
-    what: str
-    """what is different, in words"""
-    policy: tuple[str, ...] = ()
-    """arguments of train_policy.py"""
-    reward: tuple[str, ...] = ()
-    """arguments of train_reward.py; the ablation gets a reward model of its own"""
-    lines: dict[str, str] = field(default_factory=dict)
-    """what to replace in the scripts, wherever it stands"""
-    own_reward_model: bool = False
-    """whether the lines matter for the reward model too"""
+    chapter: int
+    scripts: tuple[str, ...]
+    """training scripts; the lines of an ablation may be in any of them"""
+    stages: dict[str, str]
+    """name of a stage: its script and the arguments of all runs. {sft} and {reward} are the models of earlier ones"""
+    effects: Effects
+    """what is measured; the first is the reward, whose effects are corrected for the number of comparisons"""
+    last: int
+    """updates at the end that are averaged"""
+    seeds: int
+    """how many seeds are planned"""
+    minutes: float
+    """of one policy, on one core"""
+    file: str
+    """name of its CSV and of its table"""
+
+    @property
+    def ablations(self) -> dict[str, Ablation]:
+        return LISTS[self.file]
+
+    @property
+    def reward(self) -> str:
+        return next(iter(self.effects))
 
 
-POSITIONS = "position_ids = mask.cumsum(1) - mask.long()"
-WHITENED = "torch.stack([whiten(group, keep_mean=False) for group in advantages.view_as(values)])"
-
-ABLATIONS = {
-    "baseline": Ablation("", "nothing"),
-    "no-reward-whitening": Ablation("D55", "rewards are not whitened", policy=("--ppo.no-whiten_rewards",)),
-    "no-advantage-whitening": Ablation(
-        "D58", "advantages are not whitened", lines={WHITENED: "advantages.view_as(values)"}
-    ),
-    "no-value-clipping": Ablation("D59", "the value loss is not clipped", policy=("--ppo.cliprange_value", "1e9")),
-    "no-policy-clipping": Ablation("D60", "the policy loss is not clipped", policy=("--ppo.cliprange", "1e9")),
-    "fixed-kl": Ablation("D69", "the KL coefficient stays 0.15", policy=("--rewards.adaptive_kl.target", "None")),
-    "no-kl": Ablation(
-        "D51",
-        "no KL penalty",
-        policy=("--rewards.adaptive_kl.target", "None", "--rewards.kl_coef", "0"),
-    ),
-    "not-normalised-before": Ablation(
-        "D34", "scores are not normalised before the reward model trains", reward=("--no-normalize_before",)
-    ),
-    "not-normalised-after": Ablation(
-        "D38", "scores are not normalised after the reward model has trained", reward=("--no-normalize_after",)
-    ),
-    "never-normalised": Ablation("D39", "scores are never normalised", reward=("--normalize_samples", "0")),
-    "torch-adam": Ablation(
-        "D64",
-        "Adam as PyTorch has it, with the same eps",
-        lines={
-            'group["eps"] = group["eps_tensorflow"] / math.sqrt(1 - group["betas"][1] ** group["steps"])': (
-                'group["eps"] = group["eps_tensorflow"]'
-            )
+LISTS = {"ablations": ablation_list.TALES, "posts": ablation_list.POSTS, "sums": ablation_list.SUMS}
+QUIET = "--log_interval 0 --trace_interval 0"
+WORLDS = {
+    "tales": World(
+        chapter=1,
+        scripts=("train_reward", "train_policy", "train_both"),
+        stages={
+            "reward": "ppo_rlhf/train_reward.py --preset tales",
+            "policy": f"ppo_rlhf/train_policy.py --preset tales --ppo.total_episodes 3840 {QUIET} "
+            "--rewards.trained_model {reward}",
         },
-    ),
-    "positions-count-padding": Ablation(
-        "D14",
-        "position ids count the padding",
-        # As if the padding of a query stood to its left and the library numbered the columns: a whole row is moved on
-        # by its padding. In [x, pad, pad, a, b], x is at 2, a at 3, b at 4; without the ablation at 0, 1, 2.
-        # The models are not tried first: they would be refused, because padding matters to them.
-        lines={
-            "    models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)\n": "",
-            "    models.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)\n": "",
-            # Nor does a pass cut padding, which would count less in it.
-            "# ---- Arguments -": "passes.pack = lambda tokens, pad_id, longest: tokens\n# ---- Arguments -",
-            POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
+        effects={
+            "gold score": ("objective/gold_scores", "last"),
+            "KL": ("objective/kl", "last"),
+            "highest KL": ("objective/kl", "highest"),
+            "explained variance": ("ppo/val/var_explained", "last"),
         },
-        own_reward_model=True,
+        last=10,
+        seeds=5,
+        minutes=3.0,
+        file="ablations",
     ),
-    "no-score-penalty": Ablation(
-        "D50",
-        "a response without a stop token keeps its score",
-        lines={"scores = torch.where(stopped, raw_scores, task.penalty_reward_value)": "scores = raw_scores"},
-    ),
-    "constant-learning-rate": Ablation(
-        "D63",
-        "the learning rate stays where it starts",
-        lines={"return ppo.lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))": "return ppo.lr"},
-    ),
-    "random-value-head": Ablation(
-        "D46",
-        "the value head starts at random, like the reward head",
-        lines={
-            "nn.init.zeros_(self.value_head.weight)": (
-                "nn.init.normal_(self.value_head.weight, std=1 / math.sqrt(lm_backbone.config.hidden_size + 1))"
-            )
+    "posts": World(
+        chapter=2,
+        scripts=("tldr_sft", "tldr_reward", "tldr_policy"),
+        stages={
+            "sft": "ppo_rlhf/tldr_sft.py --preset posts --eval_posts 64",
+            "reward": "ppo_rlhf/tldr_reward.py --preset posts --num_train 2048 --base_model {sft}",
+            "policy": f"ppo_rlhf/tldr_policy.py --preset posts --ppo.total_episodes 1536 {QUIET} --eval_interval 0 "
+            "--eval_posts 64 --base_model {sft} --rewards.trained_model {reward}",
         },
+        effects={
+            "gold score": ("objective/gold_scores", "last"),
+            "KL": ("objective/kl", "last"),
+            "highest KL": ("objective/kl", "highest"),
+            "length": ("objective/response_length", "last"),
+            "explained variance": ("val/var_explained", "last"),
+        },
+        last=5,
+        seeds=5,
+        minutes=2.5,
+        file="posts",
     ),
-    "lambda-1": Ablation("D56", "lambda = 1: advantages are returns minus values", policy=("--ppo.lam", "1")),
-    "lambda-0": Ablation("D56", "lambda = 0: advantages look one token ahead", policy=("--ppo.lam", "0")),
-    "gamma-0.9": Ablation("D56", "gamma = 0.9: the score fades over ten tokens", policy=("--ppo.gamma", "0.9")),
-    "one-epoch": Ablation("D62", "one pass over each batch instead of four", policy=("--ppo.noptepochs", "1")),
+    "sums": World(
+        chapter=3,
+        scripts=("rlvr_policy",),
+        stages={
+            # The coefficient is there because the KL is only measured where it is penalised.
+            "policy": f"ppo_rlhf/rlvr_policy.py --preset sums-grpo --ppo.total_episodes 4096 {QUIET} "
+            "--save_interval 0 --eval_samples 1 --eval_interval 0 --rewards.kl_coef 1e-12",
+        },
+        effects={
+            "correct": ("objective/verifiable_correct_rate", "last"),
+            "KL": ("objective/kl", "last"),
+            "highest KL": ("objective/kl", "highest"),
+            "length": ("val/sequence_lengths", "last"),
+            "entropy": ("policy/entropy_avg", "last"),
+        },
+        last=3,
+        seeds=5,
+        minutes=1.0,
+        file="sums",
+    ),
 }
+SHARED_STAGE = "sft"  # one model for all seeds, as they share one world
+LEAST_MINUTES = {"sft": 2.0, "reward": 1.0}  # of an earlier stage, on one core
+
+
+def chain(world: World, name: str) -> list[Ablation]:
+    """An ablation after those that it is compared with, one after another, the baseline first."""
+    ablation = world.ablations[name]
+    return [ablation] if name == "baseline" else [*chain(world, ablation.against), ablation]
+
+
+def merged(world: World, name: str) -> Ablation:
+    """An ablation with the changes of what it is compared with."""
+    own, parts = world.ablations[name], chain(world, name)
+    return Ablation(
+        *(own.detail, own.what),
+        policy=tuple(word for part in parts for word in part.policy),
+        reward=tuple(word for part in parts for word in part.reward),
+        lines={old: new for part in parts for old, new in part.lines.items()},
+        own_reward_model=any(part.own_reward_model for part in parts),
+        against=own.against,
+    )
+
+
+def is_setting(world: World, name: str) -> bool:
+    """Whether others are compared with it, or it is one of those that are."""
+    ablations = world.ablations
+    settings = {ablation.against for ablation in ablations.values()} - {"baseline"}
+    return name in settings or ablations[name].against in settings
 
 
 # ---- One of them -----------------------------------------------------------------------------------------------
@@ -144,9 +186,9 @@ def replaced(source: str, lines: dict[str, str]) -> tuple[str, set[str]]:
     return source, found
 
 
-def change_scripts(ablation: Ablation) -> dict[str, types.ModuleType]:
+def change_scripts(ablation: Ablation, scripts: Sequence[str]) -> dict[str, types.ModuleType]:
     """The training scripts as modules, with the ablation's lines in them. Raises InputError if a line is nowhere."""
-    specs = {name: importlib.util.find_spec(f"ppo_rlhf.{name}") for name in SCRIPTS}
+    specs = {name: importlib.util.find_spec(f"ppo_rlhf.{name}") for name in scripts}
     changed = {name: replaced(Path(spec.origin).read_text(), ablation.lines) for name, spec in specs.items()}
     if missing := set(ablation.lines).difference(*(found for _, found in changed.values())):
         raise InputError(f"no training script has what this ablation replaces: {'; '.join(sorted(missing))}")
@@ -155,25 +197,31 @@ def change_scripts(ablation: Ablation) -> dict[str, types.ModuleType]:
         modules[name] = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = modules[name]  # train_both.py imports the other two
         setattr(sys.modules["ppo_rlhf"], name, modules[name])
-        exec(compile(changed[name][0], spec.origin, "exec"), modules[name].__dict__)
+        exec(compile(changed[name][0], spec.origin, "exec", dont_inherit=True), modules[name].__dict__)
     return modules
+
+
+def world_of(script: str) -> World:
+    """The world in whose scripts this one is."""
+    for world in WORLDS.values():
+        if Path(script).stem in world.scripts:
+            return world
+    known = [f"ppo_rlhf/{name}.py" for world in WORLDS.values() for name in world.scripts]
+    raise InputError(f"{script} is none of {', '.join(known)}")
 
 
 def with_ablation(name: str, script: str, argv: list[str]) -> Callable[[], Any]:
     """What `python <script> <argv>` does, with an ablation, as a function without arguments."""
-    if name not in ABLATIONS:
-        raise InputError(f"{name} is none of the ablations: {', '.join(ABLATIONS)}")
-    kind = Path(script).stem
-    if kind not in SCRIPTS:
-        raise InputError(f"{script} is none of {', '.join(f'ppo_rlhf/{known}.py' for known in SCRIPTS)}")
-    ablation = ABLATIONS[name]
-    modules = change_scripts(ablation)
+    world, kind = world_of(script), Path(script).stem
+    if name not in world.ablations:
+        raise InputError(f"{name} is none of the ablations of chapter {world.chapter}: {', '.join(world.ablations)}")
+    ablation = merged(world, name)
+    module = change_scripts(ablation, world.scripts)[kind]
     if kind == "train_both":
         for part, words in (("policy", ablation.policy), ("reward", ablation.reward)):
             argv = [*argv, *(f"--{part}.{word.removeprefix('--')}" if word[:2] == "--" else word for word in words)]
-        return lambda: modules["train_both"].train(modules["train_both"].parse(argv))
-    words = ablation.policy if kind == "train_policy" else ablation.reward
-    module = modules[kind]
+        return lambda: module.train(module.parse(argv))
+    words = {"policy": ablation.policy, "reward": ablation.reward}.get(kind.rpartition("_")[2], ())
     return lambda: module.train(cli.parse_args(module.PRESETS, [*argv, *words], module.__doc__))
 
 
@@ -182,109 +230,140 @@ def with_ablation(name: str, script: str, argv: list[str]) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class Args:
-    only: tuple[str, ...] = tuple(ABLATIONS)
-    """which ablations; the baseline always runs"""
-    seeds: int = SEEDS
-    """how many seeds of each"""
+    world: tuple[Literal["tales", "posts", "sums"], ...] = ("tales", "posts", "sums")
+    """which worlds"""
+    only: tuple[str, ...] = ()
+    """which ablations, with what they are compared with; empty: all of those worlds"""
+    seeds: int = 0
+    """how many seeds of each; 0: as many as the world plans"""
     workers: int = 1
     """how many runs at once"""
     folder: Path = ROOT / "benchmark" / "runs" / "ablations"
     """where runs are kept"""
     output: Path = ROOT / "benchmark" / "results" / "ablations"
-    """folder that gets ablations.csv, ablations.md and ablations.png"""
-    policy: str = "ppo_rlhf/train_policy.py --preset tales --ppo.total_episodes 3840 --log_interval 0"
-    """what trains a policy: 60 updates"""
-    reward: str = "ppo_rlhf/train_reward.py --preset tales"
-    """what trains a reward model"""
+    """folder that gets a CSV and a table for each world"""
+    atlas: Path = ROOT / "docs" / "atlas.md"
+    """page whose generated tables are replaced; it must exist"""
+    pictures: Path = ROOT / "static"
+    """folder that gets ablations.png and atlas.png"""
+    stages: tuple[str, ...] = ()
+    """other commands of stages than the world's, as world.stage=command; for tests"""
+    again: bool = False
+    """run what the CSVs have, too"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
 
 
-def trains_reward_model(name: str) -> bool:
-    """Whether an ablation has reward models of its own; the others share the baseline's."""
-    return name == "baseline" or bool(ABLATIONS[name].reward) or ABLATIONS[name].own_reward_model
+def stages_of(args: Args, kind: str) -> dict[str, str]:
+    """The commands of a world's stages."""
+    given = dict(word.split("=", 1) for word in args.stages)
+    return {stage: given.get(f"{kind}.{stage}", command) for stage, command in WORLDS[kind].stages.items()}
 
 
-def jobs_of(args: Args, name: str, kind: str, words: Callable[[int], str]) -> list[many_seeds.Job]:
-    """The jobs of one ablation, one for each seed: its reward models or its policies."""
-    jobs = []
-    for seed in range(1, args.seeds + 1):
-        experiment = many_seeds.Args(
-            name=f"{kind}-{name}",
-            command=f"python {shlex.quote(__file__)} with {name} {words(seed)} --exp_name {name}",
-            num_seeds=1,
-            start_seed=seed,
-            folder=args.folder,
-            any_commit=args.any_commit,
-        )
-        jobs += many_seeds.find_jobs(experiment)
-    return jobs
+def owner(world: World, name: str, stage: str) -> str:
+    """The ablation whose model of an earlier stage an ablation uses: the first one with the same changes to it."""
+    own = merged(world, name)
+    if stage == "reward" and (own.reward or own.own_reward_model):
+        return name
+    return "baseline"
 
 
-def reward_model(args: Args, name: str, seed: int) -> str:
-    """The reward model that an ablation's policy of this seed trains against."""
-    owner = name if trains_reward_model(name) else "baseline"
-    (folder,) = (args.folder / f"reward-{owner}" / f"seed{seed}" / "models").glob("*/reward")
-    return str(folder)
+def jobs_of(args: Args, kind: str, stage: str, name: str, seed: int) -> list[many_seeds.Job]:
+    """The job of one stage of one ablation with one seed. Models of earlier stages must be there."""
+    command, world = stages_of(args, kind)[stage], WORLDS[kind]
+    for earlier in world.stages:
+        if "{" + earlier + "}" in command:
+            command = command.replace("{" + earlier + "}", model_of(args, kind, earlier, name, seed))
+    experiment = many_seeds.Args(
+        name=f"{stage}-{name}",
+        command=f"python {shlex.quote(__file__)} with {name} {command} --exp_name {name}",
+        num_seeds=1,
+        start_seed=seed,
+        folder=args.folder / kind,
+        any_commit=args.any_commit,
+    )
+    return many_seeds.find_jobs(experiment)
+
+
+def model_of(args: Args, kind: str, stage: str, name: str, seed: int) -> str:
+    """The folder of the model that an earlier stage has trained for an ablation."""
+    job = f"{stage}-{owner(WORLDS[kind], name, stage)}"
+    seed = 1 if stage == SHARED_STAGE else seed
+    (folder,) = ((args.folder / kind).resolve() / job / f"seed{seed}" / "models").glob(f"*/{stage}")
+    return shlex.quote(str(folder))
+
+
+def wanted(args: Args, kind: str) -> list[tuple[str, int]]:
+    """Which ablations and seeds of a world are to be trained: what was asked for and is not in the CSV yet."""
+    world, names = WORLDS[kind], dict.fromkeys(["baseline"])
+    for name in args.only or world.ablations:
+        if name in world.ablations:
+            names |= dict.fromkeys([*([world.ablations[name].against] if name != "baseline" else []), name])
+    kept = pd.DataFrame() if args.again else kept_effects(args, kind)
+    had = set() if kept.empty else set(zip(kept["ablation"], kept["seed"], strict=True))
+    seeds = range(1, (args.seeds or world.seeds) + 1)
+    return [(name, seed) for seed in seeds for name in names if (name, seed) not in had]  # a seed of all first
 
 
 def run(args: Args) -> int:
-    """Train the reward models, then the policies, and report. Returns the exit status."""
-    names = list(dict.fromkeys(["baseline", *args.only]))
-    if unknown := sorted(set(names) - set(ABLATIONS)):
-        raise InputError(f"--only {' '.join(unknown)}: there are {', '.join(ABLATIONS)}")
-    rewards = [
-        job
-        for name in names
-        if trains_reward_model(name)
-        for job in jobs_of(args, name, "reward", lambda seed: args.reward)
-    ]
-    launcher = many_seeds.Args(name="ablations", workers=args.workers)
-    many_seeds.run_here(launcher, rewards)
-    if any(job.state != "finished" for job in rewards):
-        return many_seeds.report(launcher, rewards)
-
-    def train_policy(name: str) -> Callable[[int], str]:
-        return lambda seed: f"{args.policy} --rewards.trained_model {shlex.quote(reward_model(args, name, seed))}"
-
-    policies = [job for name in names for job in jobs_of(args, name, "policy", train_policy(name))]
-    policies.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
-    many_seeds.run_here(launcher, policies)
+    """Train the models of earlier stages, then the policies, and report. Returns the exit status."""
+    known = [name for kind in args.world for name in WORLDS[kind].ablations]
+    if unknown := sorted(set(args.only) - set(known)):
+        raise InputError(f"--only {' '.join(unknown)}: there are {', '.join(dict.fromkeys(known))}")
+    launcher, done = many_seeds.Args(name="ablations", workers=args.workers), []
+    for kind in args.world:
+        world, pairs = WORLDS[kind], wanted(args, kind)
+        for stage in world.stages:
+            of_stage = pairs
+            if stage != "policy":
+                of_stage = [(owner(world, name, stage), seed) for name, seed in pairs]
+            if stage == SHARED_STAGE:
+                of_stage = [(name, 1) for name, _ in of_stage]
+            jobs = [job for pair in dict.fromkeys(of_stage) for job in jobs_of(args, kind, stage, *pair)]
+            many_seeds.run_here(launcher, jobs)
+            if stage != "policy" and any(job.state != "finished" for job in jobs):
+                return many_seeds.report(launcher, jobs)
+        done += jobs
     report(args)
-    return many_seeds.report(launcher, policies)
+    return many_seeds.report(launcher, done) if done else 0
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------
 
-# Of a run: name, column of metrics.csv, what is taken of it.
-EFFECTS: dict[str, tuple[str, Callable[[pd.Series], float]]] = {
-    "gold score": ("objective/gold_scores", lambda values: values[-LAST:].mean()),
-    "KL": ("objective/kl", lambda values: values[-LAST:].mean()),
-    "highest KL": ("objective/kl", max),
-    "explained variance": ("ppo/val/var_explained", lambda values: values[-LAST:].mean()),
-}
-LOGARITHMIC = {"KL": 1, "highest KL": 1}  # in the picture, beyond so much; without a penalty it is far away
+
+def kept_effects(args: Args, kind: str) -> pd.DataFrame:
+    """The rows of a world's CSV; none if there is no CSV."""
+    path = args.output / f"{WORLDS[kind].file}.csv"
+    return pd.read_csv(path, dtype={"commit": str}) if path.exists() else pd.DataFrame()
 
 
-def read_effects(args: Args) -> tuple[pd.DataFrame, set[str]]:
-    """One row per finished policy: ablation, seed and its EFFECTS; and the commits they were made at."""
-    rows, commits = [], set()
-    for name in ABLATIONS:
-        for seed in range(1, args.seeds + 1):
-            for file in (args.folder / f"policy-{name}" / f"seed{seed}" / "runs").glob("*/meta.json"):
-                meta = read_meta(file.parent)
-                if not meta["finished"]:
-                    continue
-                table = read_numbers(file.with_name("metrics.csv"))
-                commits.add(meta["commit"])
-                effects = {effect: float(take(table[column])) for effect, (column, take) in EFFECTS.items()}
-                rows.append({"ablation": name, "seed": seed, **effects})
-    return pd.DataFrame(rows), commits
+def read_effects(args: Args, kind: str) -> pd.DataFrame:
+    """One row per finished policy: ablation, seed, effects and commit. Rows of the CSV stay where none is newer."""
+    world, rows = WORLDS[kind], []
+    for name in world.ablations:
+        for file in sorted((args.folder / kind / f"policy-{name}").glob("seed*/runs/*/meta.json")):
+            meta = read_meta(file.parent)
+            if not meta["finished"]:
+                continue
+            table = read_numbers(file.with_name("metrics.csv"))
+            effects = {
+                effect: float(table[column].max() if form == "highest" else table[column].tail(world.last).mean())
+                for effect, (column, form) in world.effects.items()
+            }
+            seed = int(file.parents[2].name.removeprefix("seed"))
+            rows.append({"ablation": name, "seed": seed, **effects, "commit": meta["commit"][:7]})
+    both = pd.concat([kept_effects(args, kind), pd.DataFrame(rows)], ignore_index=True)
+    if both.empty:
+        return both
+    both = both.drop_duplicates(["ablation", "seed"], keep="last")
+    order = {name: number for number, name in enumerate(world.ablations)}
+    both = both.assign(order=both["ablation"].map(order)).sort_values(["order", "seed"], ignore_index=True)
+    return both.drop(columns="order")
 
 
-def failures(args: Args, name: str) -> int:
+def failures(args: Args, kind: str, name: str) -> int:
     """How many seeds of an ablation's policy ended in an error, such as a number that was not finite any more."""
-    folders = [args.folder / f"policy-{name}" / f"seed{seed}" for seed in range(1, args.seeds + 1)]
+    folders = (args.folder / kind / f"policy-{name}").glob("seed*")
     return sum(bool(many_seeds.read_record(folder).get("status")) for folder in folders)
 
 
@@ -298,66 +377,115 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(scipy.stats.t.ppf(0.975, count - 1)) * error
 
 
-def differences(effects: pd.DataFrame) -> pd.DataFrame:
-    """Mean and interval of each ablation's difference from the baseline of the same seed; of the baseline, itself."""
-    by_seed = effects.set_index(["ablation", "seed"])
-    baseline = by_seed.loc["baseline"]
+def p_value(values: Sequence[float]) -> float:
+    """How likely a mean so far from 0 is by chance, by Student's distribution; nan with fewer than two values."""
+    mean, half = interval(values)
+    count = len(values)
+    if count < 2 or half == 0:
+        return math.nan if count < 2 or mean == 0 else 0.0
+    return float(2 * scipy.stats.t.sf(abs(mean) / (half / scipy.stats.t.ppf(0.975, count - 1)), count - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's corrected values of all of them together: with m of them, the smallest is multiplied by m, the next by
+    m - 1, and so on; none is smaller than one before it, and none above 1. nan stays, and does not count.
+    """
+    order = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    corrected, least = [math.nan] * len(p_values), 0.0
+    for rank, (p, i) in enumerate(order):
+        corrected[i] = least = max(least, min(1.0, p * (len(order) - rank)))
+    return corrected
+
+
+def differences(effects: pd.DataFrame, world: World) -> pd.DataFrame:
+    """Mean and interval of each ablation's difference from what it is compared with, seed by seed; `p` of the reward.
+
+    Of the baseline, itself.
+    """
+    measured = list(world.effects)
+    by_seed = {name: own.set_index("seed")[measured] for name, own in effects.groupby("ablation", sort=False)}
     rows = []
-    for name in effects["ablation"].unique():
-        own = by_seed.loc[name]
-        values = own if name == "baseline" else (own - baseline).dropna()  # of seeds that both have
+    for name, own in by_seed.items():
+        values, against = own, world.ablations[name].against
+        if name != "baseline":
+            if against not in by_seed:
+                continue
+            values = (own - by_seed[against]).dropna(how="all")  # of seeds that both have
         if not len(values):
             continue
-        row: dict[str, Any] = {"ablation": name, "detail": ABLATIONS[name].detail, "seeds": len(values)}
-        for effect in EFFECTS:
+        row: dict[str, Any] = {"ablation": name, "detail": world.ablations[name].detail, "seeds": len(values)}
+        for effect in measured:
             row[effect], row[f"{effect} +-"] = interval(list(values[effect]))
+        row["p"] = math.nan if name == "baseline" else p_value(list(values[world.reward]))
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def row_of(name: str, effects: dict[str, Any] | None, failed: int) -> dict[str, str]:
+def cell(mean: float, half: float, *, sign: bool, bold: bool) -> str:
+    """Mean and interval; in bold where the interval leaves out 0, if asked for."""
+    text = f"{mean:{'+' if sign else ''}.2f} ± {half:.2f}" if math.isfinite(half) else f"{mean:{'+' * sign}.2f}"
+    return f"**{text}**" if bold and abs(mean) > half else text
+
+
+def row_of(world: World, name: str, effects: dict[str, Any] | None, failed: int) -> dict[str, str]:
     """An ablation's row of the table. effects: its row of `differences`; None if no seed is finished."""
-    detail = ABLATIONS[name].detail
+    ablation = world.ablations[name]
     cells = {
-        "detail": f"[{detail}](../../../docs/details/chapter1.md#{detail})" if detail else "",
+        "detail": f"[{ablation.detail}](../../../docs/details/chapter{world.chapter}.md#{ablation.detail})",
         "ablation": f"`{name}`",
-        "what is different": ABLATIONS[name].what,
+        "what is different": ablation.what,
         "seeds": f"{effects['seeds'] if effects else 0}{f', {failed} failed' if failed else ''}",
     }
-    for effect in EFFECTS:
-        if not effects:
-            cells[effect] = ""
-            continue
-        mean, half = effects[effect], effects[f"{effect} +-"]
-        text = f"{mean:{'' if name == 'baseline' else '+'}.2f} ± {half:.2f}"
-        cells[effect] = f"**{text}**" if name != "baseline" and abs(mean) > half else text
+    cells["detail"] = cells["detail"] if ablation.detail else ""
+    if is_setting(world, name):
+        cells["compared with"] = f"`{ablation.against}`"
+    for effect in world.effects:
+        plain = name != "baseline"
+        cells[effect] = cell(effects[effect], effects[f"{effect} +-"], sign=plain, bold=plain) if effects else ""
     return cells
 
 
 def report(args: Args) -> int:
-    """Write table and picture of what is finished."""
-    effects, commits = read_effects(args)
-    if effects.empty or "baseline" not in set(effects["ablation"]):
-        raise InputError(f"no baseline in {args.folder} is finished yet")
-    args.output.mkdir(parents=True, exist_ok=True)
-    effects.to_csv(args.output / "ablations.csv", index=False, float_format="%.6g")
-    table = differences(effects)
-    finished = {row["ablation"]: row for row in table.to_dict("records")}
-    failed = {name: failures(args, name) for name in ABLATIONS}
-    names = [name for name in ABLATIONS if name in finished or failed[name]]
-    text = markdown([row_of(name, finished.get(name), failed[name]) for name in names])
-    (args.output / "ablations.md").write_text(f"{text}\ncommit: {', '.join(sorted(commits))}\n")
-    draw(table, args.output / "ablations.png")
-    print(text)
+    """Write tables and pictures of what is finished, and the generated parts of the atlas."""
+    tables: dict[str, pd.DataFrame] = {}
+    for kind in args.world:
+        effects = read_effects(args, kind)
+        if effects.empty or "baseline" not in set(effects["ablation"]):
+            continue
+        world, tables[kind] = WORLDS[kind], differences(effects, WORLDS[kind])
+        args.output.mkdir(parents=True, exist_ok=True)
+        effects.to_csv(args.output / f"{world.file}.csv", index=False, float_format="%.6g")
+        finished = {row["ablation"]: row for row in tables[kind].to_dict("records")}
+        failed = {name: failures(args, kind, name) for name in world.ablations}
+        commits = f"commit: {', '.join(sorted(set(effects['commit'])))}"
+        for ending, special in (("", False), ("-settings", True)):
+            names = [name for name in world.ablations if is_setting(world, name) == special]
+            if shown := [name for name in names if name in finished or failed[name]]:
+                text = markdown([row_of(world, name, finished.get(name), failed[name]) for name in shown])
+                (args.output / f"{world.file}{ending}.md").write_text(f"{text}\n{commits}\n")
+                print(text)
+    if not tables:
+        raise InputError(f"no baseline in {args.folder} or {args.output} is finished yet")
+    args.pictures.mkdir(parents=True, exist_ok=True)
+    if "tales" in tables:
+        plain = [not is_setting(WORLDS["tales"], name) for name in tables["tales"]["ablation"]]
+        draw(WORLDS["tales"], tables["tales"][plain], args.pictures / "ablations.png")
+    if args.atlas.exists():
+        write_atlas(args, tables)
     return 0
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
+LOGARITHMIC = {"KL": 1, "highest KL": 1}  # in the picture, beyond so much; without a penalty it is far away
+
+
+def draw(world: World, table: pd.DataFrame, path: Path) -> None:
     """One row per ablation, one panel per effect; points with 95 % intervals, the baseline at 0."""
     others = table[table["ablation"] != "baseline"].iloc[::-1]
+    if others.empty:
+        return
     figure = Figure(figsize=(10, 0.3 * len(others) + 1.2), layout="constrained")
-    panels = figure.subplots(1, len(EFFECTS), sharey=True, squeeze=False)[0]
-    for axes, effect in zip(panels, EFFECTS, strict=True):
+    panels = figure.subplots(1, len(world.effects), sharey=True, squeeze=False)[0]
+    for axes, effect in zip(panels, world.effects, strict=True):
         means, halves = others[effect], others[f"{effect} +-"]
         seen = [abs(mean) > half for mean, half in zip(means, halves, strict=True)]
         for i, (mean, half) in enumerate(zip(means, halves, strict=True)):
@@ -376,17 +504,137 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+# ---- The atlas -------------------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- generated by ablations.py: {} -->\n", "<!-- end -->\n"
+
+
+def all_differences(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """The effects of all worlds on the reward, without baselines, with Holm's correction over all of them.
+
+    `effect` and `half` are in per cent of the baseline's reward, so that worlds can be drawn in one picture.
+    """
+    rows = []
+    for kind, table in tables.items():
+        world = WORLDS[kind]
+        (base,) = table.loc[table["ablation"] == "baseline", world.reward]
+        for row in table[table["ablation"] != "baseline"].to_dict("records"):
+            mean, half = row[world.reward], row[f"{world.reward} +-"]
+            scaled = {"effect": 100 * mean / base, "half": 100 * half / base}
+            rows.append({"world": kind, "name": row["ablation"], "seeds": row["seeds"], "p": row["p"], **scaled})
+    found = pd.DataFrame(rows)
+    return found.assign(holm=holm(list(found["p"]))) if len(found) else found
+
+
+def atlas_rows(kind: str, table: pd.DataFrame | None, every: pd.DataFrame) -> list[dict[str, str]]:
+    """A row for each ablation of a world, those that have not been run too."""
+    world, rows = WORLDS[kind], []
+    finished = {} if table is None else {row["ablation"]: row for row in table.to_dict("records")}
+    corrected = {} if every.empty else every[every["world"] == kind].set_index("name")["holm"].to_dict()
+    for name, ablation in world.ablations.items():
+        if name == "baseline":
+            continue
+        row, own = finished.get(name), f'<a id="{kind}-{name}"></a>`{name}`: {ablation.what}'
+        cells = {
+            "detail": f"[{ablation.detail}](details/chapter{world.chapter}.md#{ablation.detail})",
+            "change": own if ablation.against == "baseline" else f"{own}, compared with `{ablation.against}`",
+            "why": ablation.why or world.ablations[ablation.against].why,
+        }
+        for effect in [e for e in world.effects if e in (world.reward, "KL", "highest KL", "length")]:
+            shown = cell(row[effect], row[f"{effect} +-"], sign=True, bold=True) if row else "not yet run"
+            cells[effect] = shown if row or effect == world.reward else ""
+        p = corrected.get(name, math.nan)
+        cells["p, Holm"] = "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+        rows.append(cells | {"seeds": str(row["seeds"]) if row else "0"})
+    return rows
+
+
+def write_atlas(args: Args, tables: dict[str, pd.DataFrame]) -> None:
+    """Replace the generated parts of the page, from the CSVs of all worlds, and draw its picture."""
+    for kind in WORLDS:
+        effects = kept_effects(args, kind)
+        if kind not in tables and not effects.empty:
+            tables[kind] = differences(effects, WORLDS[kind])
+    tables = {kind: tables[kind] for kind in WORLDS if kind in tables}
+    every, page = all_differences(tables), args.atlas.read_text()
+    counted = 0 if every.empty else int(every["p"].notna().sum())
+    left = [] if every.empty else list(every[every["holm"] < 0.05].sort_values("holm")["name"])
+    planned = sum(len(world.ablations) - 1 for world in WORLDS.values())
+    parts = {kind: markdown(atlas_rows(kind, tables.get(kind), every)) for kind in WORLDS}
+    parts["count"] = (
+        f"{len(every)} of {planned} changes have been run, {counted} of them with two seeds or more. After Holm's "
+        f"correction for {counted} comparisons, {len(left)} effects on the reward are left at the 5 % level"
+        + (f": {', '.join(f'`{name}`' for name in left)}.\n" if left else ".\n")
+    )
+    for name, text in parts.items():
+        before, begin, rest = page.partition(BEGIN.format(name))
+        if not begin:
+            raise InputError(f"{args.atlas} has no line {BEGIN.format(name).strip()}")
+        page = f"{before}{begin}\n{text}\n{END}{rest.partition(END)[2]}"
+    args.atlas.write_text(page)
+    if not every.empty:
+        draw_atlas(every, args.pictures / "atlas.png")
+
+
+COLORS = {"tales": "#0072b2", "posts": "#d55e00", "sums": "#009e73"}
+WIDEST = 60  # per cent; intervals that reach further are cut
+
+
+def draw_atlas(every: pd.DataFrame, path: Path) -> None:
+    """All effects on the reward, sorted, with intervals, one colour per world; filled where Holm leaves them."""
+    shown = every.dropna(subset=["half"]).sort_values("effect", ignore_index=True)
+    figure = Figure(figsize=(9, 0.22 * len(shown) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    for i, row in shown.iterrows():
+        color, left = COLORS[row["world"]], row["holm"] < 0.05
+        face = color if left else "white"
+        axes.errorbar(row["effect"], i, xerr=row["half"], fmt="o", ms=5, color=color, mfc=face, lw=1.2)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(shown)), [f"{row['name']} ({row['world']})" for _, row in shown.iterrows()], fontsize=7)
+    axes.set_xlim(max(-130, shown["effect"].min() - WIDEST / 2), min(130, shown["effect"].max() + WIDEST / 2))
+    axes.set_ylim(-0.7, len(shown) - 0.3)
+    for kind in dict.fromkeys(shown["world"]):
+        axes.errorbar([], [], xerr=[], fmt="o", color=COLORS[kind], label=f"{kind}, chapter {WORLDS[kind].chapter}")
+    axes.errorbar([], [], xerr=[], fmt="o", color="gray", mfc="white", label="not left after Holm's correction")
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.set_xlabel("change of the reward in per cent of the baseline's, with 95 % intervals over seeds", fontsize=9)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def list_all(args: Args) -> int:
+    """Print all ablations with the number of seeds that have run, and how long the others would take."""
+    total = 0.0
+    for kind in args.world:
+        world, kept = WORLDS[kind], kept_effects(args, kind)
+        counts = {} if kept.empty else kept["ablation"].value_counts().to_dict()
+        missing = len(wanted(args, kind))
+        minutes = missing * world.minutes + sum(
+            LEAST_MINUTES[stage] * (1 if stage == SHARED_STAGE else world.seeds * (1 + own_reward_models(world)))
+            for stage in world.stages
+            if stage != "policy" and missing
+        )
+        total += minutes
+        print(f"\n{kind}, chapter {world.chapter}: {minutes / 60:.1f} hours of one core are left")
+        for name, own in world.ablations.items():
+            print(f"{counts.get(name, 0)} of {world.seeds} seeds  {name:42} {own.detail:5} {own.what}")
+    print(f"\nall: {total / 60:.1f} hours of one core")
+    return 0
+
+
+def own_reward_models(world: World) -> int:
+    """How many ablations have reward models of their own."""
+    return sum(owner(world, name, "reward") == name for name in world.ablations if name != "baseline")
+
+
 def main(argv: list[str]) -> int:
     command, words = (argv[0], argv[1:]) if argv else ("", [])
     if command == "with" and len(words) >= 2:
         run_script(with_ablation(words[0], words[1], words[2:]))
         return 0
-    if command == "list":
-        print(*(f"{name:26} {ablation.detail:5} {ablation.what}" for name, ablation in ABLATIONS.items()), sep="\n")
-        return 0
-    if command in ("run", "report"):
-        args = tyro.cli(Args, args=words, description=__doc__)
-        return run(args) if command == "run" else report(args)
+    commands = {"run": run, "report": report, "list": list_all}
+    if command in commands:
+        return commands[command](tyro.cli(Args, args=words, description=__doc__))
     print(__doc__)
     return 0 if command in ("-h", "--help") else 2
 

@@ -42,7 +42,7 @@ START, END = "<!-- written by asynchrony.py -->", "<!-- end -->"
 GPU: Machine = PREDICTED["one GPU, compiled"][0]
 QUERY, LONGEST, BATCH = 128, 1024, 960  # tokens of a prompt, tokens of a response at most, responses of an update
 MEDIAN, SIGMA = 300, 0.7  # of a response's tokens; standard deviation of their logarithm
-PIECES = (80, 64, 48, 32, 24, 16)  # rows; 80 of full length need 48 GB of cache beside 14 GB of weights
+PIECES = (80, 64, 48, 32, 24, 16)  # rows; 80 of full length need 48 GB of cache in addition to 14 GB of weights
 STALENESS = (0, 1, 2, 4, 8)
 SAMPLERS = (1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
 LEARNERS = (4, 6, 8, 12, 16, 24, 32, 48)  # fewer have no room for weights and moments
@@ -69,7 +69,7 @@ def draw_lengths(sigma: float, seed: int = 0) -> np.ndarray:
 def piece_parts(length: int) -> tuple[float, float, float]:
     """Seconds of a sampling GPU for a row's context, for a step, and besides for each row in a step.
 
-    length: tokens of a response in the mean; that much cache a step reads. A line through two sizes of a piece: with
+    length: tokens of a response on average; that much cache a step reads. A line through two sizes of a piece: with
     less than some 220 rows a step waits for the weights, and every further row adds the same.
     """
     sizes = (1, max(PIECES))
@@ -87,7 +87,7 @@ def piece_seconds(lengths: np.ndarray, rows: int) -> np.ndarray:
 
 @cache
 def learn_seconds(gpus: int, length: int) -> float:
-    """Of an update whose responses have so many tokens in the mean, sharded over these GPUs, eight in a node."""
+    """Of an update whose responses have so many tokens on average, sharded over these GPUs, eight in a node."""
     work = Work("pythia-6.9b", QUERY, length, BATCH, epochs=1, processes=gpus, sharded=True)
     parts = part_seconds(work, GPU if gpus <= 8 else replace(GPU, interconnect=NODES.interconnect))
     return 2 * parts["log-probs"] + parts["training"] + parts["communication"]

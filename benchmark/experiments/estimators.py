@@ -10,7 +10,7 @@ There are five parts. The runs of a part and a seed differ in what the part is a
     estimators   every estimator of advantages, without a KL penalty
     lengths      the group's scores divided by their standard deviation or not (grpo, dr_grpo); the losses of a
                  response divided by its own length or by the greatest
-    beside       every form of the KL penalty, beside the score
+    beside       every form of the KL penalty, together with the score
     alone        the same without a score: nothing but the penalty acts. The policy starts where the run of rloo with
                  this seed has ended; the reference is the language model, as ever
     exact        the same without a language model and without chance, from STARTS starts: three tokens, responses of
@@ -112,7 +112,7 @@ def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]
     """What rlvr_policy.py does with these arguments and two changes, as a function without arguments.
 
     The metrics have TRUE_KL, and the policy starts with the weights in the folder start, if there is one; the
-    reference does not. With `k1 in the loss`, which the script refuses, that stands in the place of k2.
+    reference does not. With `k1 in the loss`, which the script refuses, that takes the place of k2.
     """
     if penalty not in PENALTIES:
         raise InputError(f"{penalty} is none of the penalties: {', '.join(PENALTIES)}")
@@ -319,10 +319,20 @@ def report(args: Args) -> int:
 
 
 def keep_tables(folder: Path, runs: pd.DataFrame, updates: pd.DataFrame) -> None:
-    """runs.csv and updates.csv of a folder."""
+    """runs.csv and updates.csv of a folder. Rows of other runs that they have already are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs.to_csv(folder / "runs.csv", index=False, float_format="%.6g")
-    updates.to_csv(folder / "updates.csv", index=False, float_format="%.5g")
+    for name, fresh, form in (("runs", runs, "%.6g"), ("updates", updates, "%.5g")):
+        path, whose = folder / f"{name}.csv", [key for key in KEYS if key in fresh]
+        if path.is_file():
+            old = pd.read_csv(path, dtype={"commit": str})
+            others = old[~pd.MultiIndex.from_frame(old[whose]).isin(pd.MultiIndex.from_frame(fresh[whose]))]
+            fresh = pd.concat([others, fresh], ignore_index=True)
+            places = {value: place for place, value in enumerate(fresh[whose[0]].unique())}
+            fresh = fresh.sort_values(whose[0], key=lambda column, places=places: column.map(places), kind="stable")
+        fresh.to_csv(path, index=False, float_format=form)
+
+
+KEYS = ("part", "staleness", "variant", "way", "seed")  # whose run a row is, those of them that a table has
 
 
 def kept_tables(folder: Path) -> list[pd.DataFrame]:
@@ -412,7 +422,7 @@ def draw_lengths(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
 
 
 def draw_penalties(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
-    """The distance from the reference over updates: where nothing but the penalty acts, and beside the score."""
+    """The distance from the reference over updates: with the penalty alone, and together with the score."""
     titles = {
         "exact": "only the penalty acts:\nthree tokens, expected gradient",
         "alone": "only the penalty acts:\nlanguage model, samples",

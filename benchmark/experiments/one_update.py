@@ -1,28 +1,33 @@
-"""One update of chapter 1 in numbers: the tables of docs/chapter1.md.
+"""One update of each chapter in numbers: the tables of docs/chapter1.md, chapter2.md and chapter3.md.
 
-    python benchmark/experiments/one_update.py              # print every number that the page shows
-    python benchmark/experiments/one_update.py --record     # run train_policy.py again and record the update anew
+    python benchmark/experiments/one_update.py                # print every number that the pages show
+    python benchmark/experiments/one_update.py --chapter 3    # of one chapter only
+    python benchmark/experiments/one_update.py --record --chapter 3
+    python benchmark/experiments/one_update.py --record --chapter 2 --base_model models/<sft run>/sft
 
-A run of train_policy.py on the small world of tales recorded the update: eight responses of six tokens, the world's
-own formula in place of a reward model. The file holds what the models said, and what train_policy.py computed. The
-tables are computed from what the models said, by ppo_rlhf/lib/derivation.py.
+With --record, the chapter's script runs again and the update is recorded anew. Each update has eight responses. The
+recordings hold what the models computed (log-probs and values) and, for comparison, what the script made of it. The
+tables are computed from the former by ppo_rlhf/lib/derivation.py.
 """
 
 import contextlib
 import csv
 import json
+import math
 import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 from unittest.mock import patch
 
 import tyro
 
-from ppo_rlhf import train_policy
+from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib import cli, derivation, models, traces
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.files import read_json, replace_file
 from ppo_rlhf.lib.run import commit, cpu_name
 from ppo_rlhf.worlds import tales
@@ -38,9 +43,48 @@ SHOWN = (1, 3)  # episodes with a table of their own
 
 
 @dataclass(frozen=True)
+class Example:
+    """An update of chapter 2 or 3, which is recorded by a trace of the run."""
+
+    script: ModuleType
+    command: str
+    update: int
+    shown: tuple[int, ...]  # episodes with a table of their own
+
+    @property
+    def recording(self) -> Path:
+        return ROOT / f"benchmark/results/{self.script.__name__.split('.')[-1]}_update.json"
+
+
+EXAMPLES = {
+    2: Example(
+        tldr_policy,
+        """\
+python ppo_rlhf/tldr_policy.py --preset posts --base_model models/<sft run>/sft
+--rewards.function ppo_rlhf.worlds.posts:gold_scores --task.response_length 14 --ppo.batch_size 8
+--ppo.nminibatches 1 --ppo.total_episodes 160 --trace_interval 1 --eval_interval 0 --eval_posts 8""",
+        3,
+        (2, 5),
+    ),
+    3: Example(
+        rlvr_policy,
+        """\
+python ppo_rlhf/rlvr_policy.py --preset sums-grpo --ppo.batch_size 8 --ppo.nminibatches 1 --ppo.total_episodes 64
+--ppo.loss_aggregation seq-mean-token-mean --trace_interval 1 --eval_interval 0 --eval_problems 8 --eval_samples 0""",
+        5,
+        (7,),
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Args:
+    chapter: Literal[1, 2, 3] | None = None
+    """whose numbers to print or to record; None: print those of all three"""
     record: bool = False
-    """run train_policy.py, for half a minute, and write what it says to the recording"""
+    """run the chapter's script, for half a minute, and record the update"""
+    base_model: str = ""
+    """with --record --chapter 2: the folder of a model that tldr_sft.py --preset posts trained, models/<run>/sft"""
 
 
 # ---- Record ----------------------------------------------------------------------------------------------------
@@ -101,6 +145,40 @@ def record() -> dict[int, dict[str, Any]]:
         if update + 1 < len(rows):
             told["train_policy"]["next_kl_coef"] = float(rows[update + 1]["objective/kl_coef"])
     return updates
+
+
+def record_example(example: Example, base_model: str) -> dict[str, Any]:
+    """Run the command of chapter 2 or 3 and keep one update."""
+    arguments = example.command.replace("models/<sft run>/sft", str(Path(base_model).resolve())).split()[2:]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        example.script.train(cli.parse_args(example.script.PRESETS, arguments))
+        [run_folder] = Path("runs").iterdir()
+        return kept_update(run_folder, example)
+
+
+def kept_update(run_folder: Path, example: Example) -> dict[str, Any]:
+    """What the trace of a run holds of an update: what the models computed, and what the script made of it."""
+    one_run = report.read_run(run_folder)
+    episodes = one_run.traced_update([(example.update, False)])["episodes"]
+    for episode in episodes:
+        episode["tokens"] = {name: row for name, row in episode["tokens"].items() if name in TOKENS}
+        episode["epochs"] = {name: rows for name, rows in episode["epochs"].items() if name != "exact_kl"}
+    return {
+        "command": " ".join(example.command.split()),
+        "update": example.update,
+        "commit": one_run.meta["commit"],
+        "cpu": cpu_name(),
+        "args": {name: one_run.meta["args"][name] for name in ("task", "rewards", "ppo")},
+        "episodes": episodes,
+        "logged": {name: one_run.metrics[name][example.update] for name in LOGGED if name in one_run.metrics},
+        "eos_rate": one_run.metrics.get("objective/eos_rate", [])[:8],
+    }
+
+
+TOKENS = ("logprobs", "ref_logprobs", "values", "mask", "value_mask", "scored", "kl", "rewards", "advantages")
+TOKENS += ("returns", "new_logprobs")
+LOGGED = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "val/ratio")
+LOGGED += ("policy/clipfrac_avg", "val/clipfrac_avg", "policy/grad_norm")
 
 
 def rounded(value: Any) -> Any:
@@ -259,11 +337,249 @@ def controller_lines(update: derivation.Update, settings: dict[str, float], epis
     )
 
 
+# ---- Print chapters 2 and 3 ------------------------------------------------------------------------------------
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[float | str]]) -> str:
+    """A table whose first two columns hold words, and the others numbers."""
+    lines = [[*head], ["---", "---"] + ["--:"] * (len(head) - 2)]
+    lines += [[x if isinstance(x, str) else str(x) if isinstance(x, int) else number(x) for x in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def derived(told: dict[str, Any], epoch: int = 0) -> list[dict[str, Any]]:
+    """Every number of the episodes of a recording in an epoch."""
+    settings, episodes = derivation.settings_of(told["args"]), told["episodes"]
+    group = episodes if settings["chapter"] == 3 else ()
+    return [derivation.derive(episode, settings, epoch, group) for episode in episodes]
+
+
+def word(piece: str) -> str:
+    """A token as the tables show it."""
+    return {END: "*end*", "\n": "*newline*"}.get(piece, f"`{piece.strip()}`")
+
+
+END = "<|endoftext|>"
+
+
+def text(episode: dict[str, Any]) -> str:
+    """A response on one line, without the token that ends it."""
+    return "".join(episode["pieces"]).replace(END, "").strip().replace("\n", " / ")
+
+
+def only(found: dict[str, Any], name: str, flag: str) -> list[Any]:
+    """The entries of a row where a flag is set."""
+    return [value for value, keep in zip(found[name], found[flag], strict=True) if keep]
+
+
+def total(found: Sequence[dict[str, Any]], name: str, flag: str) -> float:
+    return math.fsum(value for one in found for value in only(one, name, flag))
+
+
+def blocks_of_summaries(told: dict[str, Any]) -> list[str]:
+    """Everything that docs/chapter2.md shows of the update, in its order."""
+    episodes, settings, found = told["episodes"], derivation.settings_of(told["args"]), derived(told)
+    head = ("", "summary", "tokens", "ends", "raw score", "score", "KL")
+    summaries = [
+        (
+            *(str(i + 1), text(episode), sum(one["learns"]), "yes" if episode["numbers"]["stopped"] else "no"),
+            *(episode["numbers"]["raw_scores"], one["score"], math.fsum(one["kl"])),
+        )
+        for i, (episode, one) in enumerate(zip(episodes, found, strict=True))
+    ]
+    tables = []
+    for i in EXAMPLES[2].shown:
+        episode, one, rows = episodes[i], found[i], []
+        for t, piece in enumerate(episode["pieces"]):
+            is_token = one["learns"][t]
+            of_token = [one[name][t] if is_token else "" for name in ("logprobs", "ref_logprobs", "kl")]
+            of_value = [one[name][t] for name in ("rewards", "values", "deltas", "raw_advantages", "returns")]
+            whitened = one["advantages"][t] if is_token else ""
+            rows.append((str(t + 1), word(piece) if is_token else "", *of_token, *of_value, whitened))
+        names = ("log p", "log p_ref", "KL", "reward", "value", "delta", "advantage", "return", "A'")
+        tables.append(grid(("t", "token", *names), rows))
+    tokens, values = (sum(sum(one[name]) for one in found) for name in ("learns", "value_learns"))
+    ended, cut = EXAMPLES[2].shown
+    return [
+        grid(head, summaries),
+        tables[0],
+        end_lines(told, found[ended], settings),
+        tables[1],
+        cut_lines(found[cut], settings),
+        lines(
+            f"{tokens} tokens:      mean {number(found[0]['advantage_mean'])}, "
+            f"deviation {number(found[0]['advantage_deviation'])}"
+        ),
+        epoch_table(told, tokens, values),
+        table(
+            "update",
+            [str(update) for update in range(len(told["eos_rate"]))],
+            {"ended": [f"{rate * len(episodes):g} of {len(episodes)}" for rate in told["eos_rate"]]},
+        ),
+    ]
+
+
+def end_lines(told: dict[str, Any], one: dict[str, Any], settings: dict[str, Any]) -> str:
+    """The step after the end, and the token that ends the summary."""
+    n, decay, gamma = sum(one["learns"]), f"{settings['gamma'] * settings['lam']:g}", f"{settings['gamma']:g}"
+    r, v, d, a, returns = (
+        [term(value) for value in one[name]] for name in ("rewards", "values", "deltas", "raw_advantages", "returns")
+    )
+    mean, deviation = term(one["advantage_mean"]), term(one["advantage_deviation"])
+    return lines(
+        f"r_{n + 1}     = {term(one['score'])}",
+        f"delta_{n + 1} = {r[n]} + {gamma} * 0 - {v[n]} = {bare(d[n])}",
+        f"A_{n + 1}     = {d[n]} + {decay} * 0 = {bare(a[n])}",
+        f"R_{n + 1}     = {a[n]} + {v[n]} = {bare(returns[n])}",
+        f"r_{n}     = -{one['kl_coef']:g} * {term(one['kl'][n - 1])} = {bare(r[n - 1])}",
+        f"delta_{n} = {r[n - 1]} + {gamma} * {v[n]} - {v[n - 1]} = {bare(d[n - 1])}",
+        f"A_{n}     = {d[n - 1]} + {decay} * {a[n]} = {bare(a[n - 1])}",
+        f"A_{n}'    = ({a[n - 1]} - {mean}) / {deviation} = {number(one['advantages'][n - 1])}",
+    )
+
+
+def cut_lines(one: dict[str, Any], settings: dict[str, Any]) -> str:
+    """The last token of a summary that does not end."""
+    n, gamma = sum(one["learns"]), f"{settings['gamma']:g}"
+    r, v, d = ([term(value) for value in one[name]] for name in ("rewards", "values", "deltas"))
+    return lines(
+        f"r_{n}     = -{one['kl_coef']:g} * {term(one['kl'][-1])} + {term(one['score'])} = {bare(r[-1])}",
+        f"delta_{n} = {r[-1]} + {gamma} * 0 - {v[-1]} = {bare(d[-1])}",
+    )
+
+
+def bare(text: str) -> str:
+    """A number without its brackets."""
+    return text.strip("()")
+
+
+def epoch_table(told: dict[str, Any], tokens: int, values: int) -> str:
+    epochs = [derived(told, k) for k in range(len(told["episodes"][0]["epochs"]["new_logprobs"]))]
+    policy, value = ([total(one, *names) for one in epochs] for names in SHARES)
+    clipped, value_clipped = (
+        [f"{int(total(one, flag, kind))} of {count}" for one in epochs]
+        for flag, kind, count in (("is_clipped", "learns", tokens), ("value_is_clipped", "value_learns", values))
+    )
+    coefficient = derivation.settings_of(told["args"])["vf_coef"]
+    return table(
+        "epoch",
+        [str(k + 1) for k in range(len(epochs))],
+        {
+            "mean ratio": [total(one, "ratio", "learns") / tokens for one in epochs],
+            "clipped in the policy loss": clipped,
+            "clipped in the value loss": value_clipped,
+            "policy loss": policy,
+            "value loss": value,
+            "total loss": [a + coefficient * b for a, b in zip(policy, value, strict=True)],
+        },
+    )
+
+
+SHARES = (("share", "learns"), ("value_share", "value_learns"))
+
+
+def blocks_of_solutions(told: dict[str, Any]) -> list[str]:
+    """Everything that docs/chapter3.md shows of the update, in its order."""
+    episodes, found, [best] = told["episodes"], derived(told), EXAMPLES[3].shown
+    solutions, steps, weights = [], [], []
+    for i, (episode, one) in enumerate(zip(episodes, found, strict=True)):
+        before, after = (math.fsum(only(row, "row", "flag")) for row in read_twice(episode, one))
+        solutions.append((str(i + 1), f"`{text(episode)}`", sum(one["learns"]), one["total"], one["advantages"][0]))
+        share, slope = math.fsum(only(one, "share", "learns")), one["gradient"][0] / one["divisor"]
+        steps.append((str(i + 1), f"{sum(one['learns'])}", share, f"{slope:.5f}", before, after, after - before))
+    one, episode = found[best], episodes[best]
+    new = episode["tokens"]["new_logprobs"]
+    moved = [
+        (
+            str(t + 1),
+            context(episode["pieces"], t),
+            *map(math.exp, (one["logprobs"][t], new[t])),
+            new[t] - one["logprobs"][t],
+        )
+        for t in range(len(new))
+        if abs(new[t] - one["logprobs"][t]) >= MOVED
+    ]
+    settings = derivation.settings_of(told["args"])
+    counts = {name: one[name] for name in ("tokens", "sequences", "episodes", "length")}
+    short = min(range(len(found)), key=lambda i: sum(found[i]["learns"]))
+    for name in derivation.DIVISORS:
+        divisors = [derivation.divisor(name, sum(other["learns"]), counts) for other in found]
+        loss = math.fsum(math.fsum(only(x, "loss", "learns")) / d for x, d in zip(found, divisors, strict=True))
+        weights.append((f"`{name}`", *(f"1 / {int(divisors[i])}" for i in (short, best)), loss))
+    assert settings["estimator"] == "grpo"
+    return [
+        grid(("", "response", "tokens", "R", "A"), solutions),
+        group_lines(found, best),
+        grid(("", "tokens", "share of the loss", "gradient per token", "log p before", "after", "change"), steps),
+        step_lines(told, episodes[best], one, best),
+        grid(("t", "token", "probability before", "after", "change of log p"), moved),
+        grid(("", f"weight of a token of response {short + 1}", f"of response {best + 1}", "policy loss"), weights),
+    ]
+
+
+def step_lines(told: dict[str, Any], episode: dict[str, Any], one: dict[str, Any], best: int) -> str:
+    before, after = (math.fsum(only(row, "row", "flag")) for row in read_twice(episode, one))
+    logged = told["logged"]
+    return lines(
+        f"policy loss      {number(logged['loss/policy_avg'])}",
+        f"gradient norm    {number(logged['policy/grad_norm'])}",
+        f"response {best + 1}       exp({number(before)}) = {100 * math.exp(before):.1f} % before the step, "
+        f"exp({number(after)}) = {100 * math.exp(after):.1f} % after it",
+    )
+
+
+MOVED = 0.05  # nats, by which a token must move to be shown
+
+
+def read_twice(episode: dict[str, Any], one: dict[str, Any]) -> list[dict[str, Any]]:
+    """The log-probs of a response before the update and after it."""
+    rows = one["logprobs"], episode["tokens"]["new_logprobs"]
+    return [{"row": row, "flag": one["learns"]} for row in rows]
+
+
+def context(pieces: Sequence[str], t: int) -> str:
+    """A token with its line up to there."""
+    before = "".join(pieces[:t]).rpartition("\n")[2]
+    return (
+        f"{word(pieces[t])} after `{before}`"
+        if before
+        else f"{word(pieces[t])} at the start of line {''.join(pieces[:t]).count(chr(10)) + 1}"
+    )
+
+
+def group_lines(found: Sequence[dict[str, Any]], best: int) -> str:
+    one, other = found[best], found[(best + 1) % len(found)]
+    n, mean, deviation = one["group_size"], term(one["group_mean"]), term(one["group_deviation"])
+    squares = f"{n - 1} * {mean}^2 + ({term(one['total'])} - {mean})^2"
+    return lines(
+        f"mean      = ({n - 1} * {term(other['total'])} + {term(one['total'])}) / {n} = {mean}",
+        f"deviation = sqrt(({squares}) / {n - 1}) = {deviation}",
+        f"A         = ({term(one['total'])} - {mean}) / {deviation} = {number(one['advantages'][0])}     correct",
+        f"A         = ({term(other['total'])} - {mean}) / {deviation} = {number(other['advantages'][0])}    wrong",
+    )
+
+
+def pages() -> dict[int, list[str]]:
+    """What the pages of the three chapters show."""
+    return {
+        1: blocks(read_json(ROOT / RECORDING)),
+        2: blocks_of_summaries(read_json(EXAMPLES[2].recording)),
+        3: blocks_of_solutions(read_json(EXAMPLES[3].recording)),
+    }
+
+
 def main(args: Args) -> None:
-    if args.record:
+    if args.record and args.chapter == 1:
         made = {"command": " ".join(COMMAND.split()), "update": UPDATE, "commit": commit(), "cpu": cpu_name()}
         replace_file(ROOT / RECORDING, json.dumps(rounded(made | record()[UPDATE])) + "\n")
-    print("\n\n".join(blocks(read_json(ROOT / RECORDING))))
+    elif args.record and args.chapter:
+        example = EXAMPLES[args.chapter]
+        replace_file(example.recording, json.dumps(rounded(record_example(example, args.base_model))) + "\n")
+    elif args.record:
+        raise InputError("--record needs --chapter")
+    for chapter, page in pages().items():
+        if args.chapter in (None, chapter):
+            print("\n\n".join(page), end="\n\n")
 
 
 if __name__ == "__main__":

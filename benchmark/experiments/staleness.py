@@ -5,10 +5,11 @@
     python benchmark/experiments/staleness.py report                          # table and picture of what has finished
     python benchmark/experiments/staleness.py draw                            # the picture again, from its tables
 
-With staleness K, a batch is sampled by the weights of K updates ago. There are three ways to take that:
+With staleness K, a batch is sampled by the weights of K updates ago. There are four ways to take that:
 
     decoupled   a weight leads from the policy that has sampled to the one that learns; the clip is around the latter
     bypass      plain PPO: old log-probs are the sampler's, and the clip acts on all that has changed since
+    masked      bypass, and a response that has become less likely by MASK nats per token is not blamed any more
     none        old log-probs are the learner's, and nothing makes up for the age
 
 So `8-none` is the run with K = 8 and nothing corrected. With K = 0 the ways differ by rounding alone; it is run once.
@@ -53,7 +54,8 @@ from ppo_rlhf.lib.run import read_meta
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "ppo_rlhf/rlvr_async.py"
 STALENESS = (0, 1, 2, 4, 8)
-WAYS = ("decoupled", "bypass", "none")
+WAYS = ("decoupled", "bypass", "masked", "none")
+MASK = 0.05  # nats
 SAME = "any"  # the way of staleness 0
 
 # ---- What is run -----------------------------------------------------------------------------------------------
@@ -73,6 +75,8 @@ class Variant:
     @property
     def words(self) -> str:
         """Arguments of rlvr_async.py."""
+        if self.way == "masked":
+            return f"--staleness {self.staleness} --correction bypass --off_policy_mask {MASK}"
         return f"--staleness {self.staleness} --correction {self.way if self.staleness else 'none'}"
 
 
@@ -191,7 +195,8 @@ def draw(args: Args) -> int:
 
 # ---- Picture ---------------------------------------------------------------------------------------------------
 
-STYLES = {SAME: ("black", "D"), "decoupled": ("#0072b2", "o"), "bypass": ("#d55e00", "s"), "none": ("#009e73", "^")}
+STYLES = {SAME: ("black", "D"), "decoupled": ("#0072b2", "o"), "bypass": ("#d55e00", "s")}
+STYLES |= {"masked": ("#cc79a7", "v"), "none": ("#009e73", "^")}
 SHOWN = {"0": "-", "2-decoupled": "--", "8-decoupled": "-", "8-bypass": "-", "8-none": "-"}  # learning curves
 SMOOTHED = 7  # updates: one has few problems
 
@@ -230,7 +235,7 @@ def draw_curve(axes: Axes, updates: pd.DataFrame, variant: Variant) -> None:
 
 def draw_over_staleness(axes: Axes, runs: pd.DataFrame, column: str) -> None:
     """Mean and interval of each way, side by side at each staleness; what staleness 0 gives is a line across."""
-    for way, aside in zip(STYLES, (0, -0.12, 0, 0.12), strict=True):
+    for way, aside in zip(STYLES, (0, -0.15, -0.05, 0.05, 0.15), strict=True):
         own = runs[runs["way"] == way].groupby("staleness")[column]
         points = {STALENESS.index(staleness) + aside: interval(list(values)) for staleness, values in own}
         if not points:

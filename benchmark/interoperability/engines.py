@@ -11,7 +11,7 @@ What happens, in float32:
        the others.
     2. it answers one prompt many times. How often each token came first is compared with its probability; as a
        control with that under the other weights.
-    3. rlvr_async.py trains SEEDS policies with each engine, a batch behind (`--staleness 1`).
+    3. rlvr_async.py trains SEEDS policies with each engine, one update stale (`--staleness 1`).
 
 The table of 1. and 2. has one row for each check; the exit status is 1 if one fails. Run this first with another
 version of vLLM.
@@ -120,7 +120,7 @@ def compare_logprobs(spec: engine.Spec, prompts: torch.Tensor, length: int) -> t
         exact = our_logprobs(model, prompts[:1].expand(spec.pad, -1), ids, spec.pad)[:, 0].double().exp()
         distances.append(0.5 * (seen - exact).abs().sum().item())
         if weights is start:
-            # By chance alone: each share is off by sqrt(2 p (1 - p) / (pi draws)) in the mean.
+            # By chance alone: each share is off by sqrt(2 p (1 - p) / (pi draws)) on average.
             chance = 0.5 * (2 * exact * (1 - exact) / (np.pi * DRAWS)).sqrt().sum().item()
     checks.append(Check("first tokens: total variation from their probabilities", distances[0], 3 * chance))
     checks.append(Check("control: from those under other weights", distances[1], 3 * chance, above=True))
@@ -164,7 +164,7 @@ def train(args: Args) -> list[dict[str, Any]]:
 
 def table_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     """One row for each engine: means with 95 % intervals over seeds."""
-    columns = {"right in the first updates (%)": "first", "in the last": "last"}
+    columns = {"correct in the first updates (%)": "first", "in the last": "last"}
     columns |= {"held out, samples": "samples", "held out, greedy": "greedy"}
     return [
         {"engine": f"`{name}`", "seeds": str(len(own))}

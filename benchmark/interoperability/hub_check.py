@@ -44,7 +44,7 @@ class Args:
 
 
 def first_row(file: BinaryIO, name: str, keys: tuple[str, ...]) -> Any:
-    """What stands first in a file: a line, an item, a row's columns under these keys, or the text of a member."""
+    """The first entry of a file: a line, an item, a row's columns under these keys, or the text of a member."""
     match PurePosixPath(name).suffix:
         case ".txt":
             return file.readline().decode()

@@ -7,7 +7,7 @@
 On tales, without a network, on a CPU. TRL runs in an environment of its own, that of speed.py, unless --python names
 another. What happens, in this order:
 
-    1. our sft and reward model open in TRL: scores, values and log-probs of the same rows of tokens, beside ours
+    1. our sft and reward model open in TRL: scores, values and log-probs of the same rows of tokens, next to ours
     2. PPOTrainer trains the policy for a few updates: sft is policy and reference, reward is reward and value model
     3. the policy that TRL saved goes on in tldr_policy.py, with the same reward model
     4. the policy and the critic that tldr_policy.py saved open in TRL, and PPOTrainer trains them for one update
@@ -167,7 +167,7 @@ def run_logged(command: list[str], folder: Path, log: str, **environment: str) -
         ).returncode
     if status:
         print("\n".join((folder / f"{log}.log").read_text().splitlines()[-15:]), file=sys.stderr)
-        raise InputError(f"{log} ended with status {status}; the end of {folder / log}.log stands above")
+        raise InputError(f"{log} ended with status {status}; the end of {folder / log}.log is above")
 
 
 def train_here(folder: Path, script: str, *flags: str) -> Path:

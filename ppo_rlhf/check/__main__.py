@@ -58,7 +58,7 @@ def require(python: str) -> None:
 
 
 def messages(adapter: Path, names: list[str], timeout: float, python: str) -> Iterator[dict[str, Any]]:
-    """What the child says. The last message is `done`, `failed`, or `stopped` with a reason."""
+    """The messages of the child. The last one is `done`, `failed`, or `stopped` with a reason."""
     start = [python, "-W", "ignore::UserWarning", "-m", "ppo_rlhf.check.child"]  # torch's would be above the table
     child = subprocess.Popen([*start, str(adapter), *names], stdout=subprocess.PIPE, text=True, env=environment())
     lines: queue.Queue[str | None] = queue.Queue()

@@ -18,11 +18,11 @@ class LeftOut(Exception):
 
 
 class Wrong(Exception):
-    """What came back cannot be compared. The message says why."""
+    """The result cannot be compared. The message says why."""
 
 
 def outputs_of(function: Callable, case: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What a function returns in a case, by the names of what is expected: float64 tensors on the CPU.
+    """The results of a function in a case, by the names of what is expected: float64 tensors on the CPU.
 
     It is called with float32 tensors. Where that raises, it is called again with float64, without gradients, and with
     arrays; a dtype asks for that one only.

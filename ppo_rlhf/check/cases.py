@@ -1,4 +1,4 @@
-"""What an adapter's functions are held against: golden numbers, exact enumeration, and properties.
+"""The cases that an adapter's functions are compared with: golden numbers, exact enumeration, and properties.
 
 The golden numbers were computed by openai/lm-human-preferences at cbfd210, vwxyzjn/summarize_from_feedback_details
 at ee77a9a and verl at b178a3c. A property repeats a case in another way that must not change its result, or compares

@@ -2,7 +2,7 @@
 
     python -m ppo_rlhf.check.child adapter.py [function ...]
 
-A line of JSON goes out for each case, before it is called and after. What the adapter prints goes to stderr.
+A line of JSON goes out for each case, before it is called and after. The adapter's own output goes to stderr.
 `gae:18` is a function of which only case 18 is called.
 """
 
@@ -26,7 +26,7 @@ NOT_THEIRS = ("<frozen", *(f"{Path(file).parent}{os.sep}" for file in (torch.__f
 
 
 def load(path: Path) -> ModuleType:
-    """The adapter as a module; what is beside it can be imported."""
+    """The adapter as a module; modules next to it can be imported."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location("adapter", path)
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""What a function's numbers say: which cases they match and, if not all, which known fault has the same numbers."""
+"""Diagnosis of a function's numbers: which cases match and, if not all, which known fault has the same numbers."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ SMALLEST = 0.1  # errors of numbers that are all smaller than this are relative 
 
 @dataclass
 class Report:
-    """What is said of one function."""
+    """The verdict on one function."""
 
     function: str
     cases: int = 0
@@ -84,10 +84,10 @@ def size(case: Case) -> int:
 
 
 def answer_of(function: Callable, case: Case) -> Answer:
-    """What a fault says in a case; a text if it raises."""
+    """The result of a fault in a case; a text if it raises."""
     try:
         return calls.outputs_of(function, case, torch.float64)
-    except Exception as error:  # faults may fail in many ways, as the code that they stand for
+    except Exception as error:  # faults may fail in many ways, like the code that they represent
         return str(error) or type(error).__name__
 
 
@@ -197,7 +197,7 @@ def agrees_where_wrong(fault: faults.Fault, case: Case, answer: Answer) -> bool:
 
 
 def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator[str]:
-    """What the failed cases have in common."""
+    """The properties that the failed cases have in common."""
     sources = [answers[index][0].source for index in wrong]
     of_all = [case.source for case, _ in answers.values()]
     for source in dict.fromkeys(sources):

@@ -595,7 +595,7 @@ def gae_multiplied_by_the_mask():
 
 @fault("gae", "V39", "verl b178a3c (REINFORCE++); until 8a1bf6d")
 def gae_erased_by_a_hole():
-    """What is carried back is multiplied by the mask, so rewards after a hole don't reach the tokens before it."""
+    """The advantage is multiplied by the mask, so rewards after a hole don't reach the tokens before it."""
     return "torch.where(mask[:, t], advantage, next_advantage)", "advantage.masked_fill(~mask[:, t], 0)"
 
 
@@ -748,7 +748,7 @@ def gae_one_step():
 
 @fault("gae", "V11", "verl b178a3c and 1dda039")
 def gae_NaN_times_the_mask():
-    """What is masked is multiplied by 0, and NaN times 0 is NaN, which reaches all tokens of the row."""
+    """Masked entries are multiplied by 0, and NaN times 0 is NaN, which reaches all tokens of the row."""
     return (
         (
             "torch.where(mask[:, t], advantage, next_advantage)",
@@ -1227,7 +1227,7 @@ def aggregate_norm_without_the_sequences():
 
 @fault("aggregate", "V55")
 def aggregate_empty_rows_count():
-    """Rows without a token are in the mean over responses."""
+    """Rows without a token count in the mean over responses."""
     return (
         "max((lengths > 0).sum(), 1) if sequences is None else sequences",
         "len(mask) if sequences is None else sequences",
@@ -1300,7 +1300,7 @@ def accumulate_sum_of_means():
 
 @fault("accumulate", "V61", GITHUB + "modelscope/ms-swift/issues/10117")
 def accumulate_divided_once_more():
-    """What is already divided by all tokens is divided by the number of micro-batches as well."""
+    """Losses that are already divided by all tokens are divided by the number of micro-batches as well."""
     return ".sum() / tokens", ".sum() / tokens / len(losses)"
 
 

@@ -98,7 +98,7 @@ def token_rewards(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """What a response near the greatest length loses, at most 0: (batch,). It falls linearly over `buffer` tokens."""
+    """The penalty of a response near the greatest length, at most 0: (batch,). Linear over `buffer` tokens."""
     over = lengths - (max_length - buffer)
     return -factor * (over / buffer).clamp(min=0)
 

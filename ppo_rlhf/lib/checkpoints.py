@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to go on, in checkpoints/<step> of its folder.
+"""Checkpoints: everything that a run needs to be resumed, in checkpoints/<step> of its folder.
 
 tensors.safetensors holds the weights that learn and the optimiser's moments, and state.json the rest and a checksum.
 A checkpoint is written under a temporary name and renamed when it is complete, so kill -9 never leaves half of one.
@@ -70,7 +70,7 @@ def read(run_folder: Path, run_id: str, step: int) -> tuple[dict[str, torch.Tens
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
             f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
-            f"remove that folder to go on from the one before"
+            f"remove that folder to resume from the one before"
         ) from error
 
 
@@ -91,7 +91,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What learns and the optimiser's moments, under flat names, for a checkpoint. Every process must call this."""
+    """Trained weights and the optimiser's moments for a checkpoint, by flat names. Every process must call this."""
     tensors = {f"model.{name}": parameter for name, parameter in trained_parameters(model).items()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}

@@ -25,7 +25,7 @@ from ppo_rlhf.lib.errors import InputError, flag, typed, typed_as
 
 @dataclasses.dataclass(frozen=True)
 class RunArgs:
-    """What every training script can be told of its run; a script adds its own, and other defaults."""
+    """The arguments that every training script has; a script adds its own, and other defaults."""
 
     preset: str = ""
     """names a set of defaults"""
@@ -40,10 +40,10 @@ class RunArgs:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
     gradient_checkpointing: bool = False
-    """keep only what enters each layer of a network that learns and compute the rest anew for the backward pass; a
-    memory knob, which costs a forward pass"""
+    """keep only the inputs of each layer of a trained network and compute the rest again in the backward pass; saves
+    memory, costs a forward pass"""
     resume: str = ""
-    """folder of a run to go on with: runs/<run>; its arguments are taken from there"""
+    """folder of a run to resume: runs/<run>; its arguments are taken from there"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
     track: bool = False
@@ -70,7 +70,7 @@ class AdaptiveKLArgs:
 
 Args = TypeVar("Args")
 
-# What may differ when a run goes on: its length, memory, tracking, output. All else would make it another run.
+# Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
 MAY_CHANGE = {
     "ppo.total_episodes",
     "resume",
@@ -87,6 +87,7 @@ MAY_CHANGE = {
     "ppo.local_micro_batch_size",
     "ppo.local_micro_batch_tokens",
     "ppo.local_rollout_batch_size",
+    "ppo.share_prefixes",
     "local_micro_batch_size",
     "local_micro_batch_tokens",
     "local_rollout_batch_size",
@@ -119,7 +120,7 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
 
 
 def run_script(main: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
-    """main(arguments of the command line); what is the user's to mend ends in one line and exit status 2."""
+    """main(arguments of the command line); a user error ends in one line and exit status 2."""
     errors.run_script(lambda: main(parse(sys.argv[1:])))
 
 
@@ -162,7 +163,7 @@ def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
 
 
 def check_same_arguments(saved: Any, args: Any) -> None:
-    """Refuse to go on with other arguments than the saved ones, but for those that may change; print those."""
+    """Refuse to resume with other arguments than the saved ones, except those that may change; print those."""
     old, new = files.flatten(dataclasses.asdict(saved)), files.flatten(dataclasses.asdict(args))
     allowed, refused = [], []
     for name in old:
@@ -198,7 +199,7 @@ def is_finished(folder: Path, args: Any) -> bool:
 
 
 class Stages:
-    """Trains one stage after another under one time stamp; goes on with the stage that was cut off."""
+    """Trains one stage after another under one time stamp; resumes the stage that was interrupted."""
 
     def __init__(self, args: Any, shared: Collection[str]):
         """args: of the script that runs the stages; args.resume is the folder of one of their runs, or empty.
@@ -223,7 +224,7 @@ class Stages:
         return self.runs / run.run_name(args, self.timestamp)
 
     def train(self, train: Callable[[Any, dict], Path], args: Any, part: str, kind: str) -> Path:
-        """Train one stage, go on with it, or skip it if it is finished; returns models/<run>/<kind>."""
+        """Train one stage, resume it, or skip it if it is finished; returns models/<run>/<kind>."""
         folder = self.run_folder(args)
         model = self.root / "models" / folder.name / kind
         begun = bool(self.resume) and (folder / "meta.json").exists()
@@ -232,12 +233,12 @@ class Stages:
             return model
         if self.resume and not begun and self.accelerator.is_main_process:
             if list(folder.glob("checkpoints/*")):
-                raise InputError(f"{run.shown(folder)} has checkpoints but no meta.json; it cannot go on")
+                raise InputError(f"{run.shown(folder)} has checkpoints but no meta.json; it cannot be resumed")
             if model.exists():
                 raise InputError(
                     f"{run.shown(model)} is there, but its run {run.shown(folder)} is not; bring that back"
                 )
-            shutil.rmtree(folder, ignore_errors=True)  # cut off before it had written anything to go on from
+            shutil.rmtree(folder, ignore_errors=True)  # interrupted before it had written anything to resume from
         with flags_of(part, args, self.shared):
             return train(dataclasses.replace(args, resume=str(folder) if begun else ""), self.joint)
 

@@ -33,8 +33,18 @@ function groupAdvantage(total, totals, lengths, estimator) {
   const n = totals.length, mean = sum(totals) / n;
   if (estimator === "rloo") return n / (n - 1) * (total - mean);
   if (estimator === "grpo") return (total - mean) / (groupDeviation(totals) + 1e-6);
+  if (estimator === "maxrl") return mean > 0 ? (total - mean) / (mean + 1e-6) : 0;
   if (estimator === "opo") return total - sum(totals.map((x, i) => x * lengths[i])) / sum(lengths);
   return total - mean;
+}
+
+function policyLam(lam, alpha, length) {
+  return alpha === null || alpha === undefined ? lam : 1 - 1 / Math.max(alpha * length, 1);
+}
+
+function isMasked(newLogprobs, samplerLogprobs, advantage, delta) {  // the rows are those of the response's tokens
+  if (delta === null || delta === undefined || advantage >= 0) return false;
+  return sum(newLogprobs.map((x, i) => samplerLogprobs[i] - x)) / Math.max(newLogprobs.length, 1) > delta;
 }
 
 function tokenLoss(newLogprob, ratio, advantage, s) {
@@ -68,7 +78,7 @@ function marksOf(tokens, n, chapter) {
 function statisticsOf(episode, epoch) {
   const told = episode.statistics || {}, found = {};
   for (const name of ["kl_coef", "reward_mean", "reward_deviation", "advantage_mean", "advantage_deviation", "tokens",
-    "values", "sequences", "episodes", "length", "baselines"])
+    "values", "sequences", "episodes", "length", "baselines", "right_tokens", "critic_lam"])
     found[name === "values" ? "value_count" : name] = (Array.isArray(told[name]) ? told[name][epoch] : told[name]) ?? NaN;
   return found;
 }
@@ -109,6 +119,7 @@ function derive(episode, s, epoch, group = []) {
     found.advantages = found.raw_advantages.map(x => (x - shared.advantage_mean) / shared.advantage_deviation);
 
   // Step 7: losses.
+  found.is_right = found.learns.map(learns => learns && (episode.numbers.verifier ?? NaN) > 0);
   return Object.assign(found, lossesOf(found, said, tokens, shared, s));
 }
 
@@ -120,8 +131,12 @@ function advantagesOf(episode, found, valued, s, group) {
   };
   const rewards = valued.map(t => found.used_rewards[t]), values = valued.map(t => found.values[t]);
   if (s.estimator === "gae") {
-    const deltas = temporalDifferences(rewards, values, s.gamma), raw = discountedSums(deltas, s.gamma * s.lam);
-    return {deltas: spread(deltas), raw_advantages: spread(raw), returns: spread(raw.map((x, i) => x + values[i]))};
+    const lam = policyLam(s.lam, s.lam_alpha, valued.length), recorded = found.critic_lam;
+    const criticLam = Number.isNaN(recorded) ? s.critic_lam ?? s.lam : recorded;
+    const deltas = temporalDifferences(rewards, values, s.gamma);
+    const [raw, targets] = [lam, criticLam].map(x => discountedSums(deltas, s.gamma * x));
+    return {deltas: spread(deltas), raw_advantages: spread(raw), of_targets: spread(targets), policy_lam: lam,
+      critic_lam: criticLam, valued_tokens: valued.length, returns: spread(targets.map((x, i) => x + values[i]))};
   }
   if (s.estimator === "reinforce++" || s.estimator === "remax") {
     const sums = discountedSums(rewards, s.estimator === "remax" ? 1 : s.gamma);
@@ -134,7 +149,8 @@ function advantagesOf(episode, found, valued, s, group) {
   const total = sum(rewards), advantage = groupAdvantage(total, totals, lengths, s.estimator);
   return {total, totals, group_size: totals.length, group_mean: sum(totals) / totals.length,
     group_weighted_mean: sum(lengths.map((k, i) => k * totals[i])) / Math.max(sum(lengths), 1),
-    group_deviation: groupDeviation(totals), equal: Math.max(...totals) <= Math.min(...totals),
+    group_deviation: groupDeviation(totals),
+    equal: Math.max(...totals) <= Math.min(...totals) || (s.estimator === "maxrl" && sum(totals) <= 0),
     raw_advantages: spread(valued.map(() => advantage))};
 }
 
@@ -149,6 +165,8 @@ function lossesOf(found, said, tokens, shared, s) {
   let weights = tokens.weights ? rowOf(tokens.weights, n) : Array(n).fill(1);
   if (s.correction === "bypass" && s.loss === "reinforce")
     weights = gaps.map(gap => Math.min(Math.exp(clip(s.level === "token" ? gap : total, -20, 20)), s.cap));
+  const ofResponse = [fresh, rowOf(tokens.sampler_logprobs, n)].map(row => learning.map(t => row[t]));
+  const masked = found.advantages.map(advantage => isMasked(...ofResponse, advantage, s.off_policy_mask));
   const divisor = divisorOf(s.aggregation, Math.max(learning.length, 1), shared);
   const valueDivisor = s.chapter < 3 ? shared.value_count : divisor, form = s.kl_loss_estimator;
   const klLoss = all.map(t => form === "full" ? exact[t] : klEstimate(fresh[t] - found.ref_logprobs[t], form)
@@ -164,7 +182,9 @@ function lossesOf(found, said, tokens, shared, s) {
   for (const name of ["loss", "free", "clipped", "gradient"]) flags[name] = terms.map(term => term[name]);
   return {...flags, old_logprobs: old, new_logprobs: fresh, new_values: freshValues, ratio, weights,
     log_ratio: whole ? Array(n).fill(mean) : gaps, clipped_ratio: ratio.map(x => clip(x, 1 - s.low, 1 + s.high)),
-    divisor, share: terms.map((term, t) => weights[t] * term.loss / divisor), kl_loss: klLoss,
+    is_kept: all.map(t => found.learns[t] && !masked[t]), is_masked: all.map(t => found.learns[t] && masked[t]),
+    divisor, share: terms.map((term, t) => (masked[t] ? 0 : weights[t]) * term.loss / divisor), kl_loss: klLoss,
+    nll_share: fresh.map(x => -s.nll_coef * x / Math.max(shared.right_tokens, 1)),
     kl_share: klLoss.map((part, t) => s.kl_loss_coef * (form === "full" ? 1 : weights[t]) * part / divisor),
     value_free: valueFree, value_clipped: valueClipped, value_loss: valueLoss,
     value_is_free: all.map(t => found.value_learns[t] && !(valueClipped[t] > valueFree[t])),
@@ -227,7 +247,8 @@ function written(value) {  // four digits, in brackets if negative
 }
 
 function numbersOf(found, s, t) {
-  const numbers = {gamma: s.gamma, lam: s.lam, dual_clip: s.dual_clip, kl_loss_coef: s.kl_loss_coef};
+  const numbers = {gamma: s.gamma, lam: s.lam, lam_alpha: s.lam_alpha, dual_clip: s.dual_clip,
+    kl_loss_coef: s.kl_loss_coef, nll_coef: s.nll_coef};
   for (const [name, value] of Object.entries(found)) {
     const row = Array.isArray(value) && name !== "totals";
     numbers[name] = row ? value[t] : value;

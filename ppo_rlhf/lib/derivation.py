@@ -23,7 +23,7 @@ Rows = Sequence[Row]
 
 
 def score(raw_score: float, stopped: bool, penalty: float) -> float:
-    """What counts as the score of a response: a penalty takes its place if there is no stop token."""
+    """The score of a response. A penalty takes its place if there is no stop token."""
     return raw_score if stopped else penalty
 
 
@@ -98,7 +98,7 @@ def clip(number: float, low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class Term:
-    """What a token adds to a loss before the mean is taken: the larger of two numbers."""
+    """The part of a token in a loss before the mean is taken: the larger of two numbers."""
 
     free: float  # without clipping
     clipped: float
@@ -142,7 +142,7 @@ def next_kl_coef(kl_coef: float, error: float, episodes: int, horizon: float) ->
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass over the episodes computes, before its optimiser step."""
+    """The numbers of one pass over the episodes, before its optimiser step."""
 
     ratios: list[list[float]]
     policy_terms: list[list[Term]]
@@ -245,6 +245,8 @@ def group_advantage(total: float, totals: Row, length: int, lengths: Sequence[in
         return n / (n - 1) * (total - mean)
     if estimator == "grpo":
         return (total - mean) / (group_deviation(totals) + 1e-6)
+    if estimator == "maxrl":
+        return (total - mean) / (mean + 1e-6) if mean > 0 else 0.0
     if estimator == "opo":
         return total - math.fsum(t * n for t, n in zip(totals, lengths, strict=True)) / sum(lengths)
     return total - mean  # dr_grpo, reinforce++-baseline
@@ -254,6 +256,19 @@ def group_deviation(totals: Row) -> float:
     """sqrt(sum of (R - mean)^2 / (n - 1)); 0 for a group of one."""
     mean = math.fsum(totals) / len(totals)
     return math.sqrt(math.fsum((total - mean) ** 2 for total in totals) / max(len(totals) - 1, 1))
+
+
+def policy_lam(lam: float, alpha: float | None, length: int) -> float:
+    """The lambda of the advantages of a response: lam, or 1 - 1 / (alpha * length), which is at least 0."""
+    return lam if alpha is None else 1 - 1 / max(alpha * length, 1)
+
+
+def is_masked(new_logprobs: Row, sampler_logprobs: Row, advantage: float, delta: float | None) -> bool:
+    """Whether a token that is blamed has no policy loss, because its response became too unlikely. Rows: of that."""
+    if delta is None or advantage >= 0:
+        return False
+    gaps = [old - new for new, old in zip(new_logprobs, sampler_logprobs, strict=True)]
+    return math.fsum(gaps) / max(len(gaps), 1) > delta
 
 
 @dataclass(frozen=True)
@@ -285,7 +300,7 @@ def token_loss(
 
 
 def divisor(aggregation: str, length: int, counts: Mapping[str, float]) -> float:
-    """What a token's loss is divided by. length: of its response; counts: of the whole minibatch."""
+    """The divisor of a token's loss. length: of its response; counts: of the whole minibatch."""
     found = {
         "token-mean": counts["tokens"],
         "seq-mean-token-sum": counts["sequences"],
@@ -318,6 +333,10 @@ def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
     found["low"] = (1.0 if loss == "cispo" else 0.2) if low is None else low
     bound = ppo.get("cliprange_value", NAN)
     found["cliprange_value"] = math.inf if bound is None else bound
+    found |= {"lam_alpha": ppo.get("lam_alpha"), "nll_coef": ppo.get("nll_coef", 0.0)}
+    found["critic_lam"] = ppo.get("critic_lam")  # None: lam
+    changes = ("critic_lam", "lam_alpha", "critic_explains")
+    found["own_targets"] = any(ppo.get(name) is not None for name in changes)
     found["dual_clip"] = ppo.get("dual_clip")
     found["aggregation"] = ppo.get("loss_aggregation", "token-mean")
     found["whiten_rewards"] = bool(ppo.get("whiten_rewards", False))
@@ -329,6 +348,7 @@ def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
     # An older policy may have sampled (rlvr_async.py).
     way = args.get("correction", "none")
     way = ("decoupled" if args.get("staleness") else "none") if way == "auto" else way
+    found["off_policy_mask"] = args.get("off_policy_mask")
     found |= {"correction": way, "level": args.get("correction_level", "token"), "cap": args.get("correction_cap", 0)}
     return found
 
@@ -392,6 +412,7 @@ def derive(
         found["advantages"] = [(advantage - mean) / deviation for advantage in found["raw_advantages"]]
 
     # Step 7: losses.
+    found["is_right"] = [learns and number_of(numbers.get("verifier")) > 0 for learns in found["learns"]]
     return found | losses_of(found, said, row_of(tokens.get("sampler_logprobs"), n), tokens, shared, settings)
 
 
@@ -400,9 +421,9 @@ def number_of(value: float | None) -> float:
 
 
 def statistics_of(episode: Mapping[str, Any], epoch: int) -> dict[str, float]:
-    """What an episode shares with others in an epoch."""
+    """The numbers that an episode shares with others in an epoch."""
     names = ("kl_coef", "reward_mean", "reward_deviation", "advantage_mean", "advantage_deviation", "tokens")
-    names += ("values", "sequences", "episodes", "length", "baselines")
+    names += ("values", "sequences", "episodes", "length", "baselines", "right_tokens", "critic_lam")
     told = episode.get("statistics", {})
     values = {name: told.get(name) for name in names}
     values = {name: value[epoch] if isinstance(value, list) else value for name, value in values.items()}
@@ -428,9 +449,16 @@ def advantages_of(
     rewards, values = ([found[name][t] for t in valued] for name in ("used_rewards", "values"))
     if estimator == "gae":
         deltas = temporal_differences(rewards, values, settings["gamma"])
-        raw = advantages(deltas, settings["gamma"], settings["lam"])
-        told = {"deltas": deltas, "raw_advantages": raw, "returns": returns(raw, values)}
-        return {name: spread(row) for name, row in told.items()}
+        lam = policy_lam(settings["lam"], settings["lam_alpha"], len(valued))
+        # In value pretraining, the trace says which lambda the targets had.
+        chosen, recorded = settings["critic_lam"], found["critic_lam"]
+        critic_lam = (settings["lam"] if chosen is None else chosen) if recorded != recorded else recorded
+        raw, of_targets = (advantages(deltas, settings["gamma"], x) for x in (lam, critic_lam))
+        told = {"deltas": deltas, "raw_advantages": raw, "of_targets": of_targets}
+        told |= {"returns": returns(of_targets, values)}
+        return {name: spread(row) for name, row in told.items()} | {
+            **{"policy_lam": lam, "critic_lam": critic_lam, "valued_tokens": len(valued)}
+        }
     if estimator in ("reinforce++", "remax"):
         gamma = settings["gamma"] if estimator == "reinforce++" else 1.0
         sums = advantages(rewards, gamma, 1.0)
@@ -445,7 +473,8 @@ def advantages_of(
     mean = math.fsum(totals) / len(totals)
     weighted = math.fsum(t * k for t, k in zip(totals, lengths, strict=True)) / max(sum(lengths), 1)
     told = {"total": total, "group_size": len(totals), "group_mean": mean, "group_weighted_mean": weighted}
-    told |= {"totals": totals, "group_deviation": group_deviation(totals), "equal": max(totals) <= min(totals)}
+    equal = max(totals) <= min(totals) or (estimator == "maxrl" and mean <= 0)
+    told |= {"totals": totals, "group_deviation": group_deviation(totals), "equal": equal}
     return told | {"raw_advantages": spread([advantage] * len(valued))}
 
 
@@ -483,6 +512,9 @@ def losses_of(
         total = math.fsum(gaps[t] for t in learns)
         logs = gaps if s["level"] == "token" else [total] * n
         weights = [min(math.exp(clip(gap, -20, 20)), s["cap"]) if gap == gap else NAN for gap in logs]
+    of_response = [[row[t] for t in learns] for row in (new, sampler_logprobs)]
+    masked = [is_masked(*of_response, advantage, s["off_policy_mask"]) for advantage in found["advantages"]]
+    factors = [0.0 if out else w for out, w in zip(masked, weights, strict=True)]
     counts = {name: shared[name] for name in ("tokens", "sequences", "episodes", "length")}
     divided = divisor(s["aggregation"], max(len(learns), 1), counts)
     value_divided = shared["value_count"] if s["chapter"] < 3 else divided
@@ -510,7 +542,10 @@ def losses_of(
         },
         **{name: [getattr(term, name) for term in terms] for name in ("loss", "free", "clipped", "gradient")},
         "divisor": divided,
-        "share": [w * term.loss / divided for w, term in zip(weights, terms, strict=True)],
+        "is_kept": [learns and not out for learns, out in zip(found["learns"], masked, strict=True)],
+        "is_masked": [learns and out for learns, out in zip(found["learns"], masked, strict=True)],
+        "share": [w * term.loss / divided for w, term in zip(factors, terms, strict=True)],
+        "nll_share": [-s["nll_coef"] * logprob / max(shared["right_tokens"], 1) for logprob in new],
         "kl_loss": kl_losses,
         "kl_share": [
             s["kl_loss_coef"] * (1.0 if kl_name == "full" else w) * part / divided
@@ -558,6 +593,11 @@ GROUP_FORMS = {
     ),
     "dr_grpo": ("A_t = R − μ", "{total} − {group_mean}", "The advantage is not divided by the deviation."),
     "reinforce++-baseline": ("A_t = R − μ", "{total} − {group_mean}", "The batch is whitened after that."),
+    "maxrl": (
+        "A_t = (R − μ) / (μ + 10⁻⁶)",
+        "({total} − {group_mean}) / ({group_mean} + 10⁻⁶)",
+        "The mean, the share of right responses, is the unit, so success at a hard prompt counts for more.",
+    ),
     "rloo": (
         "A_t = n / (n − 1) · (R − μ)",
         "{group_size} / ({group_size} − 1) · ({total} − {group_mean})",
@@ -667,6 +707,18 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
     if estimator == "gae":
         gae = ("train_policy.py compute_gae D56", "tldr_policy.py compute_gae T44", "rlvr_math.py gae V31")
         critic = ("train_policy.py forward D26", "tldr_policy.py forward T38", "rlvr_policy.py forward V30")
+        adapts = s["lam_alpha"] is not None
+        own_lam = Step(
+            *("policy_lam", "lambda", "λ = 1 − 1 / (α · |y|)", "max(0, 1 − 1 / ({lam_alpha} · {valued_tokens}))"),
+            "The longer the response, the closer to 1, so that its first token still hears of the score.",
+            *(("rlvr_math.py gae V106",), "", "valued"),
+        )
+        own_targets = Step(
+            *("of_targets", "advantage for the critic", "G_t = δ_t + γ λ_V · G_t+1"),
+            "{deltas} + {gamma} · {critic_lam} · {next_of_targets}",
+            "The critic's targets have a lambda of their own.",
+            *(("rlvr_math.py gae V105",), "", "valued"),
+        )
         return [
             Step(
                 *("values", "value", "V_t", "{values}"),
@@ -681,14 +733,17 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
                 "The token did this much better than the critic had expected; below 0, worse.",
                 *(gae, "", "valued"),
             ),
+            *([own_lam] if adapts else []),
             Step(
                 *("raw_advantages", "advantage", "A_t = δ_t + γ λ · A_t+1"),
-                "{deltas} + {gamma} · {lam} · {next_raw_advantages}",
+                "{deltas} + {gamma} · {policy_lam} · {next_raw_advantages}",
                 "A token also gets credit for what follows it, and less the further away that is.",
                 *(gae, "" if s["whiten_advantages"] else "advantages", "valued"),
             ),
+            *([own_targets] if s["own_targets"] else []),
             Step(
-                *("returns", "return", "R_t = A_t + V_t", "{raw_advantages} + {values}"),
+                *("returns", "return", "R_t = G_t + V_t" if s["own_targets"] else "R_t = A_t + V_t"),
+                "{of_targets} + {values}",
                 "The critic should have said this.",
                 *(gae, "returns", "valued"),
             ),
@@ -712,6 +767,9 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
         return [sums, last]
     formula, numbers, sentence = GROUP_FORMS[estimator]
     name = {"reinforce++-baseline": "reinforce_pp_baseline V40", "grpo": "grpo V33", "dr_grpo": "dr_grpo V36"}
+    name |= {"maxrl": "maxrl V109"}
+    equally = "All responses of the group did equally well, so there is nothing to learn from their differences."
+    equally = "All responses did equally well, or their mean is not above 0." if estimator == "maxrl" else equally
     where = (f"rlvr_math.py {(name | {'rloo': 'rloo V38', 'opo': 'opo V42'})[estimator]}",)
     centred = ("rlvr_math.py centred_scores V32",)
     return [
@@ -733,7 +791,7 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
         ),
         Step(
             *("raw_advantages", "advantage", "A_t = 0", "0"),
-            "All responses of the group did equally well, so there is nothing to learn from their differences.",
+            equally,
             *(("rlvr_math.py centred_scores V34",), recorded, "equal"),
         ),
     ]
@@ -825,9 +883,26 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
             *("share", "share of the policy loss", "w_t · loss_t / N" if weighted else "loss_t / N"),
             "{weights} · {loss} / {divisor}" if weighted else "{loss} / {divisor}",
             f"N is the divisor of the whole minibatch: {DIVISORS[s['aggregation']]}.",
-            *(aggregate, "", "learns"),
+            *(aggregate, "", "learns" if s["off_policy_mask"] is None else "is_kept"),
         )
     )
+    if s["off_policy_mask"] is not None:
+        found.append(
+            Step(
+                *("share", "share of the policy loss", "0", "0"),
+                "The response became so unlikely that it is no longer blamed (off-policy mask).",
+                *((*where[:2], "rlvr_math.py off_policy_mask V110"), "", "is_masked"),
+            )
+        )
+    if s["nll_coef"]:
+        found.append(
+            Step(
+                *("nll_share", "share of the likelihood loss", "−μ · log π_new(y_t) / N_right"),
+                "−{nll_coef} · {new_logprobs} / {right_tokens}",
+                "The response is right, so each of its tokens is made more likely, whatever its advantage.",
+                *((*where[:2], "rlvr_policy.py micro_batch_loss V108"), "", "is_right"),
+            )
+        )
     if s["kl_loss_coef"]:
         formula, numbers = KL_FORMS[s["kl_loss_estimator"].removesuffix("+")]
         formula, numbers = formula.replace("π", "π_new"), numbers.replace("{logprobs}", "{new_logprobs}")
@@ -922,7 +997,8 @@ def explain(
 
 def numbers_of(found: Mapping[str, Any], settings: Mapping[str, Any], t: int) -> dict[str, Any]:
     """Numbers and flags of token t, of the next token, of its episode, and of the run."""
-    numbers = {name: settings[name] for name in ("gamma", "lam", "dual_clip", "kl_loss_coef")}
+    names = ("gamma", "lam", "lam_alpha", "dual_clip", "kl_loss_coef", "nll_coef")
+    numbers = {name: settings[name] for name in names}
     n = len(found["logprobs"])
     for name, value in found.items():
         row = isinstance(value, list) and name != "totals"

@@ -6,7 +6,7 @@
 
 All that goes in and out are numpy arrays, numbers and texts. An engine knows nothing of how it is called from afar.
 
-Files and lines beside marks are those of verl-project/verl at commit b178a3c.
+Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ Weights = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Spec:
-    """What an engine must know of the policy."""
+    """The facts about the policy that an engine needs."""
 
     base_model: str  # that the policy started from: a folder that every machine sees, or a name on the hub
     dtype: str  # as the argument of the training scripts
@@ -160,7 +160,7 @@ class VLLM:
         self.version = -1
 
     def ask(self, *question: Any) -> Any:
-        """What the other process answers. Raises Lost if it was killed, an InputError if it has ended by itself."""
+        """The answer of the other process. Raises Lost if it was killed, an InputError if it has ended by itself."""
         try:
             self.pipe.send(question)
             return self.pipe.recv()
@@ -208,8 +208,8 @@ def check_gap(gap: float, dtype: str) -> None:
     limit = 0.05 if dtype == "bfloat16" else 1e-3
     if not gap <= limit:
         raise InputError(
-            f"a sampler with the learner's weights finds other log-probs than the learner: {gap:.2g} nats off in the "
-            f"mean, {limit:g} are too many"
+            f"a sampler with the learner's weights computes other log-probs than the learner: they differ by "
+            f"{gap:.2g} nats on average, and {limit:g} is the limit"
         )
 
 
@@ -229,7 +229,7 @@ def check_names(weights: Weights, parameters: Mapping[str, Tensor]) -> None:
 
 
 def description() -> dict[str, str]:
-    """What must be the same wherever a policy is computed; and, under `place`, where this process is."""
+    """Facts that must be the same wherever a policy is computed; and, under `place`, where this process is."""
     package, digest = Path(__file__).parent.parent, hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())

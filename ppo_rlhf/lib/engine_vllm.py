@@ -1,7 +1,7 @@
 """vLLM's side of engine.VLLM: a process with the Python of another environment, which has vLLM and not this package.
 
 It answers what it is asked through a pipe, and ends with whoever asks, or with an error of its own. Tested with vLLM
-0.32.0, on a CPU. Files and lines beside marks are those of verl-project/verl at commit b178a3c.
+0.32.0, on a CPU. Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
 import os
@@ -24,7 +24,7 @@ def start(vocab_size: int, settings: dict[str, Any]) -> tuple[Any, str]:
     import vllm
 
     def cut_logits(model: Any) -> None:
-        """Rows of the output layer above the tokenizer's ids stand for nothing."""
+        """Rows of the output layer above the tokenizer's ids have no text."""
         for module in model.modules():
             if type(module).__name__ == "LogitsProcessor":
                 module.org_vocab_size = vocab_size
@@ -62,7 +62,7 @@ def load(llm: Any, weights: dict[str, Any]) -> None:
 
 
 def pack_output_layer(model: Any) -> None:
-    """Pack its weights for the CPU anew: tied to the embedding, it has none of its own that would be loaded."""
+    """Pack its weights for the CPU again: tied to the embedding, it has none of its own that would be loaded."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)

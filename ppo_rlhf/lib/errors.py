@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import re
@@ -24,11 +25,11 @@ class InputError(ValueError):
 
 
 class NumericalError(ValueError):
-    """A number that the run depends on cannot be right. The message is one line: which, where, what is kept."""
+    """A number that the run depends on is impossible. The message is one line: which, where, what is kept."""
 
 
 class Stopped(BaseException):
-    """The run was told to stop by SIGTERM. The message is one line: where, and how to go on."""
+    """The run was told to stop by SIGTERM. The message is one line: where, and how to resume."""
 
 
 TYPED_AS: ContextVar[dict[str, str]] = ContextVar("TYPED_AS")  # of arguments with another name than their own
@@ -59,7 +60,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS} 
 
 
 def run_script(main: Callable[[], Any]) -> None:
-    """Run main(); turn an error that is the user's to mend into one line and exit status 2."""
+    """Run main(); turn a user error into one line and exit status 2."""
     if sys.stdout is None:  # it was closed; a file must not take its number, which libraries may write to
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -102,7 +103,7 @@ def run_script(main: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def handler_of(number: signal.Signals, handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """What a signal does to this process within the block, unless it is ignored; only the main thread can say."""
+    """The effect of a signal on this process within the block, unless it is ignored; only the main thread can say."""
     previous = signal.getsignal(number) or signal.SIG_DFL
     if threading.current_thread() is not threading.main_thread() or previous is signal.SIG_IGN:
         yield
@@ -168,6 +169,13 @@ def environment_number(name: str, default: int, least: int, most: int = 999_999)
 def is_first_process() -> bool:
     """Whether this is the process that talks, also before accelerate has found the others."""
     return not re.fullmatch("0*[1-9][0-9]*", os.environ.get("RANK", "0"))
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Print a line, on the first process, the first time that this is called with it."""
+    if is_first_process():
+        print(line)
 
 
 PATIENCE = 5.0  # seconds in which a launcher ends all processes after the first has failed

@@ -20,7 +20,7 @@ class HubFiles:
     """Files of a data set on the hub. Plain data, because `datasets` 4 and later run no loading scripts."""
 
     repository: str
-    names: tuple[str, ...]  # patterns, in which {split} may stand for a split; there is a file for each
+    names: tuple[str, ...]  # patterns, in which {split} is replaced by a split; there is a file for each
     revision: str | None = None
 
     def matching(self, files: Iterable[str], split: str = "") -> list[str]:

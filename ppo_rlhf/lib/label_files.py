@@ -52,7 +52,7 @@ def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedT
     Queries hold task.query_length token ids and samples task.response_length, padded on the right. A file next to it,
     `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer (one above its largest id), the `padding_id`
     and the `ceiling` of accuracy. Without a vocab_size, the ids are read as GPT-2's if the tokenizer is larger than
-    GPT-2's. If it is not, all ids must lie in its vocabulary. Without a padding_id, 50259 is padding, as in OpenAI's
+    GPT-2's. If it is not, all ids must be in its vocabulary. Without a padding_id, 50259 is padding, as in OpenAI's
     files. If 50259 is a token, padding_id must be given, and it must not be a token.
     """
     # [D19] A choice among samples.   label_types.py#L33-L55

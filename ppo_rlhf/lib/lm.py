@@ -1,6 +1,6 @@
 """How a model reads and writes tokens.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
 
 def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What attention adds to its scores: 0 where a position may look, the lowest number where it may not.
+    """The numbers that attention adds to its scores: 0 where a position may look, the lowest number where it may not.
 
     mask: (batch, sequence_length), True for real tokens. Returns (batch, 1, sequence_length, sequence_length).
     """
@@ -36,7 +36,7 @@ def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, colum
 
     tokens: (batch, sequence_length). Returns (batch, selected columns, width), after the last layer norm.
     """
-    # [D13] Padding is never embedded: token 0 stands in, and no token sees it.   language/model.py#L294-L300
+    # [D13] Padding is never embedded: token 0 takes its place, and no token sees it.   language/model.py#L294-L300
     mask = tokens != pad_id  # (batch, sequence_length)
     input_ids = tokens.masked_fill(~mask, 0)
     # [D14] A position counts real tokens before it: 0, 1, 1, 1 for [x, pad, pad, a].   language/model.py#L265-L269
@@ -71,7 +71,7 @@ def read_before_responses(lm_backbone: PreTrainedModel, tokens: Tensor, response
     """Final hidden states at the position before each token of the responses: (batch, response_length, width).
 
     tokens: (batch, length), queries and their responses, with padding anywhere. responses: (batch, response_length),
-    the same responses, with padding at their end; what is returned there means nothing.
+    the same responses, with padding at their end; the results there mean nothing.
     """
     packed = left_pad(tokens, pad_id)
     hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)
@@ -215,6 +215,7 @@ def generate_until(
     """
     width = contexts.shape[1]
     hidden, mask, cache = read_contexts(lm_backbone, left_pad(contexts, pad_id), pad_id, uniforms.shape[1])
+    states = [(layer.keys, layer.values) for layer in cache.layers]
     position_ids = mask.sum(1, keepdim=True)  # of the next token: (rows, 1)
     seen = F.pad(mask, (0, uniforms.shape[1]), value=False)  # by a response token; no response token is there yet
     token_mask = torch.zeros(seen.shape, dtype=lm_backbone.dtype, device=seen.device)
@@ -242,12 +243,15 @@ def generate_until(
             rows, ended, tokens, position_ids, token_mask = (
                 tensor[kept] for tensor in (rows, ended, tokens, position_ids, token_mask)
             )
-            for layer in cache.layers:
-                layer.keys, layer.values = layer.keys[kept], layer.values[kept]
-        token_mask[..., width + column] = 0
+            states = [(keys[kept], values[kept]) for keys, values in states]
+        # [V121] Attention gets the columns that are filled. The room for later tokens would cost as much as they do.
+        filled = width + column + 1
+        token_mask[..., filled - 1] = 0
+        for layer, both in zip(cache.layers, states, strict=True):
+            layer.keys, layer.values = (x[:, :, :filled] for x in both)
         hidden = lm_backbone.base_model(
             input_ids=tokens,
-            attention_mask=token_mask,
+            attention_mask=token_mask[..., :filled],
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,

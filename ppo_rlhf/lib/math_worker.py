@@ -1,6 +1,6 @@
 """The process in which math-verify reads and compares mathematics, for lib/rewards.py.
 
-It writes "ready". Then it reads lines, each a JSON list of two texts, the right answer first, and answers each with
+It writes "ready". Then it reads lines, each a JSON list of two texts, the correct answer first, and answers each with
 True, if both are mathematics and equal, or False. A text is the content of a box.
 
 Expressions from a language model may take for ever, and compute where no handler of Python's is called. So the kernel
@@ -21,7 +21,7 @@ MEMORY = 4 * 2**30  # bytes
 
 
 def is_true(contents: list[str]) -> bool:
-    # [V19] First the right answer is read, then the other; verify() takes them in this order.
+    # [V19] First the correct answer is read, then the other; verify() takes them in this order.
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
     parsed = []
     for text in contents:

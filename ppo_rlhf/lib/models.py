@@ -1,6 +1,6 @@
 """Pretrained models and our own: load, check, save.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import contextlib
@@ -64,13 +64,13 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One above a tokenizer's largest id, which is its length unless its ids have holes; also our padding id.
 
-    An id in a hole may be sampled, as any row of the output layer that stands for no text, and is decoded as nothing.
+    An id in a hole may be sampled, like any row of the output layer that has no text, and is decoded as nothing.
     """
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """What ppo_rlhf.json beside the weights of one of our models says of it."""
+    """The content of ppo_rlhf.json, which is next to the weights of our models."""
     try:
         info = files.read_json(folder / "ppo_rlhf.json")
     except (OSError, ValueError) as error:
@@ -164,7 +164,7 @@ def read_whole(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            # The library would load adapters that lie beside the weights. They are looked for where none can be.
+            # The library would load adapters that are next to the weights, so it looks for them where none can be.
             adapter_kwargs={"subfolder": "config.json"},
         )
     if loading["missing_keys"]:
@@ -180,10 +180,10 @@ def read_whole(
 
 @contextlib.contextmanager
 def without_pickles() -> Iterator[None]:
-    """Keep the library from loading pickles, which an index of safetensors or config.json may name all the same."""
+    """Keep the library from loading pickles, which an index of safetensors or config.json may name nevertheless."""
 
     def refuse(file: Any, *_: Any, **__: Any) -> None:
-        raise OSError(f"its weights lie in {Path(file).name}, which is a pickle; only safetensors are read")
+        raise OSError(f"its weights are in {Path(file).name}, which is a pickle; only safetensors are read")
 
     load, torch.load = torch.load, refuse
     try:
@@ -313,8 +313,8 @@ def read_slices(model: PreTrainedModel, device: torch.device) -> None:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files_with_weights(path, revision)]
         found = {key: file for file in opened for key in [*file.keys()]}
         for name, parameter in model.named_parameters():
-            # What reward_head.safetensors has counts more: see save_reward_model. The other files may be those of a
-            # model with a head or without, and GPT-NeoX's have an older name of the output layer.
+            # The tensors in reward_head.safetensors take precedence: see save_reward_model. The other files may be
+            # those of a model with a head or without, and GPT-NeoX's have an older name of the output layer.
             names = (f"lm_backbone.{name}", name, name.removeprefix(prefix), prefix + name)
             names += (name.replace("lm_head.", "embed_out."),)
             key = next((other for other in names if other in found), None)
@@ -370,7 +370,7 @@ def check_kind(folder: Path, what: str, *kinds: str) -> None:
 
 
 def check_vocabulary(model: str, what: str, other: str, trust_remote_code: bool = False) -> None:
-    """Raise if an id stands for another text in a model than in another one. what: the argument that names it."""
+    """Raise if an id means another text in one model than in another. what: the argument that names it."""
     tokenizers = [load_tokenizer(name, trust_remote_code) for name in (model, other)]
     sizes = [vocabulary_size(tokenizer) for tokenizer in tokenizers]
     remedy = "both must start from the same kind of model"
@@ -410,6 +410,13 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
     if not same_logits(output_layer(model.base_model(tokens).last_hidden_state), logits):
         raise InputError(f"{what} changes its logits after the output layer, which is not supported")
 
+    columns, half, quarter = torch.arange(length, device=model.device), length // 2, length // 4
+    if passes.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
+        rows = torch.cat([tokens, tokens.roll(quarter, 1).where(columns >= half, tokens)])
+        if not same_logits(output_layer(read_tokens(model, rows, vocab_size, slice(None))), model(rows).logits):
+            passes.UNFIT.add(type(model.base_model))
+            errors.say_once(f"{what} does not read shared prefixes as it should: each row is read by itself")
+
     def agrees(places: torch.Tensor) -> bool:
         """Whether the first tokens, at these columns with padding in all others, have the logits from above."""
         row = torch.full_like(tokens, vocab_size)
@@ -417,7 +424,6 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
         hidden_states = read_tokens(model, row, vocab_size, slice(None))
         return same_logits(output_layer(hidden_states[:, places]), logits[:, : len(places)])
 
-    columns, half, quarter = torch.arange(length, device=model.device), length // 2, length // 4
     try:
         at_all = agrees(columns)
         after_padding = agrees(columns[half:])
@@ -431,7 +437,7 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
         )
     if not (after_padding and around_padding):
         raise InputError(
-            f"{what} gives a text other logits when padding stands "
+            f"{what} gives a text other logits when padding is "
             f"{'inside' if after_padding else 'before'} it, which is not supported: it reads tokens one after the "
             f"other (Mamba, RWKV) or takes distances from columns instead of position ids (ALiBi as in MPT; a window "
             f"as in GPT-Neo, which {flag('task.query_length')} and {flag('task.response_length')} below it avoid)"
@@ -466,16 +472,16 @@ def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool 
         missing = {"reward_head.weight", "reward_head.bias", "gain", "bias"} - set(head)
         unexpected = reward_model.load_state_dict(head, strict=False).unexpected_keys
     except (SafetensorError, RuntimeError) as error:
-        raise InputError(f"{head_file} does not fit the model beside it: {error}") from error
+        raise InputError(f"{head_file} does not fit the model next to it: {error}") from error
     if missing or unexpected:
-        raise InputError(f"{head_file} does not fit the model beside it: {', '.join([*missing, *unexpected])}")
+        raise InputError(f"{head_file} does not fit the model next to it: {', '.join([*missing, *unexpected])}")
     if not all(tensor.isfinite().all() for tensor in head.values()):
         raise InputError(f"{head_file} holds numbers that are not finite")
     return reward_model.requires_grad_(False)
 
 
 def config_for_plots(given: Any, args: Any) -> dict[str, Any]:
-    """What Weights & Biases gets besides a policy's arguments: the label file that its reward model learned from.
+    """Additional entries for Weights & Biases: the label file that the policy's reward model learned from.
 
     The plotting command of lm-human-preference-details (at ccc1953) selects runs by it. given: the arguments as they
     were typed; args: with the paths that they mean.
@@ -534,7 +540,7 @@ class MixedPrecision(nn.Module):
 
     @property
     def sampler(self) -> PreTrainedModel:
-        """What generates, within `sampling`: the language model. If it is sharded, a copy of it in one piece.
+        """The model that generates within `sampling`: the language model or, if that is sharded, a copy in one piece.
 
         The copy is in bfloat16 if matrix products are. Without it, each token would gather all layers.
         """
@@ -557,7 +563,7 @@ def layers(network: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_layers(network: nn.Module) -> None:
-    """Let passes with gradients keep only what enters a layer; the backward pass computes the rest anew.
+    """Let passes with gradients keep only the inputs of a layer; the backward pass computes the rest again.
 
     Here and not by the library, which does so in train mode, and there for rollouts too, whose cache it refuses.
     """
@@ -575,7 +581,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 
 
 def compile_backbone(lm_backbone: PreTrainedModel) -> None:
-    """Compile a language model that is not packed. Each line of packed tokens would be compiled anew."""
+    """Compile a language model that is not packed. Each line of packed tokens would be compiled again."""
     lm_backbone.base_model.compile(dynamic=False)
 
 
@@ -585,7 +591,7 @@ def compile_backbone(lm_backbone: PreTrainedModel) -> None:
 @dataclass(frozen=True)
 class LoraArgs:
     rank: int = 0
-    """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all of its own"""
+    """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all its weights"""
     alpha: float = 16.0
     """the adapters' output is scaled by alpha / rank"""
     target_modules: str = ""
@@ -630,13 +636,13 @@ def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None
             there = sorted({layer.rpartition(".")[2] for layer, weight in layers.items() if weight.dim() == 2})
             raise InputError(
                 f"{what}: the base model has no layer {name!r}; it has {', '.join(there)}; all-linear, by itself, "
-                f"stands for every linear layer but the output layer"
+                f"means every linear layer except the output layer"
             )
         for layer in fitting:
             if shared := [other for other in layers if other != layer and layers[other] is layers[layer]]:
                 raise InputError(
                     f"{what}: {layer} has the same weight as {shared[0]}, so it cannot have an adapter; all-linear "
-                    f"stands for every linear layer but the output layer"
+                    f"means every linear layer except the output layer"
                 )
 
 
@@ -686,7 +692,7 @@ def save_reward_model(
 
     The score of such a model is linear in the final hidden state and has no constant. So the gain goes into the
     weight w of the score, and the constant c into the bias of the final layer norm, along w: w (h + c w / |w|^2)
-    = w h + c. Where that norm has no bias, c stands in the configuration as `score_constant` and must be added.
+    = w h + c. Where that norm has no bias, c is in the configuration as `score_constant` and must be added.
     `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
     """
     # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
@@ -721,7 +727,7 @@ def save_reward_model(
 
 
 def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
-    """Save as an ordinary causal language model, with the value head and ppo_rlhf.json beside the weights.
+    """Save as an ordinary causal language model, with the value head and ppo_rlhf.json next to the weights.
 
     policy: a PolicyWithValueHead; args: of its script, as they were given. Only the first process writes.
     """

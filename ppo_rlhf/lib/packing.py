@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import MethodType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,32 +23,37 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ppo_rlhf.lib import passes, precision
+from ppo_rlhf.lib import errors, passes, precision
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
 # Cutting rows out costs copies, which grow with the width; it saves matrix products, which grow with its square.
 # On a CPU it pays with GPT-2 (768 wide), and does not with the small models of the worlds (128).
 LEAST_WIDTH = 512
-# What a group costs attention, in tokens of padding that it may save. On a CPU 0 was fastest with 32 rows of GPT-2's
+# The cost of a group for attention, in tokens of padding. On a CPU 0 was fastest with 32 rows of GPT-2's
 # shape and 8 of Pythia 160M's. The GPU's number is an estimate.
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 
 
-def enable(*models: PreTrainedModel) -> None:
+def enable(*models: PreTrainedModel, share_prefixes: bool = False) -> None:
     """Let models read packed rows from now on, each if its architecture was tried and it is wide enough.
 
-    To be called before a model is sharded.
+    share_prefixes: whether what several rows begin with is read once for all of them; also by narrow models. To be
+    called before a model is sharded.
     """
     for model in models:
         config, backbone = model.config, model.base_model
         tried = config.model_type in TRIED and type(model).__module__.startswith("transformers.")
         wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
-        if tried and wide and config._attn_implementation in ("sdpa", NAME):
+        fits = tried and config._attn_implementation in ("sdpa", NAME)
+        if share_prefixes and not fits:
+            errors.say_once(f"{type(model).__name__} cannot share prefixes: each row is read by itself")
+        if fits and (wide or share_prefixes):
             for part in backbone.modules():
                 if hasattr(part, "config"):  # the layers of a loaded model have another one than the model
                     part.config._attn_implementation = NAME
-            backbone.is_packed, backbone.forward = True, MethodType(forward, backbone)
+            backbone.is_packed, backbone.shares_prefixes = wide, share_prefixes
+            backbone.forward = MethodType(forward, backbone)
 
 
 def forward(
@@ -63,7 +69,9 @@ def forward(
     if reads_rows(input_ids, attention_mask, position_ids, past_key_values, **options):
         # The last position of a row sees all real tokens, and itself. So it is read, even if it is padding.
         real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
-        return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values))
+        shared = passes.find_shared(backbone, input_ids, real) if past_key_values is None else None
+        if shared or backbone.is_packed:
+            return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values, shared))
     own = type(backbone).forward
     return own(
         backbone,
@@ -94,22 +102,32 @@ def read(
     position_ids: Tensor,
     mask: Tensor,
     cache: precision.KeyValueCache | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Final hidden states (batch, length, width) of a packed model.
 
     input_ids, position_ids, mask: (batch, length). The mask is True for real tokens, each of which sees those before
     it in its row. Ids and positions of padding are never read. cache: if given, it is empty and gets the keys and
-    values of the real tokens, in their columns.
+    values of the real tokens, in their columns. shared: as of passes.find_shared; then the line has tokens that are
+    repeated only once: of a group of responses [prompt, response 1, ..., response n]. Positions start again after the
+    prompt, and attention gets whole rows.
     """
     device, (batch, length) = mask.device, mask.shape
     real = mask.cpu()  # waits for the device, because what is computed depends on the lengths of rows
     lengths, order = real.sum(1).sort(descending=True, stable=True)
     rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
-    rows, tokens = order[rows], len(rows)
+    rows, numbers, first = order[rows], torch.arange(len(rows)), slice(None)
+    if shared:
+        # [V120] What follows a token changes nothing about it. So repetitions of a token get one place in the line.
+        numbers = shared[0][order][torch.arange(length) < lengths.unsqueeze(1)]  # (rows' tokens,)
+        first = torch.from_numpy(np.unique(numbers, return_index=True)[1])  # (the line's tokens,)
+    tokens = len(numbers[first])
     # One more token at the end of the line represents all padding. It sees only itself.
-    stand_in = [1] if tokens < batch * length else []  # its length
-    places = torch.full((batch, length), tokens).index_put((rows, columns), torch.arange(tokens))
-    rows, columns, places = rows.to(device), columns.to(device), places.to(device)
+    stand_in = [1] if len(rows) < batch * length else []  # its length
+    places = torch.full((batch, length), tokens).index_put((rows, columns), numbers)
+    line_and_rows = ((numbers, tokens), (first, len(rows)))
+    repeats = shared and [F.pad(x, (0, len(stand_in)), value=end).to(device) for x, end in line_and_rows]
+    rows, columns, places = rows[first].to(device), columns[first].to(device), places.to(device)
     line = [F.pad(numbers[rows, columns], (0, len(stand_in))).unsqueeze(0) for numbers in (input_ids, position_ids)]
     answer = type(backbone).forward(
         backbone,
@@ -117,6 +135,7 @@ def read(
         position_ids=line[1],
         attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
         row_groups=plan_groups([*lengths.tolist(), *stand_in], device),
+        repeats=repeats,
         past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
         use_cache=cache is not None,
     )
@@ -178,9 +197,11 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     row_groups: list[Group] | None = None,
+    repeats: list[Tensor] | None = None,
     **settings,
 ) -> tuple[Tensor, None]:
-    """The library's attention. With groups, each group attends to itself only.
+    """The library's attention. With groups, each group attends to itself only. With repeats, the line lacks what the
+    groups repeat: the first tensor puts this into it, and the second one takes it out again.
 
     query, key, value: (1, heads, tokens, head width), the groups' tokens one after the other; key and value may have
     fewer heads. Returns (1, tokens, heads, head width). There is no dropout, which `load_pretrained` sets to 0.
@@ -189,6 +210,10 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if key.shape[1] < query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if repeats:  # tokens are copied whole, with all heads
+        query, key, value = (
+            x.transpose(1, 2).index_select(1, repeats[0]).transpose(1, 2) for x in (query, key, value)
+        )
     outputs, sizes = [], [group.tokens for group in row_groups]
     line = [states[0].split(sizes, dim=1) for states in (query, key, value)]
     for group, *parts in zip(row_groups, *line, strict=True):  # parts: three of (heads, tokens, head width)
@@ -198,7 +223,8 @@ def attention(
         output = F.scaled_dot_product_attention(*rows, is_causal=True, scale=settings["scaling"])
         padded = output.transpose(1, 2).flatten(0, 1)  # (rows * longest, heads, head width)
         outputs.append(padded if group.to_line is None else padded.index_select(0, group.to_line))
-    return torch.cat(outputs).unsqueeze(0), None
+    output = torch.cat(outputs)
+    return (output.index_select(0, repeats[1]) if repeats else output).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, attention)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -35,7 +36,8 @@ def by_length(
     tensor or several, with the rows in the order in which they were given.
     """
     lengths = count_tokens(tokens, pad_id) + new_tokens  # (batch,)
-    plan = plan_passes(lengths, model, rows, most_tokens, uses=max(1, new_tokens))
+    shared = find_shared(model, tokens, tokens != pad_id)
+    plan = plan_passes(lengths, model, rows, most_tokens, uses=max(1, new_tokens), shared=shared)
 
     def call(tokens: Tensor, *others_and_longest: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         *others, longest = others_and_longest
@@ -63,7 +65,8 @@ def micro_batches(
     tokens: (minibatch, length) token ids. lengths: as count_tokens gives them (minibatch,). rows, most_tokens: of a
     pass, at most; 0: as many as are fast.
     """
-    for one in plan_passes(lengths, model, rows, most_tokens):
+    shared = find_shared(model, tokens, tokens != pad_id)
+    for one in plan_passes(lengths, model, rows, most_tokens, shared=shared):
         yield pack(tokens[one.rows], pad_id, one.longest), *(tensor[one.rows] for tensor in others)
 
 
@@ -87,25 +90,30 @@ class Pass:
     longest: int  # tokens of the longest of these rows
 
 
-def plan_passes(lengths: Tensor, model: nn.Module, rows: int = 0, tokens: int = 0, uses: int = 1) -> list[Pass]:
-    """Divide rows into passes of similar length, the longest first.
+def plan_passes(
+    lengths: Tensor, model: nn.Module, rows: int = 0, tokens: int = 0, uses: int = 1, shared: tuple | None = None
+) -> list[Pass]:
+    """Divide rows into passes of similar length, the longest first, or into passes of rows that begin alike.
 
     lengths: tokens of each row (rows,), on the CPU. rows, tokens: how many a pass has at most, padding included; with
     neither, there are as many passes as pay, and one where no padding is read. model: what reads them. uses: how
-    often it is called in a pass, for each token if it generates. Where weights are sharded, every process makes
-    equally many passes, and all must call this.
+    often it is called in a pass, for each token if it generates. shared: from find_shared. Where weights are sharded,
+    every process makes equally many passes, and all must call this.
     """
-    order = lengths.argsort(descending=True, stable=True)
+    order = shared[1] if shared else lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
     if not count:
         return []
     if tokens:  # masks and hidden states are padded, even where nothing else is
-        starts = [0]
-        while (end := starts[-1] + min(rows or count, max(1, tokens // max(1, ordered[starts[-1]])))) < count:
-            starts.append(end)
+        starts, longest = [0], 0
+        for row, length in enumerate(ordered):
+            longest, size = max(longest, length), row - starts[-1]  # of the pass so far
+            if size and (size == rows or (size + 1) * longest > tokens):
+                starts.append(row)
+                longest = length
     elif rows:
         starts = list(range(0, count, rows))
-    elif is_packed(model):
+    elif shared or is_packed(model):
         starts = [0]
     else:
         starts = starts_that_pay(ordered, uses * cost_of_pass(model))
@@ -119,10 +127,41 @@ def plan_passes(lengths: Tensor, model: nn.Module, rows: int = 0, tokens: int = 
     return [Pass(rows, longest=max(lengths[rows].tolist())) for rows in plan]
 
 
-def is_packed(model: nn.Module) -> bool:
-    """Whether lib/packing.py was applied to this language model, or to all that are part of this network."""
+def is_packed(model: nn.Module, how: str = "is_packed") -> bool:
+    """Whether lib/packing.py was applied to this language model, or to all that are part of this network.
+
+    how: is_packed, or shares_prefixes.
+    """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is part.base_model]
-    return bool(parts) and all(getattr(part, "is_packed", False) for part in parts)
+    return bool(parts) and all(getattr(part, how, False) for part in parts)
+
+
+MOST_LEFT = 0.8  # of all tokens. If fewer are repeated, reading them once saves no more than its copies cost.
+UNFIT: set[type] = set()  # models that were seen to read shared prefixes in another way
+
+
+def find_shared(model: nn.Module, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The prefix_tree of rows (batch, length), if the model shares prefixes and enough of the real tokens repeat."""
+    if not is_packed(model, "shares_prefixes") or UNFIT.intersection(map(type, model.modules())) or not len(tokens):
+        return None
+    ids = tokens.masked_fill(~mask, -1).cpu()
+    numbers, order = prefix_tree(ids.gather(1, (ids < 0).int().argsort(dim=1, stable=True)))
+    return (numbers, order) if numbers.max() + 1 <= MOST_LEFT * (ids >= 0).sum() else None
+
+
+def prefix_tree(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Number tokens so that two have the same number if they, and all tokens before them in their rows, are equal.
+
+    ids: (rows, length), -1 for padding, at the end. Returns the numbers (rows, length), -1 for padding, and an order
+    of the rows that keeps equal beginnings together. [[5, 6, 7], [5, 6, 8]] gives [[0, 1, 2], [0, 1, 3]].
+    """
+    order = ids.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+    ordered = ids[order]
+    repeated = (ordered[1:] == ordered[:-1]).cumprod(1).bool()  # from the row above
+    new = F.pad(~repeated, (0, 0, 1, 0), value=True) & (ordered >= 0)
+    first = torch.arange(len(ids)).unsqueeze(1).where(new, 0).cummax(0).values  # in which row a token was new
+    numbers = (new.flatten().cumsum(0) - 1).view_as(new).gather(0, first).masked_fill(ordered < 0, -1)
+    return numbers[order.argsort()], order
 
 
 # A pass costs more than its tokens: weights are read and kernels are launched, however few tokens there are. The
@@ -132,7 +171,7 @@ COST_OF_LAUNCHES = {"cpu": 10**8, "cuda": 2 * 10**11}  # tokens times parameters
 
 
 def cost_of_pass(model: nn.Module) -> int:
-    """What a pass of a model costs in addition to its tokens, in tokens."""
+    """The cost of a pass of a model in addition to its tokens, in tokens."""
     parameters = list(model.parameters())
     kind = "cpu" if parameters[0].device.type == "cpu" else "cuda"
     return COST_OF_WEIGHTS[kind] + COST_OF_LAUNCHES[kind] // sum(parameter.numel() for parameter in parameters)
@@ -187,7 +226,7 @@ def few_logits_at_a_time(function: Callable, numbers: int, *tensors: Tensor) -> 
     """Apply a function to a batch, a few rows at a time if it holds many numbers for each row, as for logits.
 
     numbers: how many, for each row. Tensors and what the function returns have the same rows. If the batch is
-    divided, the backward pass computes each part anew, so that only the numbers of one part are ever held.
+    divided, the backward pass computes each part again, so that only the numbers of one part are ever held.
     """
     rows = max(1, MOST_LOGITS // max(1, numbers))
     if rows >= len(tensors[0]):

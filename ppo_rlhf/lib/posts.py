@@ -9,7 +9,7 @@ A row of posts is {"id", "subreddit", "title", "post", "summary"}. A row of comp
 summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1, "batch", "split", "extra":
 {"confidence"}}; `info` may have an "article" in place of the post.
 
-Files and lines beside marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
+Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
 
 import bisect
@@ -116,7 +116,7 @@ def fit_query(
     """Token ids of a query whose post is cut until they are at most query_length.
 
     A post loses what follows its last newline, and the newline; one without a newline loses its last character. What
-    stands around the post is never cut: if it alone is too long, an InputError says so. White space at the end of the
+    is around the post is never cut: if it alone is too long, an InputError says so. White space at the end of the
     query has a share in its length, but is left out.
     """
     # [T04] Only the post is cut, line by line, then by characters.   tldr_dataset.py#L125-L151
@@ -415,7 +415,7 @@ def evaluation_rows(
     /,
     **numbers: torch.Tensor,
 ) -> list[dict[str, Any]]:
-    """What evaluation.jsonl holds, one row for each query: texts without special tokens, and their lengths.
+    """The rows of evaluation.jsonl, one for each query: texts without special tokens, and their lengths.
 
     queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
     """

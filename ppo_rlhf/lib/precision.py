@@ -33,7 +33,7 @@ class KeyValueCache(StaticCache):
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
     def take(self, other: StaticCache, batch: int, rows: Tensor, columns: slice) -> None:
-        """Copy the cache of some rows to these columns of the batch's. The next token comes behind the columns."""
+        """Copy the cache of some rows to these columns of the batch's. The next token comes after the columns."""
         for layer, part in zip(self.layers, other.layers, strict=True):
             if not layer.is_initialized:
                 states = (part.keys, part.values)

@@ -2,7 +2,7 @@
 
 --task.problems, --task.test_problems
     gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
-    sums, sums-tools   the built-in worlds of worlds/sums.py
+    sums               a built-in world of worlds/sums.py; others are sums-long and sums-tools
     <folder>           problems_train.jsonl and problems_test.jsonl
     <file>.jsonl       one file; each 50th row is held out, unless --task.test_problems says what is
 
@@ -10,7 +10,7 @@ A row is an object with a question and an answer, which holds what a response mu
 
     {"question": "Petra has 7 apples. Felix gives her 5. How many ...", "answer": "7+5=12\\n#### 12"}
 
-Files and lines beside marks are those of verl-project/verl at commit b178a3c.
+Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, run, source
 from ppo_rlhf.lib.errors import InputError, flag
 
 GSM8K_FILES = hub.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
-SOURCES = ("gsm8k", "sums", "sums-tools")
+SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
 
@@ -43,14 +43,14 @@ class TaskArgs:
     answer_column: str = "answer"
     """key of a row's answer"""
     kind_column: str = ""
-    """key of what evaluations tell apart, such as steps; empty: nothing"""
+    """key by whose values evaluations group problems, such as steps; empty: no groups"""
     answer_format: Literal["hashes", "boxed", "whole"] = "hashes"
-    """what of an answer a response must say: the number behind ####, what stands in its last box (all of it, if it
-    has none), or the whole text"""
+    """the part of an answer that a response must give: the number after ####, the content of its last box (all of it,
+    if it has none), or the whole text"""
     prompt_format: Literal["chat", "plain"] = "chat"
     """whether the tokenizer's chat template is put around a question"""
     system_prompt: str | None = None
-    """first message of a chat, which may be empty; None: whatever the template does then, be it a text of its own"""
+    """first message of a chat, which may be empty; None: left to the chat template, which may have its own"""
     prompt_suffix: str = ' Let\'s think step by step and output the final answer after "####".'
     """text after each question"""
     response_prefix: str = ""
@@ -72,6 +72,9 @@ SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 6
 TASKS = {
     "gsm8k": TaskArgs(),
     "sums": TaskArgs(problems="sums", kind_column="steps", **SUMS_TASK),
+    "sums-long": TaskArgs(
+        problems="sums-long", kind_column="steps", **SUMS_TASK | {"prompt_length": 72, "response_length": 120}
+    ),
     "sums-tools": TaskArgs(problems="sums-tools", kind_column="steps", **SUMS_TASK | {"response_length": 96}),
 }
 
@@ -148,14 +151,14 @@ def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBas
 
 @dataclass(frozen=True)
 class Problems:
-    """Prompts, and what a right response says."""
+    """Prompts, and the answers of correct responses."""
 
     prompts: list[list[int]]  # token ids, of different lengths
     texts: list[str]  # the same as texts, as they were rendered
     answers: list[str]  # what verifiers compare responses with
-    kinds: list[str]  # what stands under task.kind_column
+    kinds: list[str]  # the values under task.kind_column
     too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
-    unscorable: int  # problems that were left out, because no response to them can be right
+    unscorable: int  # problems that were left out, because no response to them can be correct
     empty: int  # problems that were left out, because their prompt has no token
 
     def __len__(self) -> int:
@@ -203,10 +206,10 @@ def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
 
 
 def answer_of(solution: str, answer_format: str) -> str:
-    """What a response must say to be right; empty if the solution doesn't give it in this format."""
+    """The text that a correct response must contain; empty if the solution doesn't give it in this format."""
     match answer_format:
         case "hashes":
-            # [V04] The number behind the hashes, without commas.   examples/data_preprocess/gsm8k.py#L30-L35
+            # [V04] The number after the hashes, without commas.   examples/data_preprocess/gsm8k.py#L30-L35
             return rewards.hashed_number(solution) or ""
         case "boxed":
             content = rewards.last_boxed(solution)
@@ -220,7 +223,7 @@ def read_problems(
 ) -> Problems:
     """Problems of a split. split: train or test. limit: only the first so many rows; 0: all.
 
-    A problem is left out and counted if its prompt is too long or empty, or if no response to it can be right.
+    A problem is left out and counted if its prompt is too long or empty, or if no response to it can be correct.
     verifier: the one that says so; empty: any answer will do.
     """
     source, field = task.problems, "problems"
@@ -284,7 +287,7 @@ class Solved:
     texts: list[str]
     lengths: torch.Tensor  # (problems,), tokens with the stop id
     stopped: torch.Tensor  # (problems,), 1 where the response ends with one
-    right: torch.Tensor  # (problems, verifiers), 1 where the response is right
+    right: torch.Tensor  # (problems, verifiers), 1 where the response is correct
 
 
 def solve(
@@ -331,7 +334,7 @@ def evaluation(
     if samples:
         right = torch.stack([one.right[:, 0] for one in samples], 1)  # (problems, samples)
         correct = right.sum(1).long().tolist()
-        # [V98] The mean of all samples, and how often one of k would be right.
+        # [V98] The mean of all samples, and how often one of k would be correct.
         #       trainer/ppo/metric_utils.py#L420-L640
         means[f"eval/mean@{len(samples)}"] = right.mean().item()
         means["eval/mean_standard_error"] = right.mean(1).std().item() / n**0.5
@@ -350,7 +353,7 @@ def report(
 ) -> None:
     """Print in plain words what has become of the held-out problems, and where to read more.
 
-    after: the last evaluation, rows: of it; what was before the first update stands in the first row of the metrics.
+    after: the last evaluation, rows: of it; the result before the first update is in the first row of the metrics.
     """
     if not this_run.is_main:
         return
@@ -358,12 +361,12 @@ def report(
     columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
     shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
     if shown:
-        run.print_table("Held-out problems after training: a right sample and a wrong one", shown)
+        run.print_table("Held-out problems after training: a correct sample and a wrong one", shown)
     greedy = f"eval/{verifier}"
     of_kind, pass_at = f"{greedy}_{kind_column}_", "eval/pass@"
-    names = {"right, likeliest response": greedy}
+    names = {"correct, likeliest response": greedy}
     names |= {f"    {kind_column} {name[len(of_kind) :]}": name for name in after if name.startswith(of_kind)}
-    names |= {f"right, samples: {name[5:]}": name for name in after if name.startswith(pass_at)}
+    names |= {f"correct, samples: {name[5:]}": name for name in after if name.startswith(pass_at)}
     names |= {"tokens, likeliest response": "eval/length", "tokens, samples": "eval/sampled_length"}
     print(f"\n{f'{len(rows):,} held-out problems':<30}{'before':>9}{'after':>9}")
     for said, name in names.items():
@@ -372,7 +375,7 @@ def report(
         print(f"{said:<30}{cells[0]:>9}{cells[1]:>9}")
     places = {"learning curves": "learning_curves.png", "solutions": "evaluation.jsonl", "samples": "samples.jsonl"}
     print(
-        "pass@k: one of k samples, or more, is right.",
+        "pass@k: one of k samples, or more, is correct.",
         f"It took {this_run.meta['wall_time'] / 60:.1f} minutes.\n",
         *(f"{said:<17}{run.shown(this_run.folder / name)}" for said, name in places.items()),
         f"model            {run.shown(this_run.model_folder / 'policy')}",

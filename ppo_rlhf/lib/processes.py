@@ -1,6 +1,6 @@
 """The processes that train together: their number, their shares, what they add up; sharded weights.
 
-Files and lines beside marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import contextlib
@@ -114,15 +114,15 @@ def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
 
 
 def anew_with_lower(argument: str) -> str:
-    """What to do about a training that diverged: the remedy of check_finite."""
-    return f"if it happens again after --resume, begin anew with a lower {flag(argument)}"
+    """Advice for a training that diverged: the remedy of check_finite."""
+    return f"if it happens again after --resume, start again with a lower {flag(argument)}"
 
 
 FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
 
 
 def check_update(metrics: dict[str, float], update: int, dtype: str, gap: str = "ppo/val/first_ratio_gap") -> None:
-    """Raise a NumericalError if the metrics of an update of PPO, over all processes, cannot be right.
+    """Raise a NumericalError if the metrics of an update of PPO, over all processes, are impossible.
 
     gap: the one that says how far the ratio is off 1 before the first step.
     """
@@ -173,7 +173,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     must not learn.
     """
     if os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_OFFLOAD_PARAMS", "false") == "true":
-        raise InputError("of FSDP, version 2 without offloading is supported: benchmark/accelerate/fsdp2.yaml")
+        raise InputError("only version 2 of FSDP, without offloading, is supported: benchmark/accelerate/fsdp2.yaml")
     # FSDP2 warns of in-place operations on what a module returns. No network here makes any.
     warnings.filterwarnings("ignore", message=".* returned a view tensor", category=UserWarning)
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}  # have no slices
@@ -197,7 +197,7 @@ def make_outermost(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within the block, parts of a sharded model may be called: what lies around its layers is whole.
+    """Within the block, parts of a sharded model may be called: everything around its layers is whole.
 
     Layers are gathered when they are called. At the end, all is sliced again.
     """
@@ -232,7 +232,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves, tied weights once; if it is sharded, on the first process. All of them must call this."""
+    """The tensors to save, tied weights once; if sharded, on the first process. All processes must call this."""
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     return {name: gather_for_saving(tensor) for name, tensor in model.state_dict().items() if name in names}
 

@@ -2,7 +2,7 @@
 
 A verifier is a function of this module, or one of the user's.
 
-Files and lines next to marks of chapter 3 (V01 to V104) are those of verl-project/verl at commit b178a3c.
+Files and lines next to marks of chapter 3 (V01 to V111) are those of verl-project/verl at commit b178a3c.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ class MathVerify:
 
 
 def stderr_of(process: subprocess.Popen[str]) -> str:
-    """What a process that has ended wrote to its stderr. Raises Killed if it was ended from outside.
+    """The stderr of a process that has ended. Raises Killed if it was ended from outside.
 
     If an expression takes too much time or memory, the process ends with another status.
     """

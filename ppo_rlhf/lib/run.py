@@ -7,7 +7,7 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
     samples.jsonl         the samples that were printed
     learning_curves.png   a picture of metrics.csv
     traces/<step>         with --trace_interval: a few episodes with all their numbers, for report.py
-    checkpoints/<step>/   everything needed to go on: tensors in safetensors, the rest in JSON
+    checkpoints/<step>/   everything needed to resume: tensors in safetensors, the rest in JSON
 
 A run survives kill -9 at any moment, a full disk and a signal to stop. `--resume runs/<run>` continues from the
 newest checkpoint and gives the same numbers as an uninterrupted run.
@@ -57,12 +57,12 @@ def absolute(path: str) -> Path:
 
 
 def shown(path: Path) -> Path:
-    """An absolute path as messages name it: relative to the current folder, if it lies there."""
+    """An absolute path as messages name it: relative to the current folder, if it is there."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def root_of(resume: str, joint: dict[str, Any] | None = None) -> Path:
-    """The folder that holds runs/ and models/ of a run that goes on or, without `resume`, begins.
+    """The folder that holds runs/ and models/ of a run that is resumed or, without `resume`, begins.
 
     joint: of a stage of several.
     """
@@ -77,7 +77,7 @@ def beside(runs: Path) -> Path:
 
 
 def find_path(path: str, root: Path) -> Path:
-    """Where a path lies that a run was given: beside the run, in its root, or else in the current folder."""
+    """The place of a path that a run was given: next to the run, in its root, or else in the current folder."""
     return root / path if root != Path.cwd() and os.path.exists(root / path) else Path(path)
 
 
@@ -129,7 +129,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def seconds_since(started: float) -> float:
-    """Seconds since time.monotonic() was `started`; above 0, also where the clock stands still."""
+    """Seconds since time.monotonic() was `started`; above 0, even if the clock stops."""
     return max(time.monotonic() - started, 1e-9)
 
 
@@ -167,7 +167,7 @@ class Run:
         inputs: dict[str, list[Path]] | None = None,
     ):
         """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs; inputs: files of
-        the models and the data that the arguments name, which must be the same when the run goes on.
+        the models and the data that the arguments name, which must be the same when the run is resumed.
 
         Nothing is written before start_logging.
         """
@@ -190,7 +190,7 @@ class Run:
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
-        # [D82] The arguments stand beside what the run makes.   train_policy.py#L422-L436
+        # [D82] The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
             "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
@@ -241,7 +241,7 @@ class Run:
     def start_logging(self, first_step: int, config: dict[str, Any] | None = None) -> None:
         """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
 
-        config: what Weights & Biases gets besides the arguments.
+        config: what Weights & Biases gets in addition to the arguments.
         """
         if not self.is_main:
             return
@@ -256,7 +256,7 @@ class Run:
             ) from error
         if (lock := lock_folder(self.folder)) is not None:
             self._unlock = weakref.finalize(self, os.close, lock)
-        errors.how_to_go_on = f"--resume {shown(self.folder)} goes on"
+        errors.how_to_go_on = f"resume with --resume {shown(self.folder)}"
         self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
@@ -477,7 +477,7 @@ class Run:
             with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
                 yield advance
         except BaseException:
-            self._unlock()  # whoever keeps the exception keeps this object; the run may go on all the same
+            self._unlock()  # the exception may keep this object alive, but the run may be resumed
             raise
         if self._told_to_stop:  # after the last step
             raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; {errors.how_to_go_on}")
@@ -637,7 +637,7 @@ def upload_model(folder: Path, entity: str, name: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     repository = f"{entity}/{name}" if entity else name
-    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` beside the weights names base model and task.\n"
+    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` next to the weights names base model and task.\n"
     (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
     try:
         api = HfApi()

@@ -62,7 +62,7 @@ def compute(node: ast.expr) -> Fraction:
 
 
 class OwnTool:
-    """The function `package.module:name` in a process of its own; the module may lie in the current folder."""
+    """The function `package.module:name` in a process of its own; the module may be in the current folder."""
 
     def __init__(self, name: str, field: str, seconds: float):
         """field: the argument that names it, for messages. seconds: that a call may take."""

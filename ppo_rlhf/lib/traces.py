@@ -33,7 +33,7 @@ TRACED = 8  # queries that are answered again each time
 
 @dataclass(frozen=True)
 class Trace:
-    """What is kept of an update (0-based)."""
+    """The episodes that are kept of an update (0-based)."""
 
     update: int
     again: bool  # whether the queries are the same each time, and not of the batch
@@ -169,7 +169,7 @@ Seen = tuple[Tensor, dict[str, Tensor]]
 
 
 def of_epochs(seen: list[Seen], episodes: int) -> dict[str, Tensor]:
-    """What each epoch computed for the first rows of the local batch: (episodes, epochs, ...) under each name.
+    """The numbers of each epoch for the first rows of the local batch: (episodes, epochs, ...) under each name.
 
     Every epoch sees a row once, so a number's k-th appearance is that of epoch k.
     """
@@ -229,7 +229,7 @@ def scorer_of_traces(score: scorers.Scorer, function: str) -> scorers.Scorer:
 def after_update(
     logprobs: Tensor, new_logprobs: Tensor, entropies: Tensor, advantages: Tensor, cliprange: float
 ) -> dict[str, Tensor]:
-    """What the update did to tokens; all are (episodes, response_length)."""
+    """The effect of the update on tokens; all are (episodes, response_length)."""
     ratio = torch.exp(new_logprobs - logprobs)
     clipped = advantages * (ratio.clamp(1 - cliprange, 1 + cliprange) - ratio) < 0
     return {"new_logprobs": new_logprobs, "entropies": entropies, "ratio": ratio, "clipped": clipped}

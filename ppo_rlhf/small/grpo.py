@@ -1,7 +1,7 @@
 """GRPO (group relative policy optimisation) with verifiable rewards in one file, to read from top to bottom.
 
 A small language model solves word problems. It has learned from careless pupils, so it is often wrong. Now it learns
-from its own attempts: it solves each problem eight times, a program checks the answers, and training makes right
+from its own attempts: it solves each problem eight times, a program checks the answers, and training makes correct
 solutions more likely and wrong ones less likely. There is no reward model and no critic.
 
     python ppo_rlhf/worlds/sums.py     # writes problems and the pupils' solutions, trains the language model
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 UPDATES, PROMPTS, GROUP = 70, 32, 8  # in an update: so many problems, with so many responses to each
 MINIBATCHES, RESPONSE_LENGTH = 2, 88  # optimiser steps per update; tokens after which a response is cut off
@@ -38,7 +38,7 @@ def read_problems(world: Path, split: str) -> list[tuple[str, str]]:
 
 
 def is_right(response: str, answer: str) -> bool:
-    """The verifier: a response is right if its last number after #### is the answer."""
+    """The verifier: a response is correct if its last number after #### is the answer."""
     return [int(number) for number in re.findall(r"#### (-?[0-9]+)", response)][-1:] == [int(answer)]
 
 
@@ -61,12 +61,9 @@ def generate(policy: PreTrainedModel, prompts: list, n: int, temperature: float,
     mask = tokens != PAD  # (prompts, longest)
     tokens, positions = tokens.masked_fill(~mask, 0), mask.cumsum(1) - mask.long()  # (prompts, longest) each
     # The cache keeps the keys and values of earlier tokens, so that each step only has to read the newest token.
-    cache = StaticCache(policy.config, max_cache_len=tokens.shape[1])
+    cache = DynamicCache(config=policy.config)
     states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (prompts, width)
-    for layer in cache.layers:  # each prompt is read once for its n responses, which need room for their tokens
-        copies = (x.repeat_interleave(n, 0) for x in (layer.keys, layer.values))
-        layer.keys, layer.values = (nn.functional.pad(x, (0, 0, 0, RESPONSE_LENGTH)) for x in copies)
-        layer.max_cache_len += RESPONSE_LENGTH
+    cache.batch_repeat_interleave(n)  # each prompt is read once for its n responses
     states, mask, positions = (x.repeat_interleave(n, 0) for x in (states, mask, positions[:, -1:]))
     responses, logprobs = torch.full(noise.shape, PAD), torch.zeros(noise.shape)  # (rows, RESPONSE_LENGTH) each
     rows = torch.arange(len(noise))  # those that are still sampled
@@ -80,8 +77,7 @@ def generate(policy: PreTrainedModel, prompts: list, n: int, temperature: float,
         going = (responses[rows] != end).all(1)  # (rows,)
         if column % 4 == 3 and 2 * going.sum() <= len(rows):  # now and then, responses that have ended leave
             rows, tokens, mask, positions = rows[going], tokens[going], mask[going], positions[going]
-            for layer in cache.layers:
-                layer.keys, layer.values = layer.keys[going], layer.values[going]
+            cache.batch_select_indices(going)
         if not len(rows):
             break
         states = policy.model(tokens, mask, positions, cache).last_hidden_state[:, -1]  # (rows, width)
@@ -116,14 +112,14 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
         logprobs[in_response] = recorded[torch.arange(RESPONSE_LENGTH) < sizes]
 
         # 3. There is no reference: the verifier cannot be fooled, so the policy may move as far as it likes.
-        # 4. Score each response: 1 if its answer is right, otherwise 0.
+        # 4. Score each response: 1 if its answer is correct, otherwise 0.
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         right = [is_right(text, answer) for text, (_, answer) in zip(texts, drawn, strict=True)]
         scores = torch.tensor(right).float().view(PROMPTS, GROUP)
 
         # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
         # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy
-        #    usually does on this problem, so no critic has to. If all are right, or all are wrong, none is better.
+        #    usually does on this problem, so no critic has to. If all are correct, or all are wrong, none is better.
         centred = scores - scores.mean(1, keepdim=True)  # (PROMPTS, GROUP)
         std = (centred.square().sum(1, keepdim=True) / (GROUP - 1)).sqrt()  # (PROMPTS, 1)
         advantages = (centred / (std + 1e-6)).view(-1, 1)  # (batch, 1), the same for all tokens of a response
@@ -148,7 +144,7 @@ def train(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]], s
             optimizer.step()
 
         # 8. Log. There is no KL coefficient to adapt.
-        print(f"update {update + 1}: {scores.mean():.0%} right, {sizes.double().mean():.1f} tokens", flush=True)
+        print(f"update {update + 1}: {scores.mean():.0%} correct, {sizes.double().mean():.1f} tokens", flush=True)
 
 
 def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:

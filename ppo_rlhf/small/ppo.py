@@ -40,7 +40,7 @@ STOP_AFTER = 16  # a response is then truncated after its first full stop at thi
 NO_STOP_SCORE = -1.0  # the score of a response that has no such full stop
 TEMPERATURE = 0.7  # logits are divided by this; below 1, samples are less random
 PAD = -1  # our padding id
-GELU = {"activation_function": "gelu_pytorch_tanh"}  # GPT-2's activation under the name of its fastest version
+GELU = {"activation_function": "gelu_pytorch_tanh"}  # the fastest version of GPT-2's activation
 
 RM_CHOICES, RM_BATCH = 4_992, 32  # choices to train on (the others are held out); choices per optimiser step
 RM_LR = 1e-3  # learning rate of the first step; it falls linearly
@@ -48,7 +48,7 @@ RM_SAMPLES = 512  # texts by the language model on which the scores are normalis
 
 UPDATES, BATCH = 200, 64  # PPO updates; episodes (a query and its response) per update
 EPOCHS, MINIBATCHES = 4, 1  # passes over the batch per update; optimiser steps per pass
-GROUPS = 8  # slices of the batch that are whitened separately, as by the original's eight processes
+GROUPS = 8  # slices of the batch that are whitened separately; the original had a process for each
 LR = 2e-4  # learning rate of the first update; it falls linearly
 CLIP, VALUE_CLIP = 0.2, 0.2  # clip ranges of the probability ratio (around 1) and of values (around the old value)
 VALUE_COEF = 0.1  # weight of the value loss
@@ -61,7 +61,7 @@ KL_TARGET, KL_HORIZON = 6.0, 1_000  # the controller's target, in nats per respo
 
 
 def query_batches(world: Path, tokenizer, n: int, held_out: bool = False):
-    """Yield batches of n queries forever. A query is the whole sentences that fit, starting with a story's second."""
+    """Yield batches of n queries forever. A query has a story's second sentence and all that fit after it."""
     stories = (world / "stories.txt").read_text().splitlines()
     stories = [story for number, story in enumerate(stories) if (number % 50 == 49) == held_out]
     random.Random(0).shuffle(stories)
@@ -86,7 +86,7 @@ UNPLEASANT = """gloomy cruel rotten bitter wicked nasty hateful dreadful filthy 
 
 
 def gold_score(text: str) -> int:
-    """What the annotator really likes. We only print it: with human annotators, nobody would know it."""
+    """The true quality of a text for the annotator. We only print it: with human annotators, nobody would know it."""
     words = re.findall(r"\w+", text)
     return sum(word in PLEASANT.split() for word in words) - sum(word in UNPLEASANT.split() for word in words)
 
@@ -170,7 +170,7 @@ class RewardModel(nn.Module):
     def __init__(self, backbone: PreTrainedModel):
         super().__init__()
         self.backbone, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
-        nn.init.normal_(self.head.weight, std=1 / math.sqrt(backbone.config.hidden_size + 1))
+        nn.init.normal_(self.head.weight, std=1 / math.sqrt(backbone.config.hidden_size + 1))  # variance about 1
         nn.init.zeros_(self.head.bias)
         self.gain, self.bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
 
@@ -254,7 +254,7 @@ def train_policy(world: Path, tokenizer, reference: PreTrainedModel, reward_mode
     policy = AutoModelForCausalLM.from_pretrained(world / "model", **GELU)
     value_head = nn.Linear(policy.config.hidden_size, 1)  # the critic, which predicts the sum of future rewards
     for parameter in value_head.parameters():
-        nn.init.zeros_(parameter)
+        nn.init.zeros_(parameter)  # all first values are 0
     optimizer = torch.optim.Adam([*policy.parameters(), *value_head.parameters()], fused=True)
     batches, stop, kl_coef = query_batches(world, tokenizer, BATCH), tokenizer.encode(".")[0], KL_COEF
     for update in range(UPDATES):
@@ -290,8 +290,8 @@ def train_policy(world: Path, tokenizer, reference: PreTrainedModel, reward_mode
             orders += size * torch.arange(GROUPS).unsqueeze(1)  # (GROUPS, size); each group's episodes, shuffled
             for mb_inds in orders.chunk(MINIBATCHES, dim=1):  # (GROUPS, size / MINIBATCHES)
                 # 6. Advantages and returns. An advantage says how much better things went than the critic predicted,
-                #    so a token is credited with what it changed, not with how easy the query was. Whitening makes the
-                #    steps independent of the scale of rewards. Rewards keep their mean: a shift would pay for length.
+                #    so a token is credited with what it changed, not with how easy the query was. Whitened, the
+                #    steps do not depend on the scale of rewards. Rewards keep their mean, as in the original.
                 for inds in mb_inds:  # (size / MINIBATCHES,)
                     group_rewards = whiten(rewards[inds], keep_mean=True)  # (size / MINIBATCHES, RESPONSE_LENGTH)
                     group_advantages, returns[inds] = compute_gae(group_rewards, values[inds])

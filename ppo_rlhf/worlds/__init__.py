@@ -1,8 +1,8 @@
 """Small worlds with a known truth, and what a run's paths mean.
 
-A world is a plain folder, read like any local files. Its name may stand for what lies in it: `--base_model tales` is
-the language model of tales.py, `--task.posts posts` are the posts of posts.py. Scripts put the paths in place of the
-names (`find_paths`), so that nothing else needs to know of worlds.
+A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
+the language model of tales.py, `--task.posts posts` are the posts of posts.py. Scripts replace the names by the paths
+(`find_paths`), so that nothing else needs to know of worlds.
 """
 
 from collections.abc import Callable, Collection
@@ -19,6 +19,7 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
         "tales": lambda: tales.find_world() / "model",
         "posts": lambda: posts.find_world() / "model",
         "sums": lambda: sums.find_world() / "model",
+        "sums-long": lambda: sums.find_world(sums.LongArgs()) / "model",
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()) / "model",
     },
     "label_dataset": {},
@@ -27,10 +28,12 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "task.comparisons": {"posts": lambda: posts.find_world()},
     "task.problems": {
         "sums": lambda: sums.find_world(),
+        "sums-long": lambda: sums.find_world(sums.LongArgs()),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
     },
     "task.test_problems": {
         "sums": lambda: sums.find_world(),
+        "sums-long": lambda: sums.find_world(sums.LongArgs()),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
     },
     "rewards.trained_model": {},
@@ -59,7 +62,7 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
     """A script's arguments, with the paths that they mean. joint: as the script's train() gets it.
 
     unused: arguments that the script does not read; no world is built for them. A run keeps its arguments as they
-    were given, so that its folder and what lies beside it can be moved together.
+    were given, so that its folder and the files next to it can be moved together.
     """
 
     def found(group: Any, prefix: str) -> Any:

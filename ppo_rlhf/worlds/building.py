@@ -19,7 +19,7 @@ from ppo_rlhf.lib.errors import InputError
 def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
     """The folder of a world made of these settings and this grammar; it is built if it does not exist.
 
-    It lies under $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf. With several processes the first one builds and the others
+    It is in $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf. With several processes the first one builds and the others
     wait.
     """
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
@@ -33,7 +33,7 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def new_world(folder: Path, name: str) -> Iterator[Path]:
-    """For the time of building a world: another folder beside its own, which gets that name when all is there."""
+    """For the time of building a world: another folder next to its own, which is renamed when it is complete."""
     started = time.monotonic()
     place = begin_building(folder)
     try:
@@ -50,7 +50,7 @@ def new_world(folder: Path, name: str) -> Iterator[Path]:
 
 
 def begin_building(folder: Path) -> Path:
-    """A new folder beside that of a world, to build it in; what killed processes have left of it is removed.
+    """A new folder next to that of a world, to build it in. Leftovers of killed processes are removed.
 
     The name holds machine and process: several may build at once, and machines may share the cache.
     """
@@ -76,8 +76,8 @@ def is_running(process: int) -> bool:
 
 
 def read_facts(world: Path) -> dict[str, Any]:
-    """What a world says of itself: settings, size and loss of its language model, ceiling of accuracy."""
+    """The description of a world: settings, size and loss of its language model, ceiling of accuracy."""
     try:
         return files.read_json(world / "world.json")
     except (OSError, ValueError) as error:
-        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built anew") from error
+        raise InputError(f"{world}/world.json is damaged ({error}); remove {world}, and it is built again") from error

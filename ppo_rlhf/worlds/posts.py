@@ -24,7 +24,7 @@ did, and nothing else:
    posts with replies that quote them and, where they say something twice, add "again". It has never seen a `TL;DR:`,
    nor the end-of-text token; SFT teaches both.
 
-All of it is written in the formats of the data sets that chapter 2 reads from the hub, and read by the same code.
+Everything is written in the formats of the data sets that chapter 2 reads from the hub, and read by the same code.
 
     python ppo_rlhf/worlds/posts.py    # build the world, unless it is there, and read a little of it
 """
@@ -176,7 +176,7 @@ def write_summary(rng: random.Random, told: list[Fact], mentioned: int, invented
 
 
 def write_reference(rng: random.Random, told: list[Fact]) -> str:
-    """What people write: the first facts of the post, two to all but one; one in seven is invented."""
+    """A reference summary: the first facts of the post, two to all but one; one in seven is invented."""
     facts = told[: rng.randint(2, max(2, len(told) - 1))]
     return say([invent(rng, told) if rng.random() < 0.15 else fact for fact in facts])
 
@@ -289,9 +289,9 @@ def train_language_model(
 ) -> tuple[GPTNeoXForCausalLM, float]:
     """A small GPT-NeoX, trained from scratch. Returns it and its last loss, nats per token.
 
-    To quote is to find an earlier place of the text and go on as it does. A small model learns that suddenly, after a
-    few hundred steps in which nothing seems to happen: sooner on short texts that do nothing else, and with large
-    initial weights. So it begins with quotes, until it can, and goes on with threads.
+    To quote, a model must find an earlier place of the text and continue in the same way. A small model learns this
+    suddenly, after a few hundred steps in which nothing seems to happen. It learns it sooner on short texts that only
+    quote, and with large initial weights. So training begins with quotes and continues with threads.
     """
     torch.manual_seed(args.seed)
     model = GPTNeoXForCausalLM(

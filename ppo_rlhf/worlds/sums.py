@@ -9,17 +9,19 @@ Somebody has some things, and a few things happen. A solution shows its steps an
 
 1. `write_problem`: a seeded grammar writes problems of one to four steps.
 2. `solve`: pupils write solutions. Some just calculate, others say first what happened (`Felix gives her 5. 7+5=12`);
-   and in each step they may err (ERRORS). Whoever errs goes on with the wrong number. Most are in a hurry, and stop
-   after two steps.
-3. `train_language_model`: a small Llama learns from scratch to write what pupils write. So it is right now and then,
-   more often if it takes the likeliest token than if it samples; but most of the long problems it leaves unfinished.
+   and in each step they may err (ERRORS). A pupil who errs continues with the wrong number. Most are in a hurry, and
+   stop after two steps.
+3. `train_language_model`: a small Llama learns from scratch to write like the pupils. So it is sometimes correct, and
+   more often if it takes the likeliest token than if it samples; but it leaves most of the long problems unfinished.
    Reinforcement learning has to make it careful, and patient.
-4. `measure_start`: how often it is right, on problems held out. What reinforcement learning starts from.
+4. `measure_start`: how often it is correct on held-out problems, before reinforcement learning.
 
 The problems are written in GSM8K's format, and read by the same code.
 
+The problems of the variant sums-long have up to six steps, and fewer pupils are in a hurry.
+
 In the variant sums-tools, for rlvr_tools.py, pupils may call a calculator instead of calculating: `[7+5]`, and the
-calculator adds `12`. What it says is always right, but pupils rarely call it. Some calls have an error in their
+calculator adds `12`. Its answer is always correct, but pupils rarely call it. Some calls have an error in their
 syntax; then the calculator says so, and the pupil calculates after all. By themselves pupils err often.
 
     python ppo_rlhf/worlds/sums.py    # build the world, unless it is there, and read a little of it
@@ -102,12 +104,24 @@ class ToolsArgs(SumsArgs):
     """share of calls whose syntax is wrong"""
 
 
+@dataclass(frozen=True)
+class LongArgs(SumsArgs):
+    """The settings of the variant with longer chains of steps."""
+
+    most_steps: int = 6
+    """the most steps of a problem"""
+    hasty: float = 0.3
+    """share of pupils in a hurry"""
+    max_positions: int = 192
+    """the longest sequence that the Llama can read, in tokens"""
+
+
 # ---- Problems --------------------------------------------------------------------------------------------------
 
 THINGS = "apples lanterns kettles ropes baskets ladders blankets hammers mirrors barrels candles boats bells"
 Step = tuple[str, int]  # + - or *, and by how much
 
-# What happens: {she} has the things, {other} is somebody else
+# The events: {she} has the things, {other} is somebody else
 EVENTS = {
     "+": ("{other} gives {her} {number}.", "{she} finds {number}.", "{she} buys {number}."),
     "-": ("{she} gives {other} {number}.", "{she} loses {number}.", "{she} sells {number}."),
@@ -136,11 +150,11 @@ def apply(step: Step, number: int) -> int:
 
 
 def write_problem(rng: random.Random, args: SumsArgs) -> Problem:
-    """A problem of one to four steps, each number of steps being equally likely."""
+    """A problem of one to four steps, or to most_steps, each number of steps being equally likely."""
     names = tales.NAMES.split()
     name, other = rng.sample(names, 2)
     she, her = PRONOUNS[names.index(name) % 2]
-    things, count = rng.choice(THINGS.split()), rng.randint(1, 4)
+    things, count = rng.choice(THINGS.split()), rng.randint(1, getattr(args, "most_steps", 4))
     first = number = rng.randint(2, args.largest_first)
     sentences, steps = [f"{name} has {first} {things}."], []
     while len(steps) < count:
@@ -169,13 +183,13 @@ def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[st
 
 # ---- Pupils ----------------------------------------------------------------------------------------------------
 
-# What may go wrong in a step: its result, its number, its operation, or that it is there at all
+# The errors in a step: its result, its number, its operation, or that it is there at all
 ERRORS = ("slips", "misreads", "confuses", "forgets")
 HURRIED = 2  # the most steps of a pupil in a hurry
 
 
 def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
-    """What a pupil who errs writes for a step, and how many there are after it then."""
+    """The text that an erring pupil writes for a step, and the number of things after it."""
     operation, by = step
     while True:
         written, slip = step, 0
@@ -194,7 +208,7 @@ def err(rng: random.Random, step: Step, number: int) -> tuple[str, int]:
 
 
 def solve(rng: random.Random, problem: Problem, error_rate: float, wordy: float, hasty: float = 0.0) -> str:
-    """A pupil's solution: a line for each step, and the answer behind hashes."""
+    """A pupil's solution: a line for each step, and the answer after the hashes."""
     speaks, number, lines = rng.random() < wordy, problem.first, []
     most = HURRIED if rng.random() < hasty else len(problem.steps)
     for step, sentence in zip(problem.steps[:most], problem.sentences[1 : most + 1], strict=True):
@@ -238,7 +252,7 @@ def split_answers(solution: str) -> list[str]:
 
 
 def row_of(problem: Problem) -> dict[str, Any]:
-    """A row as GSM8K has them, with the right solution, and the number of steps."""
+    """A row as GSM8K has them, with the correct solution, and the number of steps."""
     answer = solve(random.Random(0), problem, error_rate=0.0, wordy=0.0)
     return {"question": problem.question, "answer": answer, "steps": len(problem.steps)}
 
@@ -268,8 +282,8 @@ def train_language_model(
 ) -> tuple[LlamaForCausalLM, float]:
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
-    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. What a calculator says
-    is read, but not learned; its tokens are those that rlvr_tools.py inserts.
+    pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. A calculator's answer is
+    read, but not learned; its tokens are those that rlvr_tools.py inserts.
 
     To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
     initial weights. So it begins with the shortest fifth of the pairs.
@@ -330,8 +344,8 @@ def train_language_model(
 def measure_start(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: SumsArgs
 ) -> dict[str, dict[str, float]]:
-    """The share of right responses to held-out problems, of all and by number of steps; and tokens of a response."""
-    task = dataclasses.replace(problems.TASKS["sums"], problems=str(folder))
+    """The share of correct responses to held-out problems, of all and by number of steps; tokens of a response."""
+    task = dataclasses.replace(problems.TASKS[name_of(args)], problems=str(folder))
     held_out = problems.read_problems(task, tokenizer, "test", args.start_problems)
     pad_id, noise = len(tokenizer), lm.keyed_generator(args.seed, "start")
     prompts = held_out.batch(range(len(held_out)), pad_id).to(model.device)
@@ -364,9 +378,9 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         for split in ("test", "train"):
             found = write_problems(rng, getattr(args, f"{split}_problems"), args, taken)
             write_rows(place / f"problems_{split}.jsonl", found)
-        # What the language model learns from are other problems again.
+        # The language model learns from yet other problems.
         others = write_problems(rng, args.lm_solutions, args, taken)
-        suffix = problems.TASKS["sums"].prompt_suffix
+        suffix = problems.TASKS[name_of(args)].prompt_suffix
         habits = args.error_rate, args.wordy, args.hasty
         with_tools = isinstance(args, ToolsArgs)
         solutions = (
@@ -388,6 +402,10 @@ def build_world(folder: Path, args: SumsArgs) -> None:
         (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
+def name_of(args: SumsArgs) -> str:
+    return {ToolsArgs: "sums-tools", LongArgs: "sums-long"}.get(type(args), "sums")
+
+
 def find_world(args: SumsArgs | None = None) -> Path:
     """The folder of the world with these settings; it is built if it does not exist."""
     args = args or SumsArgs()
@@ -405,15 +423,14 @@ def find_world(args: SumsArgs | None = None) -> Path:
     if args.width % (4 * args.heads):
         raise InputError(f"width {args.width} is no multiple of 4 x heads {args.heads}")
     words = [tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS, HURRIED]
-    name = "sums-tools" if isinstance(args, ToolsArgs) else "sums"
-    return building.find(name, [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
+    return building.find(name_of(args), [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
 
 
 def main() -> None:
     world = find_world(tyro.cli(SumsArgs, description=__doc__))
     facts = building.read_facts(world)
     greedy, samples = (facts["start"][name]["right"] for name in ("greedy", "samples"))
-    print(f"{world}: a Llama of {facts['parameters']:,} parameters, right in {samples:.0%} of its samples", end=" ")
+    print(f"{world}: a Llama of {facts['parameters']:,} parameters, correct in {samples:.0%} of its samples", end=" ")
     print(f"and {greedy:.0%} of its likeliest responses. A problem and its solution:\n")
     with (world / "problems_train.jsonl").open() as file:
         row = json.loads(file.readline())

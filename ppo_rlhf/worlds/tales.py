@@ -3,8 +3,9 @@
 What CartPole is to reinforcement learning, this is to RLHF. The language model really samples, the reward model
 really learns from comparisons, and yet the thing that people want is known in closed form:
 
-1. `write_story`: a seeded grammar writes short stories. Every sentence has slots, and a slot is filled with a
-   pleasant, an unpleasant or a neutral word, independently of what came before.
+1. `write_story`: a seeded grammar writes short stories. Every sentence has slots. Those for an adjective,
+   an adverb, a verb, a feeling, an event or a person get a pleasant, an unpleasant or a neutral word, independently
+   of what came before.
 2. `build_world`: a byte-level BPE tokenizer and a small GPT-2 are trained on the stories from scratch.
 3. `Annotator.gold_scores`: what the simulated annotator wants, as a formula.
 4. `Annotator.choose_best`: the annotator reads four continuations sampled from the language model and picks the best,
@@ -142,7 +143,7 @@ SLOTS = {
 
 
 def write_story(rng: random.Random, sentences: int) -> str:
-    """A story of so many sentences. Pleasant, unpleasant and neutral words are equally likely in every slot."""
+    """A story of so many sentences. Pleasant, unpleasant and neutral words are equally likely."""
     name, other = rng.sample(NAMES.split(), 2)
     cast = {"name": name, "other": other, "home": rng.choice(rng.choice(SLOTS["place"]))}
 
@@ -240,13 +241,13 @@ def train_language_model(
     rows = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(tokenizer.encode(story)) for story in stories], batch_first=True, padding_value=-1
     )  # (stories, tokens)
-    # A window begins where a sentence begins, as queries do, and lies within one story.
+    # A window begins where a sentence begins, as queries do, and stays within one story.
     sentence_starts = torch.cat([torch.ones_like(rows[:, :1]), rows[:, :-1] == full_stop], dim=1).bool()
     length = args.lm_sequence_length
     fits = torch.nn.functional.pad(rows[:, length:], (0, min(length, rows.shape[1])), value=-1) >= 0
     starts = (sentence_starts & fits).nonzero()  # (windows, 2): story and column
     if not len(starts):
-        raise InputError(f"no story goes on for lm_sequence_length {length} tokens after the start of a sentence")
+        raise InputError(f"no story continues for lm_sequence_length {length} tokens after the start of a sentence")
     torch.manual_seed(args.seed)
     model = GPT2LMHeadModel(
         GPT2Config(
