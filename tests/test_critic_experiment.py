@@ -46,7 +46,8 @@ def made_up(folder, name: str, seed: int, right: float, alone: int) -> None:
     run = folder / name / f"seed{seed}" / "runs/made_up"
     run.mkdir(parents=True)
     results = {"eval/mean@2": right, "eval/gsm8k_strict": right + 0.1}
-    (run / "meta.json").write_text(json.dumps({"finished": True, "commit": "0123456789", "results": results}))
+    meta = {"finished": True, "commit": "0123456789", "args": {}, "results": results}
+    (run / "meta.json").write_text(json.dumps(meta))
     columns = {
         "step": range(UPDATES),
         "episode": [128 * (i + 1) for i in range(UPDATES)],
