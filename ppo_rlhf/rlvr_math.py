@@ -429,7 +429,7 @@ def rejection_mask(
     kind: token; sequence, by the geometric mean of a response's w; product, by the product of them.
     """
     # [V87] The bounds are on w itself. Those that verl calls k1 are on 1 / w.   rollout_corr_helper.py#L156-L372
-    # [V111] The product is `sequence_mask` of TRL 1.16. In a long response it is far from 1 even if all w are near it.
+    # [V111] The product is `sequence_mask` of TRL 1.16. In long responses it is far from 1 even if every w is near 1.
     level = {"token": "token", "sequence": "mean", "product": "sequence"}[kind]
     w = log_weights(logprobs, sampler_logprobs, mask, level).exp()
     return mask & (w >= low) & (w <= high)

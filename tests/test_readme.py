@@ -799,7 +799,7 @@ def test_table_of_padding():
     assert kernels == {kind: [f"{measured[name]['kernels'][kind]:.0%}" for name in shown] for kind in padding.KINDS}
 
 
-NO_COMMANDS = {"cost/speed_runs", "cost/stand_in", "interoperability/interop_trl"}
+NO_COMMANDS = {"experiments/ablation_list", "cost/speed_runs", "cost/stand_in", "interoperability/interop_trl"}
 
 
 def test_flags_of_the_benchmark_exist():
