@@ -565,8 +565,8 @@ PANELS = [
         "rate. The mean weight falls well below 1: the cap takes away a part of the update.",
     ),
     Panel(
-        "Weights that are capped, tokens that are rejected (shares)",
-        "async/clipped_share async/rejected_share",
+        "Weights that are capped, tokens that are rejected or masked (shares)",
+        "async/clipped_share async/rejected_share async/masked_share",
         "0, or a few in a hundred.",
         "Grows: the corrections now change what is learned. Lower the staleness; a higher cap or wider bounds only "
         "trade this bias for variance.",

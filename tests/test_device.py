@@ -246,7 +246,7 @@ def test_responses_that_call_tools(tiny_sums, tmp_path):
 MISTAKES = {
     "train_policy.py": ("task.response_length)[rows].to(device)", "task.response_length)[rows]"),
     "tldr_policy.py": ("responses, references).to(device)", "responses, references).cpu()"),
-    "rlvr_policy.py": ("answers, queries, responses).to(responses.device)", "answers, queries, responses)"),
+    "rlvr_policy.py": ("args.task.response_length)[rows].to(device)", "args.task.response_length)[rows]"),
 }
 
 

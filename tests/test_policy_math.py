@@ -623,18 +623,18 @@ UNSUPPORTED = {  # the library's name of an architecture, what makes it small, w
     ),
     "alibi": ("bloom", {}, "cannot be read with an attention mask of 4 dimensions"),
     "capped logits": ("gemma2", {"num_key_value_heads": 2, "final_logit_softcapping": 1e-3}, "changes its logits"),
-    "alibi of columns": ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2}, "padding stands inside .* as in MPT"),
+    "alibi of columns": ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2}, "padding is inside .* as in MPT"),
     "window of columns": (
         "gpt_neo",
         {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7},
-        "padding stands inside .* as in GPT-Neo",
+        "padding is inside .* as in GPT-Neo",
     ),
     "states of Mamba-2": (
         "mamba2",
         {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
-        r"padding stands before .* \(Mamba, RWKV\)",
+        r"padding is before .* \(Mamba, RWKV\)",
     ),
-    "states of RWKV": ("rwkv", {}, r"padding stands before .* \(Mamba, RWKV\)"),
+    "states of RWKV": ("rwkv", {}, r"padding is before .* \(Mamba, RWKV\)"),
 }
 
 

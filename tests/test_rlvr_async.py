@@ -303,7 +303,7 @@ def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, 
     interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={FAKE} FAKE_VLLM={"bends" * bends} exec {sys.executable} "$@"\n')
     words = ["--engine", "vllm", "--vllm_python", str(interpreter), "--staleness", "0"]
     if bends:
-        with pytest.raises(InputError, match="a worker cannot start: a sampler with the learner's weights finds"):
+        with pytest.raises(InputError, match="a worker cannot start: a sampler with the learner's weights computes"):
             train_by(rlvr_async, tiny_sums, tmp_path / "run", *words)
         return
     rows = numbers_of(train_by(rlvr_async, tiny_sums, tmp_path / "run", *words))
@@ -434,7 +434,7 @@ def test_rays_own_troubles_end_in_one_line(monkeypatch):
         with pytest.raises(InputError, match=words), rlvr_async.connected(Args(ray_address="far")):
             pass
     monkeypatch.setitem(sys.modules, "ray", None)
-    words = r"need Ray: pip install -e '.\[async\]'"
+    words = r"needs Ray: pip install -e '.\[async\]'"
     with pytest.raises(InputError, match=words), rlvr_async.connected(Args()):
         pass
 
