@@ -107,7 +107,7 @@ def test_ablations_of_the_reward_model(name, tiny_world, tmp_path):
 
 @pytest.mark.parametrize("kind", ablations.WORLDS)
 def test_lines_are_where_they_were(kind):
-    """Each replacement is found in a script of its world, and stands in all of the copies."""
+    """Some script of the world contains the lines that an ablation replaces, and every copy of them is replaced."""
     world = ablations.WORLDS[kind]
     sources = {name: (ablations.ROOT / f"ppo_rlhf/{name}.py").read_text() for name in world.scripts}
     for name in world.ablations:

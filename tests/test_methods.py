@@ -202,7 +202,7 @@ def test_kl_of_best_of_n_in_the_table():
 
 @if_run
 def test_the_section_has_the_numbers_of_the_table():
-    """Every mean with an interval stands in methods.md, and the table of the section is the first one there."""
+    """The section takes its table, and every mean with an interval, from methods.md."""
     page = (RESULTS / "methods.md").read_text()
     assert page.split("\n\n")[0] in SECTION
     figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+", " ".join(SECTION.split()))

@@ -37,6 +37,7 @@ import pandas as pd
 import torch
 import tyro
 from matplotlib.figure import Figure
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from benchmark.curves import many_seeds
@@ -142,7 +143,7 @@ def best_of_n_kl(n: int) -> float:
 
 
 def run_samples(sft: str) -> None:
-    """samples.pt: summaries of each held-out post by the fine-tuned model, (posts, samples, response_length)."""
+    """samples.safetensors: summaries of each held-out post by the fine-tuned model, (posts, samples, response_length)."""
     tokenizer = models.load_tokenizer(sft)
     ids = posts.task_ids(TASK, tokenizer)
     held_out = posts.read_posts(worlds.find_paths(dpo.Args(task=TASK)).task, tokenizer, "validation", POSTS)
@@ -152,12 +153,12 @@ def run_samples(sft: str) -> None:
         judge.sample(judge.reference, queries.repeat_interleave(SAMPLES, 0), noise).view(len(queries), SAMPLES, -1)
         for queries in held_out.queries.split(16)
     ]
-    torch.save(torch.cat(parts), "samples.pt")
+    save_file({"responses": torch.cat(parts)}, "samples.safetensors")
 
 
 def run_best_of_n(sft: str, reward: str, samples: str) -> None:
     """points.json of best-of-n with a reward model, for both PENALTIES."""
-    judge, responses = Judge.load(sft, reward), torch.load(samples, weights_only=True)
+    judge, responses = Judge.load(sft, reward), load_file(samples)["responses"]
     numbers: dict[str, list] = {name: [] for name in ("raw", "gold", "length", "ended")}
     for queries, own in zip(judge.held_out.queries, responses, strict=True):
         queries = queries.expand(SAMPLES, -1)
@@ -274,7 +275,7 @@ def run(args: Args) -> int:
     for seed in seeds:  # a whole comparison of one seed first
         given = f"{sft} {model_of(args, 'reward', seed, 'reward')}"
         if "best-of-n" in args.only:
-            samples = shlex.quote(str(args.folder.resolve() / "samples" / "seed1" / "samples.pt"))
+            samples = shlex.quote(str(args.folder.resolve() / "samples" / "seed1" / "samples.safetensors"))
             jobs += jobs_of(args, "best-of-n", f"{script} best-of-n {given} {samples}", seed)
         if "dpo" in args.only:
             for beta in args.betas:

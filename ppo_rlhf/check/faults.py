@@ -1227,7 +1227,7 @@ def aggregate_norm_without_the_sequences():
 
 @fault("aggregate", "V55")
 def aggregate_empty_rows_count():
-    """Rows without a token count in the mean over responses."""
+    """The mean over responses includes rows that have no token."""
     return (
         "max((lengths > 0).sum(), 1) if sequences is None else sequences",
         "len(mask) if sequences is None else sequences",

@@ -32,7 +32,7 @@ def answer(function, call: str) -> str:
         if not isinstance(text, str):
             return "error: failed"
         return text if len(text) <= LONGEST else "error: too long"
-    except Exception:  # the function is the user's and may raise anything; what ends the process is noticed, too
+    except Exception:  # The user's function may raise anything. The other process notices if this one ends.
         return "error: failed"
 
 
