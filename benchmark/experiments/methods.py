@@ -143,7 +143,7 @@ def best_of_n_kl(n: int) -> float:
 
 
 def run_samples(sft: str) -> None:
-    """samples.safetensors: summaries of each held-out post by the fine-tuned model, (posts, samples, response_length)."""
+    """samples.safetensors: the fine-tuned model's summaries of held-out posts, (posts, samples, response_length)."""
     tokenizer = models.load_tokenizer(sft)
     ids = posts.task_ids(TASK, tokenizer)
     held_out = posts.read_posts(worlds.find_paths(dpo.Args(task=TASK)).task, tokenizer, "validation", POSTS)
