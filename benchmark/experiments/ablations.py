@@ -32,7 +32,6 @@ from typing import Any, Literal
 
 import pandas as pd
 import scipy.stats
-import tyro
 from matplotlib.figure import Figure
 
 from benchmark.curves import many_seeds
@@ -628,15 +627,10 @@ def own_reward_models(world: World) -> int:
 
 
 def main(argv: list[str]) -> int:
-    command, words = (argv[0], argv[1:]) if argv else ("", [])
-    if command == "with" and len(words) >= 2:
-        run_script(with_ablation(words[0], words[1], words[2:]))
+    if argv[:1] == ["with"] and len(argv) >= 3:
+        run_script(with_ablation(argv[1], argv[2], argv[3:]))
         return 0
-    commands = {"run": run, "report": report, "list": list_all}
-    if command in commands:
-        return commands[command](tyro.cli(Args, args=words, description=__doc__))
-    print(__doc__)
-    return 0 if command in ("-h", "--help") else 2
+    return many_seeds.command_line({"run": run, "report": report, "list": list_all}, Args, __doc__, argv)
 
 
 if __name__ == "__main__":

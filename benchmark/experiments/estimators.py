@@ -36,7 +36,6 @@ from typing import Any, Literal
 import matplotlib as mpl
 import pandas as pd
 import torch
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
@@ -464,14 +463,10 @@ COMMANDS = {"run": run, "report": report, "draw": draw}
 
 
 def main(argv: list[str]) -> int:
-    command, words = (argv[0], argv[1:]) if argv else ("", [])
-    if command == "with" and len(words) >= 2:
-        run_script(with_penalty(words[0], words[1], words[2:]))
+    if argv[:1] == ["with"] and len(argv) >= 3:
+        run_script(with_penalty(argv[1], argv[2], argv[3:]))
         return 0
-    if command in COMMANDS:
-        return COMMANDS[command](tyro.cli(Args, args=words, description=__doc__))
-    print(__doc__)
-    return 0 if command in ("-h", "--help") else 2
+    return many_seeds.command_line(COMMANDS, Args, __doc__, argv)
 
 
 if __name__ == "__main__":

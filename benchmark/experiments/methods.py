@@ -35,7 +35,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import torch
-import tyro
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -449,9 +448,6 @@ def draw(args: Args) -> int:
 
 def main(argv: list[str]) -> int:
     command, words = (argv[0], argv[1:]) if argv else ("", [])
-    commands = {"run": run, "report": report, "draw": draw}
-    if command in commands:
-        return commands[command](tyro.cli(Args, args=words, description=__doc__))
     if command == "samples" and words:
         run_samples(words[0])
     elif command == "best-of-n" and len(words) >= 3:
@@ -461,8 +457,8 @@ def main(argv: list[str]) -> int:
     elif command == "ppo" and len(words) >= 2:
         run_ppo(words[0], words[1], words[2:])
     else:
-        print(__doc__)
-        return 0 if command in ("-h", "--help") else 2
+        commands = {"run": run, "report": report, "draw": draw}
+        return many_seeds.command_line(commands, Args, __doc__, argv)
     return 0
 
 

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -254,11 +253,7 @@ COMMANDS = {"run": run, "report": report, "draw": draw}
 
 
 def main(argv: list[str]) -> int:
-    command, words = (argv[0], argv[1:]) if argv else ("", [])
-    if command in COMMANDS:
-        return COMMANDS[command](tyro.cli(Args, args=words, description=__doc__))
-    print(__doc__)
-    return 0 if command in ("-h", "--help") else 2
+    return many_seeds.command_line(COMMANDS, Args, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-import tyro
 from matplotlib.figure import Figure
 
 from benchmark.curves import many_seeds
@@ -217,14 +216,10 @@ COMMANDS = {"run": run, "report": report, "draw": draw}
 
 
 def main(argv: list[str]) -> int:
-    command, words = (argv[0], argv[1:]) if argv else ("", [])
-    if command in COMMANDS:
-        return COMMANDS[command](tyro.cli(Args, args=words, description=__doc__))
-    if command == "with" and words:
-        run_script(with_mistake(words[0], words[1:]))
+    if argv[:1] == ["with"] and len(argv) >= 2:
+        run_script(with_mistake(argv[1], argv[2:]))
         return 0
-    print(__doc__)
-    return 0 if command in ("-h", "--help") else 2
+    return many_seeds.command_line(COMMANDS, Args, __doc__, argv)
 
 
 if __name__ == "__main__":
