@@ -21,7 +21,7 @@ class Ablation:
     reward: tuple[str, ...] = ()
     """arguments of the script that trains the reward model; the ablation gets reward models of its own"""
     lines: dict[str, str] = field(default_factory=dict)
-    """what to replace in the scripts, wherever it stands"""
+    """lines of the scripts and their replacements, wherever they are"""
     own_reward_model: bool = False
     """whether the lines matter for the reward model too"""
     against: str = "baseline"

@@ -17,7 +17,7 @@ One in twenty intervals of nothing leaves out 0. So the page also says which eff
 Holm's correction for the number of comparisons, over all worlds together. The other columns are not corrected.
 
 Results are kept in a CSV for each world. What is there is not run again, even where the folder of its run is gone, so
-several machines can fill it: `--again` runs it anew.
+several machines can fill it: `--again` runs it once more.
 """
 
 import importlib.util

@@ -5,7 +5,7 @@
     python benchmark/experiments/one_update.py --record --chapter 3
     python benchmark/experiments/one_update.py --record --chapter 2 --base_model models/<sft run>/sft
 
-With --record, the chapter's script runs again and the update is recorded anew. Each update has eight responses. The
+With --record, the chapter's script runs again and the update is recorded again. Each update has eight responses. The
 recordings hold what the models computed (log-probs and values) and, for comparison, what the script made of it. The
 tables are computed from the former by ppo_rlhf/lib/derivation.py.
 """
