@@ -163,19 +163,19 @@ def test_report_of_made_up_runs(tmp_path):
     assert again.status == 0 and again.stdout == result.stdout and (tmp_path / "new/estimators.png").exists()
 
 
-def test_a_part_from_run_to_report(tiny_sums, tmp_path):
+def test_two_variants_from_run_to_report(tiny_sums, tmp_path):
     """Policies that are only penalised start where rloo ended; given again, nothing is run twice."""
     policy = " ".join(arguments(tiny_sums, 2))
     where = "--folder", "bench", "--output", "out", "--pictures", "out", "--only", "alone", "--seeds", "1"
     for _ in range(2):
-        words = "--policy", policy, "--alone=--ppo.total_episodes 16"
+        words = "--policy", policy, "--alone=--ppo.total_episodes 16", "--variants", "k1 in the loss", "k3 in the reward"
         result = launch(estimators.__file__, "run", *where, *words, folder=tmp_path)
         assert result.status == 0, result
     jobs = {
         path.parent.parent.name: json.loads(path.read_text()) for path in (tmp_path / "bench").glob("*/*/job.json")
     }
-    alone = [name for name in jobs if name.startswith("alone-")]
-    assert len(alone) == 6 and set(jobs) == {"estimators-rloo", *alone}
+    alone = ["alone-k1-in-the-loss", "alone-k3-in-the-reward"]
+    assert set(jobs) == {"estimators-rloo", *alone}
     assert {job["starts"] for job in jobs.values()} == {1}
     (start,) = (tmp_path / "bench/estimators-rloo/seed1/models").glob("*/policy")
     assert all(str(start) in jobs[name]["command"] for name in alone)
@@ -186,6 +186,7 @@ def test_bad_input(tmp_path):
     for words, message in (
         (["report", "--folder", "nowhere"], "holds no finished run"),
         (["draw", "--output", "nowhere"], "--output nowhere"),
+        (["run", "--only", "lengths", "--variants", "rloo"], "there are grpo, own length, grpo, greatest length"),
         (["with", "k4 in the reward", "-", "--preset", "sums"], "k4 in the reward"),
     ):
         result = launch(estimators.__file__, *words, folder=tmp_path)

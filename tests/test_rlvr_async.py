@@ -284,15 +284,19 @@ def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny
     assert some
 
 
-def test_two_learners_with_slices_are_one_but_for_rounding(cluster, two_updates_late, tiny_sums, tmp_path):
+def test_two_learners_with_slices_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
     """Under torchrun, with FSDP2; the first process has the workers and publishes what both keep."""
+    words = [*OLDER, "--off_policy_mask", "0.002"]
+    one_learner = train_by(rlvr_async, tiny_sums, tmp_path / "one", *words)
     (tmp_path / "letters.py").write_text(LETTERS)
-    address = ["--ray_address", ray.get_runtime_context().gcs_address]
-    words = [*sums_arguments(tiny_sums), *FOUR_UPDATES.split(), *OLDER, *address]
-    results = launch_together(2, "rlvr_async.py", *words, folder=tmp_path, **SHARDED)
+    words += ["--ray_address", ray.get_runtime_context().gcs_address]
+    results = launch_together(
+        2, "rlvr_async.py", *sums_arguments(tiny_sums), *FOUR_UPDATES.split(), *words, folder=tmp_path, **SHARDED
+    )
     assert all(result.status == 0 for result in results), results[0].stderr + results[1].stderr
-    for two, one in zip(numbers_of(tmp_path), numbers_of(two_updates_late), strict=True):
+    for two, one in zip(numbers_of(tmp_path), numbers_of(one_learner), strict=True):
         assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-7, abs=1e-9)
+    assert any(0 < row["async/masked_share"] < 1 for row in numbers_of(one_learner))
 
 
 @pytest.mark.parametrize("bends", [False, True])

@@ -343,6 +343,14 @@ POSTS = {
 
 # ---- Chapter 3: sums -------------------------------------------------------------------------------------------
 
+ROUNDED_LOGITS = """\
+def rounded_logits(model, hidden_states, vocab_size, temperature):
+    with torch.autocast(hidden_states.device.type, torch.bfloat16):
+        return model.get_output_embeddings()(hidden_states)[..., :vocab_size].float() / temperature
+
+
+lm.scaled_logits = rounded_logits
+# ---- Arguments -"""
 NO_CLIP = ("--ppo.cliprange_low", "1", "--ppo.cliprange_high", "1e9")
 GAE = ("--ppo.advantage", "gae", "--ppo.samples_per_prompt", "1", "--ppo.critic_warmup", "3")
 SUMS = {
@@ -473,5 +481,18 @@ SUMS = {
         policy=("--ppo.value_head", "normal"),
         against="critic",
         why="A critic that says 0 adds no noise to the first advantages.",
+    ),
+    "bfloat16": Ablation(
+        "V15",
+        "setting: matrix products of the layers in bfloat16",
+        policy=("--dtype", "bfloat16"),
+        why="It is what GPUs are fastest at; sampler and training pass then round differently.",
+    ),
+    "bfloat16-output-layer": Ablation(
+        "V15",
+        "the output layer is in bfloat16, too",
+        lines={"# ---- Arguments -": ROUNDED_LOGITS},
+        against="bfloat16",
+        why="A rounded logit moves the log-prob of its token, and the ratio with it.",
     ),
 }

@@ -46,9 +46,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # ---- The worlds ------------------------------------------------------------------------------------------------
 
-Effects = dict[
-    str, tuple[str, str]
-]  # name: column of metrics.csv, and `last` (mean of the last updates) or `highest`
+
+@dataclass(frozen=True)
+class Effect:
+    """What is measured of a run: a column of metrics.csv, as the mean of the last updates or the highest of all."""
+
+    column: str
+    highest: bool = False
+    unit: float = 1.0
+    """what the column is divided by"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class World:
     """training scripts; the lines of an ablation may be in any of them"""
     stages: dict[str, str]
     """name of a stage: its script and the arguments of all runs. {sft} and {reward} are the models of earlier ones"""
-    effects: Effects
+    effects: dict[str, Effect]
     """what is measured; the first is the reward, whose effects are corrected for the number of comparisons"""
     last: int
     """updates at the end that are averaged"""
@@ -92,10 +98,10 @@ WORLDS = {
             "--rewards.trained_model {reward}",
         },
         effects={
-            "gold score": ("objective/gold_scores", "last"),
-            "KL": ("objective/kl", "last"),
-            "highest KL": ("objective/kl", "highest"),
-            "explained variance": ("ppo/val/var_explained", "last"),
+            "gold score": Effect("objective/gold_scores"),
+            "KL": Effect("objective/kl"),
+            "highest KL": Effect("objective/kl", highest=True),
+            "explained variance": Effect("ppo/val/var_explained"),
         },
         last=10,
         seeds=5,
@@ -112,11 +118,11 @@ WORLDS = {
             "--eval_posts 64 --base_model {sft} --rewards.trained_model {reward}",
         },
         effects={
-            "gold score": ("objective/gold_scores", "last"),
-            "KL": ("objective/kl", "last"),
-            "highest KL": ("objective/kl", "highest"),
-            "length": ("objective/response_length", "last"),
-            "explained variance": ("val/var_explained", "last"),
+            "gold score": Effect("objective/gold_scores"),
+            "KL": Effect("objective/kl"),
+            "highest KL": Effect("objective/kl", highest=True),
+            "length": Effect("objective/response_length"),
+            "explained variance": Effect("val/var_explained"),
         },
         last=5,
         seeds=5,
@@ -132,11 +138,12 @@ WORLDS = {
             "--save_interval 0 --eval_samples 1 --eval_interval 0 --rewards.kl_coef 1e-12",
         },
         effects={
-            "correct": ("objective/verifiable_correct_rate", "last"),
-            "KL": ("objective/kl", "last"),
-            "highest KL": ("objective/kl", "highest"),
-            "length": ("val/sequence_lengths", "last"),
-            "entropy": ("policy/entropy_avg", "last"),
+            "correct": Effect("objective/verifiable_correct_rate"),
+            "KL": Effect("objective/kl"),
+            "highest KL": Effect("objective/kl", highest=True),
+            "length": Effect("val/sequence_lengths"),
+            "entropy": Effect("policy/entropy_avg"),
+            "sampler gap (0.001 nats)": Effect("objective/sampler_gap", unit=0.001),
         },
         last=3,
         seeds=5,
@@ -345,10 +352,11 @@ def read_effects(args: Args, kind: str) -> pd.DataFrame:
             if not meta["finished"]:
                 continue
             table = read_numbers(file.with_name("metrics.csv"))
-            effects = {
-                effect: float(table[column].max() if form == "highest" else table[column].tail(world.last).mean())
-                for effect, (column, form) in world.effects.items()
-            }
+            effects = {}
+            for name_of_effect, effect in world.effects.items():
+                column = table[effect.column]
+                found = column.max() if effect.highest else column.tail(world.last).mean()
+                effects[name_of_effect] = float(found) / effect.unit
             seed = int(file.parents[2].name.removeprefix("seed"))
             rows.append({"ablation": name, "seed": seed, **effects, "commit": meta["commit"][:7]})
     both = pd.concat([kept_effects(args, kind), pd.DataFrame(rows)], ignore_index=True)

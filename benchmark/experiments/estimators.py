@@ -2,6 +2,7 @@
 
     python benchmark/experiments/estimators.py run --workers 2    # all of them; repeat it to resume
     python benchmark/experiments/estimators.py run --only alone   # one part, and the runs that it needs
+    python benchmark/experiments/estimators.py run --only estimators --variants maxrl    # one of a part
     python benchmark/experiments/estimators.py report             # the tables and pictures of what has finished
     python benchmark/experiments/estimators.py draw               # the pictures again, from their tables
 
@@ -143,6 +144,8 @@ def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]
 class Args:
     only: tuple[Literal["estimators", "lengths", "beside", "alone"], ...] = PARTS
     """which parts"""
+    variants: tuple[str, ...] = ()
+    """which variants of these parts, by name; empty: all of them"""
     seeds: int = 5
     """how many seeds of each"""
     workers: int = 1
@@ -196,6 +199,10 @@ def last_policy(args: Args, seed: int) -> Path:
 def run(args: Args) -> int:
     """Train all policies and report. Returns the exit status."""
     chosen = [variant for variant in find_variants() if variant.part in args.only]
+    if unknown := set(args.variants) - {variant.name for variant in chosen}:
+        names = ", ".join(variant.name for variant in chosen)
+        raise InputError(f"--variants {' '.join(sorted(unknown))}: there are {names}")
+    chosen = [variant for variant in chosen if variant.name in args.variants or not args.variants]
     seeds, launcher = range(1, args.seeds + 1), many_seeds.Args(name="estimators", workers=args.workers)
     starts = Variant("estimators", "rloo", advantage("rloo"))
     jobs = jobs_of(args, starts, seeds) if "alone" in args.only else []
