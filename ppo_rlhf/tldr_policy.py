@@ -285,7 +285,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
         controller.update(metrics["objective/kl"], sizes.batch)
         this_run.end_of_update(
             *(update, metrics | evaluation),
-            f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}",
+            f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}, "
+            f"{100 * metrics['objective/eos_rate']:.0f} % end",
             samples=partial(sample_rows, setup, rollout, episodes),
             trace=partial(trace, update, rollout, episodes, controller),
             checkpoint=partial(training_state, actor_critic, optimizer, controller, evaluation),

@@ -178,7 +178,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         raise InputError(
             f"{cli.typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
             f"{cli.typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
-            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough"
+            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough, and so are fewer groups"
         )
     local_batch = ppo.batch_size // num_processes
     processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch)
@@ -265,7 +265,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
         # [D70] [D71] The controller sees the KL averaged over all processes.   train_policy.py#L299-L305
         controller.update(metrics["objective/kl"], sizes.batch)
         this_run.end_of_update(
-            *(update, metrics, f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}"),
+            *(update, metrics),
+            f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}, "
+            f"{100 * metrics['objective/stopped']:.0f} % end",
             samples=partial(sample_rows, tokenizer, ids, episodes),
             trace=partial(trace, update, rollout, episodes),
             checkpoint=partial(training_state, policy, optimizer, controller, stream),

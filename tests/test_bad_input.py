@@ -542,7 +542,7 @@ def bad_scores(expression: str, *words: str) -> Row:
 
 FUNCTIONS = {
     "unknown module": bad_function("", "No module named 'yours'", name="yours:scores"),
-    "no colon": bad_function("def scores(queries, responses): ...", "package.module:name", name="mine"),
+    "no colon": bad_function("def scores(queries, responses): ...", "as in mine:name", name="mine.py"),
     "relative module": bad_function("", "package.module:name", name=".mine:scores"),
     "not in the module": bad_function("def score(queries, responses): ...", "scores"),
     "not a function": bad_function("scores = [1.0, 2.0]", "no function"),
@@ -557,7 +557,7 @@ FUNCTIONS = {
     "ends the process": bad_scores("exit(0)", "SystemExit"),
     "too few scores": bad_scores("[1.0] * (len(responses) - 1)", "returned 1 scores for 2"),
     "texts for scores": bad_scores("responses", "could not convert"),
-    "one number for scores": bad_scores("1.0", "not iterable"),
+    "one number for scores": bad_scores("1.0", "returned a float; it must return a list"),
     "nan for scores": bad_scores("[float('nan') for text in responses]", "nan"),
     "monitor fails": policy(
         "--rewards.monitor mine:tone",

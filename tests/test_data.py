@@ -159,7 +159,7 @@ def test_read_text_file(tmp_path, name, content, expected):
         ("t.txt", b"\xff\xfe", "utf-8"),
         ("t.jsonl", '"one"\n"two\n', "item 2"),
         ("t.jsonl", '"one"\n\n3\n', "item 2"),
-        ("t.jsonl", '"one"\n{"content": "two"}\n', "item 2"),
+        ("t.jsonl", '"one"\n{"content": "two"}\n', "item 2, which has 'content',"),
         ("t.json", '["one"', "delimiter"),
         ("t.json", '{"text": "one"}', "no JSON array"),
         ("t.json", '["one", "two", null]', "item 3"),

@@ -1099,10 +1099,11 @@ def test_a_function_with_three_parameters_gets_the_references():
     "name, message",
     [
         ("too_few", "returned 1 scores for 2 responses"),
-        ("no_number", "returned nan for text 0 of"),
-        ("fails", r"failed on 2 texts: KeyError: 'teapot' \(.*test_judge.py:\d+\)"),
+        ("no_number", "returned nan for text 1 of"),
+        ("fails", r"failed when called with 2 texts: KeyError: 'teapot' \(.*test_judge.py:\d+\)"),
         ("ANIMALS", "that is no function"),
         ("nothing", "write package.module:name"),
+        ("", "write a module and the name of a function in it, as in test_judge:name"),
     ],
 )
 def test_a_function_that_does_not_score(name, message):

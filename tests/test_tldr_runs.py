@@ -688,7 +688,7 @@ def test_a_score_of_an_evaluation_that_is_no_number_stops_the_run(interval, step
     arguments = [*common, "--base_model", str(sft.model("sft")), *flags.split()]
     result = launch("tldr_policy.py", *arguments, folder=tmp_path)
     assert result.status == 2
-    check_one_line(result.stderr, ("mine:no_references returned nan for text 0 of 8",))
+    check_one_line(result.stderr, ("mine:no_references returned nan for text 1 of 8",))
     run = only(tmp_path, "runs/*")
     assert not (tmp_path / "models").exists() and not list(run.glob("evaluation*"))
     assert kept <= {path.name for path in run.iterdir()}

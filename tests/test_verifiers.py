@@ -412,6 +412,10 @@ def by_number(prompts, responses, answers):
     return dict.fromkeys(range(len(responses)), 5.0)
 
 
+def one_number(prompts, responses, answers):
+    return 1.0
+
+
 def digits(prompts, responses, answers):
     return "1" * len(responses)
 
@@ -452,8 +456,8 @@ def test_none_and_nan_mean_that_a_response_cannot_be_scored():
 @pytest.mark.parametrize(
     ("name", "responses", "words"),
     [
-        ("infinite", ["a", "i"], "returned inf for text 1 of 2; scores must be finite, NaN or None"),
-        ("failing", ["a", "0"], "failed on 2 texts: ZeroDivisionError"),
+        ("infinite", ["a", "i"], "returned inf for text 2 of 2; scores must be finite, NaN or None"),
+        ("failing", ["a", "0"], "failed when called with 2 texts: ZeroDivisionError"),
         ("too_few", ["a", "b", "c"], "returned 2 scores for 3 responses"),
     ],
 )
@@ -469,6 +473,7 @@ def test_a_function_that_is_wrong_is_named_in_one_line(name, responses, words):
     ("name", "words"),
     [
         ("by_number", "returned a dict; it must return a list, one number per response"),
+        ("one_number", "returned a float; it must return a list, one number per response"),
         ("digits", "returned a str; it must return a list, one number per response"),
         ("closing", "closed sys.stdout, which the run prints to"),
     ],
@@ -501,7 +506,7 @@ def test_an_unknown_verifier_is_refused(name):
 
 def test_a_function_is_tried_before_training(monkeypatch):
     monkeypatch.setattr(sys.modules["test_verifiers"], "of_two", lambda prompts, responses: ["no"] * 2)
-    with pytest.raises(InputError, match="failed on 2 texts"):
+    with pytest.raises(InputError, match="failed when called with 2 texts"):
         load("test_verifiers:of_two")
 
 

@@ -86,9 +86,14 @@ def read_info(folder: Path) -> dict[str, Any]:
 # ---- Load ------------------------------------------------------------------------------------------------------
 
 
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.py")  # a folder with a tokenizer has such a file
+
+
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a base model."""
     with model_errors(base_model) as (path, revision):
+        if Path(path).is_dir() and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
+            raise InputError(f"{path} has no tokenizer; save one there with tokenizer.save_pretrained")
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
             raise OSError("it has no tokenizer")

@@ -260,7 +260,8 @@ class Run:
         self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
-        print_table(self.meta["name"], sizes, show_lines=False)
+        print(f"run {shown(self.folder)}")
+        print_table("", sizes, show_lines=False)
         self._open_csv()
         self._open_tensorboard()
         if self.args.track:
@@ -523,6 +524,7 @@ class Run:
         self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
         self._unlock()
+        print(f"finished {shown(self.folder)}; what it trained is in {shown(self.model_folder)}")
 
     def upload(self, *parts: str) -> None:
         """Push models/<run>/<part> to the hub, if the arguments say so. Every process must call this."""
@@ -621,7 +623,7 @@ def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, sho
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(errors.visible(title)), show_lines=show_lines)
+    table = Table(title=Text(errors.visible(title)) if title else None, show_lines=show_lines)
     for name in rows[0]:
         numeric = all(isinstance(row[name], float | int) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)

@@ -12,7 +12,8 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -84,6 +85,10 @@ def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
     module, _, path = name.partition(":")
     module = MOVED.get(module, module)
+    if not path or module.endswith(".py"):
+        module = ".".join(Path(module.removesuffix(".py")).parts)
+        wanted = f"{module}:{path or 'name'}"
+        raise InputError(f"{flag(field)} {name}: write a module and the name of a function in it, as in {wanted}")
     try:
         if importlib.util.find_spec(module.split(".")[0]) is None:
             sys.path.append("")
@@ -117,21 +122,22 @@ def score_texts(
         texts = [queries, responses, references] if takes_references(function) else [queries, responses]
         with contained():
             returned = function(*map(list, texts))
-            if isinstance(returned, str | bytes | Mapping | Set):  # a loop over these gives no scores
+            # A loop over a text, a dict or a set gives no scores.
+            if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
                 kind = type(returned).__name__
                 return [], f"{what} returned a {kind}; it must return a list, one number per response"
             scores = [float(none if score is None else score) for score in returned]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        return [], f"{what} failed on {len(queries)} texts: {type(error).__name__}: {error}{where}"
+        return [], f"{what} failed when called with {len(queries)} texts: {type(error).__name__}: {error}{where}"
     if len(scores) != len(responses):
         return [], f"{what} returned {len(scores)} scores for {len(responses)} responses"
     nan_counts_nowhere = none is not None and math.isnan(none)
     for number, score in enumerate(scores):
         if not math.isfinite(score) and not (math.isnan(score) and nan_counts_nowhere):
             allowed = "finite, NaN or None" if nan_counts_nowhere else "finite"
-            return [], f"{what} returned {score} for text {number} of {len(scores)}; scores must be {allowed}"
+            return [], f"{what} returned {score} for text {number + 1} of {len(scores)}; scores must be {allowed}"
     if sys.stdout.closed:
         return [], f"{what} closed sys.stdout, which the run prints to; it must leave that open"
     return scores, ""

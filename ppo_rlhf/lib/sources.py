@@ -113,7 +113,9 @@ def read_text_file(path: Path) -> list[str]:
                 items.append(json.loads(line))
         else:
             items = json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InputError(f"{flag('task.query_dataset')} {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         where = f", item {len(items) + 1}" if path.suffix == ".jsonl" else ""
         raise InputError(f"{flag('task.query_dataset')} {path}{where}: {error}") from error
     if not isinstance(items, list):
@@ -121,8 +123,9 @@ def read_text_file(path: Path) -> list[str]:
     texts = [item.get("text") if isinstance(item, dict) else item for item in items]
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
+            keys = f", which has {', '.join(map(repr, items[number - 1]))}" if isinstance(items[number - 1], dict) else ""
             raise InputError(
-                f'{flag("task.query_dataset")} {path}: item {number} is neither a string nor an object with "text"'
+                f'{flag("task.query_dataset")} {path}: item {number}{keys}, is neither a string nor an object with "text"'
             )
         check_text(text, f"{flag('task.query_dataset')} {path}: item {number}")
     return [text for text in texts if text.strip()]
