@@ -52,7 +52,7 @@ DETAILS += [f"V{number:02d}" for number in range(1, 112)]
 FIELDS = ["why", "without it", "measured", "original", "here", "proven by"]
 OPTIONAL = ("without it", "measured")
 ABLATIONS = "benchmark/results/ablations/"
-RESULTS = ("docs/results.md", "docs/chapter2.md", "docs/chapter3.md", "benchmark/results/")
+RESULTS = ("docs/results.md", "docs/atlas.md", "docs/chapter2.md", "docs/chapter3.md", "benchmark/results/")
 ORIGINALS = {
     "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
     "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
@@ -271,6 +271,7 @@ def quotes(files: Files) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for path in files:
         head: list[str] = []
+        world = Path(path).stem.removesuffix("-settings").replace("ablations", "tales")
         for line in files[path].split("\n") if path.startswith(ABLATIONS) else []:
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             head = cells if cells[0] == "detail" else head
@@ -280,7 +281,7 @@ def quotes(files: Files) -> dict[str, dict[str, str]]:
                 continue
             against = f", compared with {row['compared with']}" if "compared with" in row else ""
             shown = [f"{name} {text.strip('*')}" for i, (name, text) in enumerate(effects) if i < 2 or text[0] == "*"]
-            start = f"[{row['ablation']}]({TO_ROOT}{path})"
+            start = f"[{row['ablation']}](../atlas.md#{world}-{row['ablation'].strip('`')})"
             seeds = " seeds, ".join(row["seeds"].split(", ")) if ", " in row["seeds"] else f"{row['seeds']} seeds"
             found.setdefault(detail[1], {})[start] = f" ({seeds}{against}): {', '.join(shown)}"
     return found
@@ -292,8 +293,8 @@ def with_quotes(measured: str, quoted: dict[str, str]) -> str:
         if start in measured:
             measured = re.sub(re.escape(start) + QUOTE, lambda _, new=start + rest: new, measured)
         else:
-            table = Path(start.rpartition("/")[2]).stem.removesuffix("-settings")
-            measured += f" On {'tales' if table == 'ablations' else table}, {start}{rest}."
+            world = start.partition("#")[2].partition("-")[0]
+            measured += f" On {world}, {start}{rest}."
     return measured.strip()
 
 

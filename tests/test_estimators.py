@@ -168,8 +168,9 @@ def test_two_variants_from_run_to_report(tiny_sums, tmp_path):
     policy = " ".join(arguments(tiny_sums, 2))
     where = "--folder", "bench", "--output", "out", "--pictures", "out", "--only", "alone", "--seeds", "1"
     for _ in range(2):
-        words = "--policy", policy, "--alone=--ppo.total_episodes 16", "--variants", "k1 in the loss", "k3 in the reward"
-        result = launch(estimators.__file__, "run", *where, *words, folder=tmp_path)
+        words = "--policy", policy, "--alone=--ppo.total_episodes 16"
+        chosen = "--variants", "k1 in the loss", "k3 in the reward"
+        result = launch(estimators.__file__, "run", *where, *words, *chosen, folder=tmp_path)
         assert result.status == 0, result
     jobs = {
         path.parent.parent.name: json.loads(path.read_text()) for path in (tmp_path / "bench").glob("*/*/job.json")

@@ -346,9 +346,7 @@ def test_effects_of_ablations_are_updated():
     cells = "| `x-1.5` | y | 4, 1 failed | `x` | +1.25 ± 2.50 | **-3.00 ± 1.00** | **+0.75 ± 0.25** |"
     table = f"{head}\n| [D65](z) {cells}\n| [D51](z) {cells}\n| | `x` | | 5 | | 3 | 4 | 5 |"
     new = updated(damaged(TALES, "+76.32 ± 46.83", "+7.63 ± 4.68") | {f"{ABLATIONS}posts-settings.md": table})
-    quote = (
-        f"[`x-1.5`]({TO_ROOT}{ABLATIONS}posts-settings.md) (4 seeds, 1 failed, compared with `x`): gold score +1.25"
-    )
+    quote = "[`x-1.5`](../atlas.md#posts-x-1.5) (4 seeds, 1 failed, compared with `x`): gold score +1.25"
     quote += " ± 2.50, KL -3.00 ± 1.00, length +0.75 ± 0.25."
     rows = {row.id: row for row in register.rows(new)}
     assert rows["D65"].complete and rows["D65"].fields["measured"] == f"On posts, {quote}"

@@ -512,7 +512,8 @@ def test_the_console_shows_the_progress_of_every_update(finished: Finished):
     assert [line[:2] for line in lines] == [(str(update + 1), str(UPDATES)) for update in range(UPDATES)]
     with (only(finished.folder, "runs/*") / "metrics.csv").open() as file:
         tokens_per_second = [float(row["elapsed/fps"]) for row in csv.DictReader(file)]
-    for (*_, speed, score, kl, ended), row, tokens in zip(lines, finished.left.metrics, tokens_per_second, strict=True):
+    rows = finished.left.metrics
+    for (*_, speed, score, kl, ended), row, tokens in zip(lines, rows, tokens_per_second, strict=True):
         assert 0 < int(speed) <= tokens / 24 + 1  # the line is printed a little later than the row is written
         assert score == f"{row['objective/score']:+.2f}"
         assert kl == f"{row['objective/kl']:.2f}" and int(ended) == round(100 * row["objective/stopped"])
@@ -646,7 +647,8 @@ def test_coefficients_that_differ_stop_both_processes(tiny_world: Path, tmp_path
 def test_what_fails_on_one_process_stops_both(tiny_world: Path, tmp_path: Path):
     (tmp_path / "fails_later.py").write_text(FAILS_LATER)
     line = stopped_pair("train_policy.py", tiny_world, tmp_path)
-    assert line.startswith("error: --rewards.function fails_later:score failed when called with 8 texts: RuntimeError: no more (")
+    start = "error: --rewards.function fails_later:score failed when called with 8 texts: RuntimeError: no more ("
+    assert line.startswith(start)
     assert len(metrics_of(only(tmp_path, "runs/*"))) == 1
 
 

@@ -121,13 +121,12 @@ def read_text_file(path: Path) -> list[str]:
     if not isinstance(items, list):
         raise InputError(f"{flag('task.query_dataset')} {path}: holds no JSON array")
     texts = [item.get("text") if isinstance(item, dict) else item for item in items]
-    for number, text in enumerate(texts, 1):
+    for number, (item, text) in enumerate(zip(items, texts, strict=True), 1):
+        where = f"{flag('task.query_dataset')} {path}: item {number}"
         if not isinstance(text, str):
-            keys = f", which has {', '.join(map(repr, items[number - 1]))}" if isinstance(items[number - 1], dict) else ""
-            raise InputError(
-                f'{flag("task.query_dataset")} {path}: item {number}{keys}, is neither a string nor an object with "text"'
-            )
-        check_text(text, f"{flag('task.query_dataset')} {path}: item {number}")
+            keys = f", which has {', '.join(map(repr, item))}," if isinstance(item, dict) else ""
+            raise InputError(f'{where}{keys} is neither a string nor an object with "text"')
+        check_text(text, where)
     return [text for text in texts if text.strip()]
 
 
