@@ -19,7 +19,7 @@ from runs import explained_metrics
 
 from benchmark.cost import padding
 from benchmark.curves import front_page
-from benchmark.experiments import ablations, estimators, staleness
+from benchmark.experiments import ablations, critic, estimators, staleness
 from ppo_rlhf import (
     judge,
     rlvr_async,
@@ -225,6 +225,44 @@ def test_sentences_about_the_estimators():
     assert greedy["gae"][0] > 0
     numbers = [-samples["remax"][0], samples["remax"][1], -greedy["remax"][0], greedy["remax"][1]]
     assert "{:.1f} ± {:.1f} points fewer among samples, {:.1f} ± {:.1f} among greedy".format(*numbers) in text
+
+
+def test_what_is_said_of_the_critic():
+    runs = pd.read_csv(ROOT / "benchmark/results/critic/runs.csv", dtype={"commit": str})
+    page = RESULTS[RESULTS.index("## What methods for the critic do") : RESULTS.index("## What the forms of the KL")]
+    assert set(runs["commit"]) == {re.search(r"at commit (\w+)", page)[1]} and len(runs) == 5 * len(critic.VARIANTS)
+    runs[["course", "samples", "greedy"]] *= 100
+    own = {name: rows.set_index("seed") for name, rows in runs.groupby("variant")}
+    rows = table_under("| | changed | correct while it learns (%)")
+    assert [name.strip("`") for name in rows] == list(critic.VARIANTS)
+    for name, (changed, course, samples, difference, greedy) in rows.items():
+        variant = name.strip("`")
+        assert changed.strip("`") == critic.METHODS.get(variant, changed.strip("`"))
+        for cell, column in ((course, "course"), (samples, "samples"), (greedy, "greedy")):
+            check_cell(cell, own[variant][column], 1)
+        if variant != "gae":
+            check_cell(difference, own[variant]["samples"] - own["gae"]["samples"], 1)
+
+    more = {name: table["samples"] - own["gae"]["samples"] for name, table in own.items() if name != "gae"}
+    p_values = {name: scipy.stats.ttest_1samp(values, 0).pvalue for name, values in more.items()}
+    excluding = [name for name, values in more.items() if abs(interval_of(values)[0]) > interval_of(values)[1]]
+    assert excluding == ["nll"] and 6 * p_values["nll"] < 0.05 and len(more) == 6 and (more["nll"] > 0).all()
+    for words, values in {
+        "The likelihood loss helps**: {:.1f} ± {:.1f} points more": more["nll"],
+        "if at all**: {:+.1f} ± {:.1f} points while it learns": own["lam_alpha"]["course"] - own["gae"]["course"],
+        "learns alone for {:.1f} ± {:.1f} updates instead of 3": own["pretraining"]["alone"],
+        "while it learns, {:.1f} ± {:.1f} points fewer": own["gae"]["course"] - own["pretraining"]["course"],
+        "the critic explains {:.2f} ± {:.2f} of the variance of its targets, and": own["pretraining"]["explained"],
+        "that of `gae` {:.2f} ± {:.2f}.": own["gae"]["explained"],
+        "the critic explains {:.2f} ± {:.2f} of the variance of its targets at": own["critic_lam"]["explained_last"],
+        "and `gae`'s {:.2f} ± {:.2f}.": own["gae"]["explained_last"],
+        "`rloo` has {:.1f} ± {:.1f} points fewer correct samples": -more["rloo"],
+    }.items():
+        assert words.format(*interval_of(values)) in " ".join(page.split()), words
+    assert set(own["gae"]["alone"]) == {3}
+    updates = pd.read_csv(ROOT / "benchmark/results/critic/updates.csv").set_index(["variant", "step"]).sort_index()
+    assert round(100 * updates.loc["gae", 0]["objective/verifiable_correct_rate"].mean()) == 33
+    assert f"in the eighth update, `gae`'s critic explains {updates.loc['gae', 7]['val/explained_var'].mean():.2f}" in page
 
 
 def test_table_of_staleness():
