@@ -2,13 +2,14 @@
 
     python benchmark/experiments/estimators.py run --workers 2    # all of them; repeat it to resume
     python benchmark/experiments/estimators.py run --only alone   # one part, and the runs that it needs
-    python benchmark/experiments/estimators.py run --only estimators --variants maxrl    # one of a part
+    python benchmark/experiments/estimators.py run --only divide --variants maxrl    # one of a part
     python benchmark/experiments/estimators.py report             # the tables and pictures of what has finished
     python benchmark/experiments/estimators.py draw               # the pictures again, from their tables
 
-There are five parts. The runs of a part and a seed differ in what the part is about, and in nothing else:
+There are six parts. The runs of a part and a seed differ in what the part is about, and in nothing else:
 
-    estimators   every estimator of advantages, without a KL penalty
+    estimators   every estimator of advantages but maxrl, without a KL penalty
+    divide       three answers to "divide by what?": dr_grpo by nothing, grpo by the standard deviation, maxrl by the mean
     lengths      the group's scores divided by their standard deviation or not (grpo, dr_grpo); the losses of a
                  response divided by its own length or by the greatest
     beside       every form of the KL penalty, together with the score
@@ -90,7 +91,8 @@ def advantage(name: str) -> str:
 
 def find_variants() -> list[Variant]:
     """All of them."""
-    found = [Variant("estimators", name, advantage(name)) for name in rlvr_math.ESTIMATORS]
+    found = [Variant("estimators", name, advantage(name)) for name in rlvr_math.ESTIMATORS if name != "maxrl"]
+    found += [Variant("divide", name, f"{advantage(name)} --eval_samples 16") for name in DIVIDED]
     for name in ("grpo", "dr_grpo"):
         for length, mode in {"own": "seq-mean-token-mean", "greatest": "seq-mean-token-sum-norm"}.items():
             words = f"{advantage(name)} --ppo.loss_aggregation {mode}"
@@ -105,7 +107,8 @@ def find_variants() -> list[Variant]:
     return found
 
 
-PARTS = ("estimators", "lengths", "beside", "alone")
+DIVIDED = ("dr_grpo", "grpo", "maxrl")
+PARTS = ("estimators", "divide", "lengths", "beside", "alone")
 
 
 def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]:
@@ -142,7 +145,7 @@ def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]
 
 @dataclass(frozen=True)
 class Args:
-    only: tuple[Literal["estimators", "lengths", "beside", "alone"], ...] = PARTS
+    only: tuple[Literal["estimators", "divide", "lengths", "beside", "alone"], ...] = PARTS
     """which parts"""
     variants: tuple[str, ...] = ()
     """which variants of these parts, by name; empty: all of them"""
@@ -257,7 +260,7 @@ def exact_course(penalty: str) -> torch.Tensor:
 
 # ---- Report ----------------------------------------------------------------------------------------------------
 
-SAMPLES, GREEDY = "eval/mean@2", "eval/gsm8k_strict"  # of the last evaluation
+SAMPLES, GREEDY, ANY = "eval/mean@2", "eval/gsm8k_strict", "pass@16"  # of the last evaluation
 RIGHT, WRONG_LENGTH, RIGHT_LENGTH = (
     "objective/verifiable_correct_rate",
     "val/sequence_lengths_incorrect",
@@ -278,7 +281,10 @@ def read_runs(args: Args) -> tuple[pd.DataFrame, pd.DataFrame]:
                     continue
                 table = read_numbers(file.with_name("metrics.csv"))
                 whose = {"part": variant.part, "variant": variant.name, "seed": seed}
-                found = {"samples": meta["results"][SAMPLES], "greedy": meta["results"][GREEDY]}
+                results = meta["results"]
+                found = {"samples": results[SAMPLES if SAMPLES in results else "eval/mean@16"]}
+                found |= {"greedy": results[GREEDY]}
+                found |= {ANY: results[f"eval/{ANY}"]} if f"eval/{ANY}" in results else {}
                 last = {name: table[name].tail(LAST).mean() for name in CURVES if name in table}
                 last |= {"first_kl": table[TRUE_KL].iloc[0]} if TRUE_KL in table else {}
                 runs.append(whose | found | last | {"commit": meta["commit"][:7]})
@@ -308,9 +314,15 @@ def table_of(runs: pd.DataFrame) -> list[dict[str, str]]:
     rows = []
     for (part, variant), own in runs.groupby(["part", "variant"], sort=False):
         right = {f"right, {of} (%)": cell(100 * own[of], ".1f") for of in ("samples", "greedy")}
+        if ANY in own:
+            right["one of 16 samples (%)"] = cell(100 * own[ANY], ".1f")
         lengths = {"wrong": WRONG_LENGTH, "right": RIGHT_LENGTH}
         rows.append(
-            {"part": part, "what": f"`{variant}`" if part == "estimators" else variant, "seeds": str(len(own))}
+            {
+                "part": part,
+                "what": f"`{variant}`" if part in ("estimators", "divide") else variant,
+                "seeds": str(len(own)),
+            }
             | right
             | {f"tokens, {of}": cell(own[name], ".1f") for of, name in lengths.items()}
             | {"KL (nats)": cell(own[TRUE_KL], ".2f"), "its change": cell(own[TRUE_KL] - own["first_kl"], "+.2f")}
