@@ -9,7 +9,8 @@
 There are six parts. The runs of a part and a seed differ in what the part is about, and in nothing else:
 
     estimators   every estimator of advantages but maxrl, without a KL penalty
-    divide       three answers to "divide by what?": dr_grpo by nothing, grpo by the standard deviation, maxrl by the mean
+    divide       three answers to "divide by what?": dr_grpo by nothing, grpo by the standard deviation, maxrl by the
+                 mean; with 16 samples of each problem at the end
     lengths      the group's scores divided by their standard deviation or not (grpo, dr_grpo); the losses of a
                  response divided by its own length or by the greatest
     beside       every form of the KL penalty, together with the score
