@@ -270,7 +270,8 @@ def test_what_is_said_of_the_critic():
 
 def test_table_of_staleness():
     runs = pd.read_csv(ROOT / "benchmark/results/staleness/runs.csv", dtype={"commit": str})
-    page = RESULTS[RESULTS.index("## What staleness does") : RESULTS.index("## Speed")]
+    page = RESULTS[RESULTS.index("## What staleness does") : RESULTS.index("Does DeepSeek's off-policy mask")]
+    page += RESULTS[RESULTS.index("[benchmark/results/staleness]") :]
     assert set(runs["commit"]) == {re.search(r"at commit (\w+)", page)[1]}
     rows = [line.strip("| ").split(" |") for line in page.splitlines() if re.match(r"\| \d \|", line)]
     assert len(rows) == 13 == len([v for v in staleness.VARIANTS if v.way != "masked"])  # which was not yet run
@@ -284,6 +285,29 @@ def test_table_of_staleness():
         if age != "0":
             check_cell(cells[4], own["async/kl"], 4)
             check_cell(cells[5], own["async/ess"], 3)
+
+
+def test_what_is_said_of_the_off_policy_mask():
+    folder = ROOT / "benchmark/results/staleness-masked"
+    runs = pd.read_csv(folder / "runs.csv", dtype={"commit": str})
+    page = RESULTS[RESULTS.index("Does DeepSeek's off-policy mask") : RESULTS.index("## What a tool's tokens")]
+    assert set(runs["commit"]) == {re.search(r"those of the second, at commit (\w+)", page)[1]}
+    runs[["samples", "greedy"]] *= 100
+    share = 100 * runs.query("way == 'masked'").groupby("staleness")["async/masked_share"].mean()
+    runs = runs.set_index(["way", "staleness", "seed"])[["samples", "greedy"]].sort_index()
+    check_cell(re.search(r"where\s(.*) % of the samples", page)[1], runs.loc["any", 0]["samples"], 1)
+    rows, more = table_under("| staleness | without the mask"), runs.loc["masked"] - runs.loc["bypass"]
+    assert list(rows) == ["1", "2", "4", "8"]
+    for age, (without, masked, difference, tokens) in rows.items():
+        assert tokens == f"{share[int(age)]:.1f}"
+        check_cell(without, runs.loc["bypass", int(age)]["samples"], 1)
+        check_cell(masked, runs.loc["masked", int(age)]["samples"], 1)
+        check_cell(difference, more.loc[int(age)]["samples"], 1)
+    overall = {column: interval_of(more[column].groupby("seed").mean()) for column in more}
+    words = "{:+.1f} ± {:.1f} points, averaged over the four stalenesses, and {:+.1f} ± {:.1f} among greedy"
+    assert words.format(*overall["samples"], *overall["greedy"]) in " ".join(page.split())
+    excluding = [age for age, own in more["samples"].groupby("staleness") if abs(own.mean()) > interval_of(own)[1]]
+    assert excluding == [4]
 
 
 def test_bypass_and_decoupled_are_alike_in_one_column_of_two():

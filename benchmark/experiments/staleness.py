@@ -133,7 +133,7 @@ def run(args: Args) -> int:
 # ---- Report ----------------------------------------------------------------------------------------------------
 
 KL, ESS, CLIPPED, APPROX_KL = "async/kl", "async/ess", "policy/clipfrac_avg", "policy/approxkl_avg"
-CURVES = (RIGHT, KL, ESS, CLIPPED, APPROX_KL)
+CURVES, MASKED = (RIGHT, KL, ESS, CLIPPED, APPROX_KL), "async/masked_share"
 LATER = 0.75
 
 
@@ -150,7 +150,7 @@ def read_runs(args: Args) -> tuple[pd.DataFrame, pd.DataFrame]:
                 whose = {"staleness": variant.staleness, "way": variant.way, "seed": seed}
                 found = {"samples": meta["results"][SAMPLES], "greedy": meta["results"][GREEDY]}
                 later = table.tail(math.ceil(LATER * len(table)))
-                found |= {name: later[name].mean() for name in CURVES}
+                found |= {name: later[name].mean() for name in (*CURVES, MASKED) if name in later}
                 runs.append(whose | found | {"lr": meta["args"]["ppo"]["lr"], "commit": meta["commit"][:7]})
                 updates.append(table[["step", "episode", *CURVES]].assign(**whose))
     if not runs:
@@ -169,6 +169,7 @@ def table_of(runs: pd.DataFrame) -> list[dict[str, str]]:
             | {"beside 0, same seed": cell(100 * lost, "+.1f")}
             | {"`async/kl` (nats)": cell(own[KL], ".4f"), "`async/ess`": cell(own[ESS], ".3f")}
             | {"clipped (%)": cell(100 * own[CLIPPED], ".2f"), "`approxkl`": cell(own[APPROX_KL], ".5f")}
+            | ({"masked (%)": cell(100 * own[MASKED], ".2f")} if MASKED in own else {})
         )
     return rows
 
