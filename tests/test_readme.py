@@ -170,23 +170,34 @@ def test_demo_of_chapter_3():
         assert [sample.replace("\\*", "*") for sample in samples] == found
 
 
+SHOWN = ["samples", "pass@16", "greedy"]  # of the runs that are divided by something
 LENGTHS = ("grpo, own length", "dr_grpo, own length", "grpo, greatest length")  # rows of the page
 
 
 def test_tables_of_the_estimators():
     folder = ROOT / "benchmark/results/estimators"
     runs, updates = (pd.read_csv(folder / f"{name}.csv") for name in ("runs", "updates"))
-    assert set(runs["commit"].dropna()) == {
-        re.search(r"of both sections, at commit (\w+);", " ".join(RESULTS.split()))[1]
-    }
+    commits = runs.dropna(subset="commit").groupby(runs["part"] == "divide")["commit"].agg(set)
+    named = (f"{words}, at commit (\\w+)" for words in ("of both sections", r"those of \*Divide by what\?\*"))
+    assert [{re.search(name, " ".join(RESULTS.split()))[1]} for name in named] == list(commits)
     parts = {part: own.groupby("variant") for part, own in runs.groupby("part")}
     rows = table_under("| `--ppo.advantage` | correct samples (%)")
-    measured = set(rlvr_policy.ESTIMATORS) - {"maxrl"}  # which has no results yet
-    assert {name.strip("`") for name in rows} == measured == set(parts["estimators"].groups)
+    assert {name.strip("`") for name in rows} == set(rlvr_policy.ESTIMATORS) - {"maxrl"} == set(parts["estimators"].groups)
     for name, cells in rows.items():
         own = parts["estimators"].get_group(name.strip("`"))
         for cell, column in zip(cells, ("samples", "greedy"), strict=True):
             check_cell(cell, 100 * own[column], 1)
+
+    divided = {name: 100 * own.set_index("seed")[SHOWN] for name, own in parts["divide"]}
+    rows = table_under("| | correct samples (%) | difference | one of 16")
+    assert [name.strip("`") for name in rows] == list(divided) == list(estimators.DIVIDED)
+    for name, own in divided.items():
+        samples, more, one_of_16, more_of_16, greedy = rows[f"`{name}`"]
+        for cell, column in ((samples, "samples"), (one_of_16, "pass@16"), (greedy, "greedy")):
+            check_cell(cell, own[column], 1)
+        if name != "dr_grpo":
+            check_cell(more, own["samples"] - divided["dr_grpo"]["samples"], 1)
+            check_cell(more_of_16, own["pass@16"] - divided["dr_grpo"]["pass@16"], 1)
 
     rows = table_under("| | tokens more, wrong responses")
     for name, cells in zip(LENGTHS, rows.values(), strict=True):

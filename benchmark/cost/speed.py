@@ -23,7 +23,7 @@ attends to; a backward pass has twice that. An episode needs
 
     generation    a forward pass over query and response, logits at the response
     scoring       chapter 1, two more: the reference with logits at the response, the reward model without logits;
-                  chapter 3, which has neither here, one: the policy reads its response
+                  chapter 3 has neither here, and keeps the log-probs with which the sampler drew
     training      per epoch, forward and backward over query and response, logits at the response
 
 What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a
@@ -192,7 +192,7 @@ def flops_per_episode(
     logits = 2 * config.hidden_size * config.vocab_size * response_length
     return {
         "generation": trunk_pass + logits,
-        "scoring": (2 if chapter == 1 else 1) * trunk_pass + logits,
+        "scoring": 2 * trunk_pass + logits if chapter == 1 else 0,
         "training": 3 * epochs * (trunk_pass + logits),
     }
 

@@ -243,7 +243,7 @@ def generate_until(
             rows, ended, tokens, position_ids, token_mask = (
                 tensor[kept] for tensor in (rows, ended, tokens, position_ids, token_mask)
             )
-            states = [(keys[kept], values[kept]) for keys, values in states]
+            states = [tuple(x.index_select(0, kept) for x in both) for both in states]  # faster than x[kept]
         # [V121] Attention gets the columns that are filled. The room for later tokens would cost as much as they do.
         filled = width + column + 1
         token_mask[..., filled - 1] = 0
@@ -294,7 +294,7 @@ def read_contexts(
     last = passes.in_passes(read, plan, rows, tokens, mask, position_ids)
     if len(contexts) < len(copies):
         for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[copies], layer.values[copies]
+            layer.keys, layer.values = (x.index_select(0, copies) for x in (layer.keys, layer.values))
     return last[copies], mask[copies], cache
 
 
