@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -301,3 +303,15 @@ def test_the_benchmark_compares_two_ways_of_the_same_pass(monkeypatch, capsys, t
     (found,) = json.loads((tmp_path / "prefixes.json").read_text())["measured"]
     assert found["difference of gradients"] < 1e-5 and [len(times) for times in found["seconds"].values()] == [2, 2]
     assert found["tokens"] == 320 and "| 30 + 10 | 8 | 2.00 | 1.00 |" in capsys.readouterr().out
+
+
+def test_the_page_has_what_was_measured():
+    root = Path(__file__).parent.parent
+    page = (root / "benchmark/cost/README.md").read_text().partition("\n## Shared prefixes\n")[2]
+    shown, commits = re.findall(r"^\| \d+ \+ \d+ \|.*\|$", page, re.MULTILINE), set()
+    measured = []
+    for name in ("short", "long", "memory"):
+        report = json.loads((root / f"benchmark/results/prefixes/{name}.json").read_text())
+        measured += ["| " + " | ".join(prefixes.row_of(found).values()) + " |" for found in report["measured"]]
+        commits.add(report["commit"][:7])
+    assert shown == measured and commits == {re.search(r"at (\w{7}):", page)[1]}

@@ -182,7 +182,8 @@ def test_tables_of_the_estimators():
     assert [{re.search(name, " ".join(RESULTS.split()))[1]} for name in named] == list(commits)
     parts = {part: own.groupby("variant") for part, own in runs.groupby("part")}
     rows = table_under("| `--ppo.advantage` | correct samples (%)")
-    assert {name.strip("`") for name in rows} == set(rlvr_policy.ESTIMATORS) - {"maxrl"} == set(parts["estimators"].groups)
+    names = {name.strip("`") for name in rows}
+    assert names == set(rlvr_policy.ESTIMATORS) - {"maxrl"} == set(parts["estimators"].groups)
     for name, cells in rows.items():
         own = parts["estimators"].get_group(name.strip("`"))
         for cell, column in zip(cells, ("samples", "greedy"), strict=True):
@@ -302,7 +303,7 @@ def test_what_is_said_of_the_off_policy_mask():
     folder = ROOT / "benchmark/results/staleness-masked"
     runs = pd.read_csv(folder / "runs.csv", dtype={"commit": str})
     page = RESULTS[RESULTS.index("Does DeepSeek's off-policy mask") : RESULTS.index("## What a tool's tokens")]
-    assert set(runs["commit"]) == {re.search(r"those of the second, at commit (\w+)", page)[1]}
+    assert set(runs["commit"]) == {re.search(r"those\sof\sthe\ssecond,\sat\scommit\s(\w+)", page)[1]}
     runs[["samples", "greedy"]] *= 100
     share = 100 * runs.query("way == 'masked'").groupby("staleness")["async/masked_share"].mean()
     runs = runs.set_index(["way", "staleness", "seed"])[["samples", "greedy"]].sort_index()
@@ -513,14 +514,28 @@ def test_results_at_a_glance():
 
 
 def test_speed_of_chapter_3():
-    (of_episodes,) = re.findall(r"Chapter 3 compared with TRL.*?: (.*?), up to 88", " ".join(RESULTS.split()))
-    ours, trl = json.loads((ROOT / "benchmark/results/speed/sums-64+88.json").read_text())["speed"]
-    assert of_episodes.count(f"{ours['episodes/s']} episodes") == 1 == of_episodes.count(f"TRL {trl['episodes/s']}")
-    assert trl["ours, times as fast"].startswith("2.19") and "2.2 times as fast" in of_episodes
-    assert "2.2 times those of `GRPOTrainer` in TRL 1.16" in " ".join(RESULTS.split())
-    for row in (ours, trl):
-        assert row["tokens of a response"].split()[0] in of_episodes
-        assert f"{float(row['peak memory of a process, GB'].split()[0]):.2f}" in of_episodes
+    four, two = (
+        json.loads((ROOT / f"benchmark/results/speed/sums-64+88{ending}.json").read_text())
+        for ending in ("", "-two-updates")
+    )
+    assert (four["arguments"]["updates"], two["arguments"]["updates"]) == (4, 2)
+
+    def times_as_fast(report: dict, name: str) -> str:
+        pairs = zip(report["runs"][name], report["runs"]["trl"], strict=True)
+        ratios = [run["episodes_per_second"] / trl["episodes_per_second"] for run, trl in pairs]
+        assert len(ratios) == 5
+        return f"{statistics.median(ratios):.1f} [{min(ratios):.1f}, {max(ratios):.1f}]"
+
+    rows = table_under("| | episodes per second | times as fast as TRL")
+    for row, (speed, times, tokens, memory) in zip(four["speed"], rows.values(), strict=True):
+        assert times == (times_as_fast(four, row[""]) if row[""] != "trl" else "")
+        assert speed == row["episodes/s"] and row["tokens of a response"].startswith(f"{tokens} ")
+        assert memory == f"{float(row['peak memory of a process, GB'].split()[0]):.2f}"
+    each, shared = ("ours, each row", "ours, shared prefixes")
+    text = " ".join(RESULTS.split())
+    assert f"it was {times_as_fast(two, each)}, and {times_as_fast(two, shared)} with shared" in text
+    assert [times_as_fast(four, name).split()[0] for name in (each, shared)] == ["3.5", "4.6"]
+    assert "3.5 times those of `GRPOTrainer` in TRL 1.16, and 4.6 times with shared prefixes" in text
 
 
 def rates(name: str) -> dict[str, float]:
