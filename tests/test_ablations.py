@@ -262,7 +262,7 @@ def test_holm_by_hand():
 def write_policy(folder: Path, name: str, seed: int, kl: float, **meta) -> None:
     run = folder / f"tales/policy-{name}/seed{seed}/runs/run"
     run.mkdir(parents=True)
-    columns = {column: np.full(20, kl) for column, _ in TALES.effects.values()}
+    columns = {effect.column: np.full(20, kl) for effect in TALES.effects.values()}
     columns["objective/kl"] = np.where(np.arange(20) == 5, 30.0, kl)
     pd.DataFrame(columns).to_csv(run / "metrics.csv")
     (run / "meta.json").write_text(json.dumps({"args": {}, "finished": True, "commit": "abc"} | meta))

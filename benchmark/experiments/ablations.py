@@ -138,7 +138,7 @@ WORLDS = {
             "--save_interval 0 --eval_samples 1 --eval_interval 0 --rewards.kl_coef 1e-12",
         },
         effects={
-            "correct": Effect("objective/verifiable_correct_rate"),
+            "correct (%)": Effect("objective/verifiable_correct_rate", unit=0.01),
             "KL": Effect("objective/kl"),
             "highest KL": Effect("objective/kl", highest=True),
             "length": Effect("val/sequence_lengths"),
