@@ -769,7 +769,7 @@ def test_a_function_whose_score_is_not_finite_is_named_in_the_middle_of_a_run():
     score = scorers.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
     assert score(torch.tensor([[65]]), torch.tensor([[66]])).tolist() == [1.0]
     message = error_line(score, torch.tensor([[65]] * 3), torch.tensor([[66], [67], [68]]))
-    expected = "--rewards.function test_data:not_a_number_for_c returned nan for text 1 of 3; scores must be finite"
+    expected = "--rewards.function test_data:not_a_number_for_c returned nan for text 2 of 3; scores must be finite"
     assert message == expected
 
 

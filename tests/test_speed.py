@@ -165,6 +165,8 @@ def test_flops_equal_those_that_pytorch_counts(name):
     assert ours["scoring"] == 2 * ours["generation"] - logits
     in_chapter_3 = speed.flops_per_episode(config, query_length=7, response_length=5, epochs=3, chapter=3)
     assert in_chapter_3 == ours | {"scoring": 0}
+    in_bfloat16 = speed.flops_per_episode(config, 7, 5, epochs=3, chapter=3, dtype="bfloat16")
+    assert in_bfloat16 == ours | {"scoring": ours["generation"]}
 
 
 @pytest.mark.parametrize("seconds, size", [(0.06, 256), (0.03, 512), (0.001, 2048)])

@@ -198,7 +198,7 @@ def counts_of(shape: Shape, fit: dict[str, dict[str, list[float]]]) -> dict[str,
 def device_seconds(shape: Shape, card: Card, gpus: int) -> dict[str, float]:
     """Seconds of generation and of the rest of an update on so many GPUs, if the device never waited for the host."""
     config, episodes, length = shape.config, shape.batch / gpus, shape.query + shape.response
-    flops = speed.flops_per_episode(config, shape.query, shape.response, shape.epochs, shape.chapter)
+    flops = speed.flops_per_episode(config, shape.query, shape.response, shape.epochs, shape.chapter, "bfloat16")
     seconds = {name: x * episodes / card.bfloat16 for name, x in flops.items()}
     width, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
     trunk = episodes * length * layers * width * 30 * 4 / card.memory  # as in scaling.py: kernels without products

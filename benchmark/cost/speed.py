@@ -23,7 +23,8 @@ attends to; a backward pass has twice that. An episode needs
 
     generation    a forward pass over query and response, logits at the response
     scoring       chapter 1, two more: the reference with logits at the response, the reward model without logits;
-                  chapter 3 has neither here, and keeps the log-probs with which the sampler drew
+                  chapter 3, which has neither here, one in bfloat16, in which the policy reads its response, and none
+                  in float32, in which the sampler's log-probs are kept
     training      per epoch, forward and backward over query and response, logits at the response
 
 What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a
@@ -179,7 +180,12 @@ class Args:
 
 
 def flops_per_episode(
-    config: PretrainedConfig, query_length: float, response_length: float, epochs: int, chapter: int = 1
+    config: PretrainedConfig,
+    query_length: float,
+    response_length: float,
+    epochs: int,
+    chapter: int = 1,
+    dtype: str = "float32",
 ) -> dict[str, float]:
     """FLOPs of the matrix products that one episode needs, by phase."""
     with torch.device("meta"):
@@ -190,9 +196,12 @@ def flops_per_episode(
     attention = 4 * config.hidden_size * config.num_hidden_layers * keys
     trunk_pass = 2 * weights * length + attention
     logits = 2 * config.hidden_size * config.vocab_size * response_length
+    scoring = 2 * trunk_pass + logits
+    if chapter == 3:
+        scoring = trunk_pass + logits if dtype == "bfloat16" else 0
     return {
         "generation": trunk_pass + logits,
-        "scoring": 2 * trunk_pass + logits if chapter == 1 else 0,
+        "scoring": scoring,
         "training": 3 * epochs * (trunk_pass + logits),
     }
 
@@ -450,7 +459,8 @@ def utilisation_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list
     for name, measured in runs.items():
         response = statistics.mean(response_tokens(args, run) for run in measured)
         query = statistics.mean(run["tokens"]["query"] for run in measured) if args.chapter == 3 else mean_query(args)
-        flops = flops_per_episode(SHAPES[args.base_model](), query, response, args.epochs, args.chapter)
+        dtype = next(dtype for dtype in args.dtype if dtype in name or len(args.dtype) == 1)
+        flops = flops_per_episode(SHAPES[args.base_model](), query, response, args.epochs, args.chapter, dtype)
         for what, phases in PHASES.items():
             seconds = [sum(phase_seconds(run)[phase] for phase in phases) for run in measured]
             work = sum(flops.get(phase, 0) for phase in phases)
