@@ -264,7 +264,7 @@ def test_what_is_said_of_the_critic():
         "if at all**: {:+.1f} ± {:.1f} points while it learns": own["lam_alpha"]["course"] - own["gae"]["course"],
         "learns alone for {:.1f} ± {:.1f} updates instead of 3": own["pretraining"]["alone"],
         "while it learns, {:.1f} ± {:.1f} points fewer": own["gae"]["course"] - own["pretraining"]["course"],
-        "the critic explains {:.2f} ± {:.2f} of the variance of its targets, and": own["pretraining"]["explained"],
+        "the critic explains {:.2f} ± {:.2f} of the variance of its targets, which": own["pretraining"]["explained"],
         "that of `gae` {:.2f} ± {:.2f}.": own["gae"]["explained"],
         "the critic explains {:.2f} ± {:.2f} of the variance of its targets at": own["critic_lam"]["explained_last"],
         "and `gae`'s {:.2f} ± {:.2f}.": own["gae"]["explained_last"],
@@ -318,6 +318,9 @@ def test_what_is_said_of_the_off_policy_mask():
     overall = {column: interval_of(more[column].groupby("seed").mean()) for column in more}
     words = "{:+.1f} ± {:.1f} points, averaged over the four stalenesses, and {:+.1f} ± {:.1f} among greedy"
     assert words.format(*overall["samples"], *overall["greedy"]) in " ".join(page.split())
+    lost = {age: runs.loc["any", 0]["samples"] - runs.loc["bypass", age]["samples"] for age in (4, 8)}
+    words = "four updates cost {:.1f} ± {:.1f} points and eight {:.1f} ± {:.1f}, not 7 and 11"
+    assert words.format(*interval_of(lost[4]), *interval_of(lost[8])) in " ".join(page.split())
     excluding = [age for age, own in more["samples"].groupby("staleness") if abs(own.mean()) > interval_of(own)[1]]
     assert excluding == [4]
 
