@@ -270,7 +270,7 @@ class Comparison:
             ours = info[field].startswith("ppo_rlhf.") or info[field] in self.texts.own_functions
             if info[field] and not (ours or trust or trust_functions):
                 raise InputError(
-                    f"{folder} names the function {info[field]}; --trust_remote_code runs it; is it yours?"
+                    f"{folder} names the function {info[field]}; if you trust it, add --trust_remote_code"
                 )
             if info[field]:
                 scorer = self.texts.scorer(info[field], f"rewards.{field}")

@@ -178,7 +178,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         raise InputError(
             f"{cli.typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
             f"{cli.typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
-            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough, and so are fewer groups"
+            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough; fewer {cli.flag('ppo.whiten_groups')} need less"
         )
     local_batch = ppo.batch_size // num_processes
     processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch)

@@ -353,10 +353,10 @@ def read_effects(args: Args, kind: str) -> pd.DataFrame:
                 continue
             table = read_numbers(file.with_name("metrics.csv"))
             effects = {}
-            for name_of_effect, effect in world.effects.items():
+            for label, effect in world.effects.items():
                 column = table[effect.column]
                 found = column.max() if effect.highest else column.tail(world.last).mean()
-                effects[name_of_effect] = float(found) / effect.unit
+                effects[label] = float(found) / effect.unit
             seed = int(file.parents[2].name.removeprefix("seed"))
             rows.append({"ablation": name, "seed": seed, **effects, "commit": meta["commit"][:7]})
     both = pd.concat([kept_effects(args, kind), pd.DataFrame(rows)], ignore_index=True)

@@ -517,7 +517,7 @@ class Run:
         self._progress = None
 
     def finish(self, panels: dict[str, list[str]], **results: Any) -> None:
-        """Close the logs, draw the learning curves, record the results."""
+        """Close the logs, draw the learning curves, record the results, and say where everything is."""
         if not self.is_main:
             return
         plots.draw_learning_curves(self.folder, self.rows, panels)

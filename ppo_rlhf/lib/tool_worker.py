@@ -32,7 +32,7 @@ def answer(function, call: str) -> str:
         if not isinstance(text, str):
             return "error: failed"
         return text if len(text) <= LONGEST else "error: too long"
-    except Exception:  # The user's function may raise anything. The other process notices if this one ends.
+    except Exception:  # Whatever the user's function raises, the model reads a text.
         return "error: failed"
 
 
