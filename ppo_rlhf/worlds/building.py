@@ -1,4 +1,10 @@
-"""How a world gets into the cache: built once, in a folder whose name is a hash of what the world is made of."""
+"""How a world gets into the cache: built once, in a folder whose name is a hash of what the world is made of.
+
+A small language model trained from scratch on another processor is another model: rounding differs, and training
+amplifies it. Then runs differ by much more than two seeds do. So the language models of the usual worlds are part of
+the package, in the folder trained/, and only a world with other settings trains its own.
+`benchmark/train_worlds.py` trains those of the package again.
+"""
 
 import contextlib
 import hashlib
@@ -15,6 +21,25 @@ from typing import Any
 from ppo_rlhf.lib import errors, files
 from ppo_rlhf.lib.errors import InputError
 
+TRAINED = Path(__file__).with_name("trained")
+WEIGHTS = "model/model.safetensors"
+
+
+def name_with_hash(name: str, made_of: list[Any]) -> str:
+    return f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+
+
+def find_trained(name: str, made_of: list[Any]) -> Path | None:
+    """The folder of the package with the language model of a world made of this, or None: model/ and world.json."""
+    folder = TRAINED / name_with_hash(name, made_of)
+    return folder if (folder / WEIGHTS).exists() else None
+
+
+def copy_trained(trained: Path, place: Path) -> dict[str, Any]:
+    """Copy a trained language model and its tokenizer into a world. Returns the facts that belong to them."""
+    shutil.copytree(trained / "model", place / "model", copy_function=shutil.copyfile)
+    return read_facts(trained)
+
 
 def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
     """The folder of a world made of these settings and this grammar; it is built if it does not exist.
@@ -23,7 +48,9 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
     wait.
     """
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
-    folder = cache / f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+    trained = find_trained(name, made_of)
+    weights = [hashlib.sha256((trained / WEIGHTS).read_bytes()).hexdigest()] if trained else []
+    folder = cache / name_with_hash(name, [*made_of, *weights])
     if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
         build(folder)
     while not folder.exists():

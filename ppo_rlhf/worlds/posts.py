@@ -22,7 +22,8 @@ did, and nothing else:
    be expected to agree with it more often than the mean of max(P, 1 - P): the ceiling.
 5. `train_language_model`: a small GPT-NeoX, the architecture of Pythia, learns to write such threads from scratch:
    posts with replies that quote them and, where they say something twice, add "again". It has never seen a `TL;DR:`,
-   nor the end-of-text token; SFT teaches both.
+   nor the end-of-text token; SFT teaches both. With the usual settings the trained model is part of the package
+   (building.py).
 
 Everything is written in the formats of the data sets that chapter 2 reads from the hub, and read by the same code.
 
@@ -367,22 +368,33 @@ def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
     return {"ceiling": ceiling, "reference_gold": statistics.fmean(golds)}
 
 
+def train_model(place: Path, args: PostsArgs) -> dict[str, Any]:
+    """Write the tokenizer and the language model of a world. Returns facts about them."""
+    rng = random.Random(f"{args.seed} threads")
+    quotes = [write_quotes(rng) for _ in range(args.lm_quotes)]
+    threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
+    tokenizer = tales.train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
+    print("posts: training a GPT-NeoX", flush=True)
+    model, loss = train_language_model(quotes, threads, tokenizer, args, processes.default_device())
+    model.save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    return {"settings": dataclasses.asdict(args), "parameters": model.num_parameters(), "lm_loss": loss}
+
+
 def build_world(folder: Path, args: PostsArgs) -> None:
     """Write posts, comparisons, tokenizer and language model to a new folder; it appears when all is there."""
-    device = processes.default_device()
     with building.new_world(folder, "posts") as place:
         print(f"posts: writing {args.train_posts:,} posts, {args.train_comparisons:,} comparisons", flush=True)
         facts = write_texts(place, args)
-        rng = random.Random(f"{args.seed} threads")
-        quotes = [write_quotes(rng) for _ in range(args.lm_quotes)]
-        threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
-        tokenizer = tales.train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
-        print("posts: training a GPT-NeoX", flush=True)
-        model, loss = train_language_model(quotes, threads, tokenizer, args, device)
-        model.save_pretrained(place / "model")
-        tokenizer.save_pretrained(place / "model")
-        facts |= {"settings": dataclasses.asdict(args), "parameters": model.num_parameters(), "lm_loss": loss}
+        trained = building.find_trained("posts", made_of(args))
+        facts |= building.copy_trained(trained, place) if trained else train_model(place, args)
         (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def made_of(args: PostsArgs) -> list[Any]:
+    """Settings and grammar: what makes a world the same world."""
+    grammar = [tales.SLOTS, tales.NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
+    return [dataclasses.asdict(args), *grammar]
 
 
 def find_world(args: PostsArgs | None = None) -> Path:
@@ -399,9 +411,7 @@ def find_world(args: PostsArgs | None = None) -> Path:
         raise InputError(f"facts is {args.facts}; it must be below {names}, the number of names")
     if args.width % (2 * args.heads):
         raise InputError(f"heads {args.heads} does not divide width {args.width} into even parts")
-    grammar = [tales.SLOTS, tales.NAMES, DEEDS, PEOPLE, FACT_TEMPLATES, ASIDE_TEMPLATES, WRITERS]
-    made_of = [dataclasses.asdict(args), *grammar]
-    return building.find("posts", made_of, lambda folder: build_world(folder, args))
+    return building.find("posts", made_of(args), lambda folder: build_world(folder, args))
 
 
 def main() -> None:

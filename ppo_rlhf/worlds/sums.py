@@ -13,7 +13,8 @@ Somebody has some things, and a few things happen. A solution shows its steps an
    stop after two steps.
 3. `train_language_model`: a small Llama learns from scratch to write like the pupils. So it is sometimes correct, and
    more often if it takes the likeliest token than if it samples; but it leaves most of the long problems unfinished.
-   Reinforcement learning has to make it careful, and patient.
+   Reinforcement learning has to make it careful, and patient. With the usual settings the trained model is part of
+   the package (building.py).
 4. `measure_start`: how often it is correct on held-out problems, before reinforcement learning.
 
 The problems are written in GSM8K's format, and read by the same code.
@@ -369,41 +370,51 @@ def write_rows(path: Path, found: list[Problem]) -> None:
     path.write_text("".join(json.dumps(row_of(problem)) + "\n" for problem in found))
 
 
+def train_model(place: Path, rng: random.Random, args: SumsArgs, taken: set[str]) -> dict[str, Any]:
+    """Write tokenizer and language model, which learns from other problems than the world's. Returns facts."""
+    others = write_problems(rng, args.lm_solutions, args, taken)
+    suffix = problems.TASKS[name_of(args)].prompt_suffix
+    habits = args.error_rate, args.wordy, args.hasty
+    with_tools = isinstance(args, ToolsArgs)
+    solutions = (
+        solve_with_calculator(rng, other, args) if with_tools else solve(rng, other, *habits) for other in others
+    )
+    pairs = [(other.question + suffix, solution) for other, solution in zip(others, solutions, strict=True)]
+    tokenizer = train_tokenizer([prompt + solution for prompt, solution in pairs[:4_000]], args.vocab_size)
+    print(f"sums: training a Llama on {len(pairs):,} solutions, {args.lm_steps} steps", flush=True)
+    model, loss = train_language_model(pairs, tokenizer, args, processes.default_device())
+    model.save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    return {
+        "settings": dataclasses.asdict(args),
+        "parameters": model.num_parameters(),
+        "lm_loss": loss,
+        # With tools, the first evaluation of a run shows it: nothing here answers calls.
+        "start": {} if with_tools else measure_start(place, model, tokenizer, args),
+    }
+
+
 def build_world(folder: Path, args: SumsArgs) -> None:
     """Write problems, tokenizer and language model to a new folder; it appears when all is there."""
-    device = processes.default_device()
     with building.new_world(folder, "sums") as place:
         print(f"sums: writing {args.train_problems + args.test_problems:,} problems", flush=True)
         rng, taken = random.Random(args.seed), set()
         for split in ("test", "train"):
             found = write_problems(rng, getattr(args, f"{split}_problems"), args, taken)
             write_rows(place / f"problems_{split}.jsonl", found)
-        # The language model learns from yet other problems.
-        others = write_problems(rng, args.lm_solutions, args, taken)
-        suffix = problems.TASKS[name_of(args)].prompt_suffix
-        habits = args.error_rate, args.wordy, args.hasty
-        with_tools = isinstance(args, ToolsArgs)
-        solutions = (
-            solve_with_calculator(rng, other, args) if with_tools else solve(rng, other, *habits) for other in others
-        )
-        pairs = [(other.question + suffix, solution) for other, solution in zip(others, solutions, strict=True)]
-        tokenizer = train_tokenizer([prompt + solution for prompt, solution in pairs[:4_000]], args.vocab_size)
-        print(f"sums: training a Llama on {len(pairs):,} solutions, {args.lm_steps} steps", flush=True)
-        model, loss = train_language_model(pairs, tokenizer, args, device)
-        model.save_pretrained(place / "model")
-        tokenizer.save_pretrained(place / "model")
-        facts = {
-            "settings": dataclasses.asdict(args),
-            "parameters": model.num_parameters(),
-            "lm_loss": loss,
-            # With tools, the first evaluation of a run shows it: nothing here answers calls.
-            "start": {} if with_tools else measure_start(place, model, tokenizer, args),
-        }
+        trained = building.find_trained(name_of(args), made_of(args))
+        facts = building.copy_trained(trained, place) if trained else train_model(place, rng, args, taken)
         (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def name_of(args: SumsArgs) -> str:
     return {ToolsArgs: "sums-tools", LongArgs: "sums-long"}.get(type(args), "sums")
+
+
+def made_of(args: SumsArgs) -> list[Any]:
+    """Settings and grammar: what makes a world the same world."""
+    grammar = [tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS, HURRIED]
+    return [dataclasses.asdict(args), *grammar]
 
 
 def find_world(args: SumsArgs | None = None) -> Path:
@@ -422,8 +433,7 @@ def find_world(args: SumsArgs | None = None) -> Path:
         raise InputError(f"largest is {args.largest}; it must be in 2..{MOST}")
     if args.width % (4 * args.heads):
         raise InputError(f"width {args.width} is no multiple of 4 x heads {args.heads}")
-    words = [tales.NAMES, THINGS, EVENTS, PRONOUNS, FACTORS, MOST, MOST_OF_PUPILS, ERRORS, HURRIED]
-    return building.find(name_of(args), [dataclasses.asdict(args), *words], lambda folder: build_world(folder, args))
+    return building.find(name_of(args), made_of(args), lambda folder: build_world(folder, args))
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ really learns from comparisons, and yet the thing that people want is known in c
 1. `write_story`: a seeded grammar writes short stories. Every sentence has slots. Those for an adjective,
    an adverb, a verb, a feeling, an event or a person get a pleasant, an unpleasant or a neutral word, independently
    of what came before.
-2. `build_world`: a byte-level BPE tokenizer and a small GPT-2 are trained on the stories from scratch.
+2. `train_model`: a byte-level BPE tokenizer and a small GPT-2 are trained on the stories from scratch. With the usual
+   settings the trained model is part of the package (building.py).
 3. `Annotator.gold_scores`: what the simulated annotator wants, as a formula.
 4. `Annotator.choose_best`: the annotator reads four continuations sampled from the language model and picks the best,
    with noise: P(i) is proportional to exp(gold_i / annotator_temperature). So nobody, not even a judge that
@@ -25,6 +26,7 @@ import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -342,6 +344,16 @@ def simulate_comparisons(folder: Path, args: TalesArgs, device: torch.device) ->
     return facts
 
 
+def train_model(place: Path, stories: list[str], args: TalesArgs, device: torch.device) -> dict[str, Any]:
+    """Write the tokenizer and the language model of a world. Returns facts about them."""
+    tokenizer = train_tokenizer(stories, args.vocab_size)
+    tokenizer.save_pretrained(place / "model")
+    print(f"tales: training a GPT-2 on them, {args.lm_steps} steps", flush=True)
+    model, loss = train_language_model(stories, tokenizer, args, device)
+    model.save_pretrained(place / "model")
+    return {"settings": dataclasses.asdict(args), "parameters": model.num_parameters(), "lm_loss": loss}
+
+
 def build_world(folder: Path, args: TalesArgs) -> None:
     """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
     device = processes.default_device()
@@ -350,19 +362,16 @@ def build_world(folder: Path, args: TalesArgs) -> None:
         rng = random.Random(args.seed)
         stories = [write_story(rng, args.sentences_per_story) for _ in range(args.stories)]
         (place / "stories.txt").write_text("".join(story + "\n" for story in stories))
-        tokenizer = train_tokenizer(stories, args.vocab_size)
-        tokenizer.save_pretrained(place / "model")
-        print(f"tales: training a GPT-2 on them, {args.lm_steps} steps", flush=True)
-        model, loss = train_language_model(stories, tokenizer, args, device)
-        model.save_pretrained(place / "model")
+        trained = building.find_trained("tales", made_of(args))
+        facts = building.copy_trained(trained, place) if trained else train_model(place, stories, args, device)
         print(f"tales: simulating {args.train_comparisons + args.test_comparisons:,} comparisons", flush=True)
-        facts = {
-            "settings": dataclasses.asdict(args),
-            "parameters": model.num_parameters(),
-            "lm_loss": loss,
-            **simulate_comparisons(place, args, device),
-        }
+        facts |= simulate_comparisons(place, args, device)
         (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def made_of(args: TalesArgs) -> list[Any]:
+    """Settings and grammar: what makes a world the same world."""
+    return [dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES, repr(ANNOTATORS)]
 
 
 def find_world(args: TalesArgs | None = None) -> Path:
@@ -381,8 +390,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
             raise InputError(f"{name} is {length}; it must be at most max_positions {args.max_positions}")
     if args.truncate_after > args.response_length:
         raise InputError(f"truncate_after is {args.truncate_after}; it must be in 1..{args.response_length}")
-    made_of = [dataclasses.asdict(args), SLOTS, NAMES, TEMPLATES, repr(ANNOTATORS)]
-    return building.find("tales", made_of, lambda folder: build_world(folder, args))
+    return building.find("tales", made_of(args), lambda folder: build_world(folder, args))
 
 
 def main() -> None:
