@@ -129,7 +129,7 @@ def test_kl_of_best_of_n_by_counting():
 
 
 def test_gold_at_a_distance_by_hand():
-    curve = pd.DataFrame({"kl": [0.0, 2.0, 1.0], "gold": [1.0, 3.0, 1.5]})
+    curve = pd.DataFrame({"kl": [0.0, 1.0, 2.0], "gold": [1.0, 1.5, 3.0]})
     assert methods.gold_at(curve, 0.5) == 1.25 and methods.gold_at(curve, 1.5) == 2.25
     assert math.isnan(methods.gold_at(curve, 2.5))
 
@@ -171,27 +171,22 @@ def gold_by_hand(curve: pd.DataFrame, kl: float) -> float:
 @if_run
 def test_tables_of_the_methods():
     points, page = pd.read_csv(RESULTS / "points.csv"), (RESULTS / "methods.md").read_text()
-    kinds = list(points.groupby(["method", "setting"], sort=False))
-    compared, ends = rows_under(page, "| policy | seeds | KL 0.5"), rows_under(page, "| policy | seeds | KL (nats)")
-    assert set(compared) == {methods.name_of(*kind) for kind, _ in kinds}
-    start = points.query("method == 'best-of-n' and setting == 1 and at == 1").set_index("seed")
-    for (method, setting), own in kinds:
-        seeds, cells = sorted(set(own["seed"])), compared[methods.name_of(method, setting)]
-        assert cells[0] == str(len(seeds))
-        for cell, kl in zip(cells[1:], methods.DISTANCES, strict=True):
-            curves = [own[own["seed"] == seed] for seed in seeds]
-            curves = [c if (c["kl"] == 0).any() else pd.concat([c, start.loc[c["seed"].unique()]]) for c in curves]
-            golds = [gold_by_hand(curve, kl) for curve in curves]
-            if np.isnan(golds).any():
-                assert cell == ""
-            else:
-                check_cell(cell, golds, 2)
+    table, best = rows_under(page, "| policy | seeds"), points.query("method == 'best-of-n'")
+    for (method, setting), own in points.groupby(["method", "setting"], sort=False):
         for at in methods.NUMBERS if method == "best-of-n" else [own["at"].max()]:
             here = own[own["at"] == at]
             name = methods.name_of(method, setting).replace("best-of-n", f"best of {at}")
+            seeds, kl, gold, better, *others = table.pop(name)
+            assert seeds == str(len(here))
             columns = [("kl", 1, 2), ("gold", 1, 2), ("score", 1, 2), ("length", 1, 2), ("ended", 100, 1)]
-            for cell, (column, scale, places) in zip(ends[name][1:], columns, strict=True):
+            for cell, (column, scale, places) in zip([kl, gold, *others], columns, strict=True):
                 check_cell(cell, list(scale * here[column]), places)
+            golds = [gold_by_hand(best[best["seed"] == end.seed], end.kl) for end in here.itertuples()]
+            if method == "best-of-n" or np.isnan(golds).any():
+                assert better == ""
+            else:
+                check_cell(better, list(here["gold"] - golds), 2)
+    assert not table
 
 
 @if_run

@@ -12,10 +12,10 @@ seed is that of a reward model, of its best-of-n, of DPO and of PPO:
     DPO         dpo.py on the comparisons, for every beta in BETAS
     PPO         tldr_policy.py with the reward model, for every coefficient of the KL penalty in KL_COEFS
 
-Each policy is measured on the way to its end. It summarises POSTS held-out posts once, at the temperature of PPO. KL
-is log p(policy) - log p(reference) of what it wrote, summed over a summary, which estimates the KL divergence, in
-nats. Gold score, score and length are those of the same summaries. The score is the one that PPO sees: the reward
-model's, or -1 if the summary does not end. Best-of-n is also shown without that penalty.
+Each policy is measured on the way, and at its end compared with best-of-n at the same KL. It summarises POSTS
+held-out posts once, at the temperature of PPO. KL is log p(policy) - log p(reference) of what it wrote, summed over a
+summary, which estimates the KL divergence, in nats. Gold score, score and length are those of the same summaries. The
+score is the one that PPO sees: the reward model's, or -1 if the summary does not end.
 
 Best-of-n is computed from SAMPLES samples of each post, sorted by the score. If n of the SAMPLES are
 drawn without replacement, sample number i of the order, from 1, is the best of them with probability
@@ -55,12 +55,12 @@ SAMPLES = 64
 NUMBERS = (1, 2, 4, 8, 16, 32, 64)  # of n
 BETAS = (0.3, 1.0)
 STAGES = (1 / 8, 1 / 4, 1 / 2, 1)  # of DPO's training, at which it is measured
-KL_COEFS = (0.05,)
-DISTANCES = (0.5, 1.0, 1.5, 2.0, 3.0)  # KL in nats at which the methods are compared
+KL_COEFS = (0.2, 0.6)
 METHODS = ("best-of-n", "dpo", "ppo")
+BETTER = "minus best-of-n at the same KL"  # of gold scores: a column of the table
 TASK = posts.TASKS["posts"]
 MEASURED = ("kl", "gold", "score", "length", "ended")
-PENALTIES = (1.0, 0.0)  # of best-of-n, for a summary that does not end; 0: it keeps its score
+PENALTY = 1.0  # minus this is the score of a summary that does not end
 
 
 # ---- What is measured ------------------------------------------------------------------------------------------
@@ -98,11 +98,10 @@ class Judge:
         given = (contexts, uniforms, self.ids.pad, self.ids.vocab_size, TASK.temperature, {self.ids.stop})
         return lm.generate_until(policy, *given)[0]
 
-    def score(self, queries: torch.Tensor, responses: torch.Tensor, penalty: float = PENALTIES[0]) -> torch.Tensor:
-        """The reward model's score, or minus the penalty if a summary does not end: (rows,)."""
+    def score(self, queries: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        """The reward model's score, or -PENALTY if a summary does not end: (rows,)."""
         ended = lm.has_stop(responses, self.ids.stop, 0)
-        form = "replace" if penalty else "none"
-        return tldr_policy.punish_missing_eos(self.reward_model(queries, responses), ended, form, penalty)
+        return tldr_policy.punish_missing_eos(self.reward_model(queries, responses), ended, "replace", PENALTY)
 
     @torch.no_grad()
     def measure(self, policy: PreTrainedModel) -> dict[str, float]:
@@ -156,22 +155,21 @@ def run_samples(sft: str) -> None:
 
 
 def run_best_of_n(sft: str, reward: str, samples: str) -> None:
-    """points.json of best-of-n with a reward model, for both PENALTIES."""
+    """points.json of best-of-n with a reward model."""
     judge, responses = Judge.load(sft, reward), load_file(samples)["responses"]
-    numbers: dict[str, list] = {name: [] for name in ("raw", "gold", "length", "ended")}
+    numbers: dict[str, list] = {name: [] for name in MEASURED if name != "kl"}
     for queries, own in zip(judge.held_out.queries, responses, strict=True):
         queries = queries.expand(SAMPLES, -1)
-        numbers["raw"].append(judge.reward_model(queries, own).numpy())
+        numbers["score"].append(judge.score(queries, own).numpy())
         numbers["gold"].append(judge.gold(queries, own).numpy())
         numbers["length"].append((own != judge.ids.pad).sum(1).numpy())
         numbers["ended"].append(lm.has_stop(own, judge.ids.stop, 0).numpy())
     tables = {name: np.stack(rows).astype(np.float64) for name, rows in numbers.items()}  # (posts, samples) each
-    points, raw = [], tables.pop("raw")
-    for penalty in PENALTIES:
-        tables["score"] = np.where(tables["ended"] == 1, raw, -penalty) if penalty else raw
-        for n in NUMBERS:
-            means = {name: float(best_of_n(tables["score"], table, n).mean()) for name, table in tables.items()}
-            points.append({"setting": penalty, "at": n, "kl": best_of_n_kl(n)} | means)
+    points = [
+        {"at": n, "kl": best_of_n_kl(n)}
+        | {name: float(best_of_n(tables["score"], table, n).mean()) for name, table in tables.items()}
+        for n in NUMBERS
+    ]
     different = float(np.mean([len({tuple(row) for row in own.tolist()}) for own in responses]))
     keep_points(points, different=different)
 
@@ -230,7 +228,7 @@ class Args:
     """folder that gets points.csv and methods.md"""
     picture: Path = ROOT / "static" / "methods.png"
     """the figure"""
-    policy: str = "--ppo.total_episodes 1024 --eval_interval 4 --eval_posts 64 --trace_interval 0 --log_interval 0"
+    policy: str = "--eval_interval 6 --eval_posts 64 --trace_interval 0 --log_interval 0"
     """what all runs of PPO have in common: arguments of tldr_policy.py"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
@@ -296,7 +294,7 @@ def read_points(args: Args) -> pd.DataFrame:
     """One row for each measurement of each finished run: method, setting, seed, at (n, step or update), MEASURED."""
     rows: list[dict[str, Any]] = []
     for seed in range(1, args.seeds + 1):
-        folders = {("best-of-n", PENALTIES[0]): "best-of-n"}
+        folders = {("best-of-n", PENALTY): "best-of-n"}
         folders |= {("dpo", beta): f"dpo-{beta:g}" for beta in BETAS}
         for (method, setting), name in folders.items():
             folder = args.folder / name / f"seed{seed}"
@@ -340,7 +338,7 @@ def report(args: Args) -> int:
 
 def name_of(method: str, setting: float) -> str:
     if method == "best-of-n":
-        return "best-of-n" if setting else "best-of-n, no penalty"
+        return method
     return f"DPO, beta {setting:g}" if method == "dpo" else f"PPO, kl_coef {setting:g}"
 
 
@@ -351,33 +349,36 @@ def cell(values: pd.Series, form: str = ".2f") -> str:
 
 
 def table_of(points: pd.DataFrame) -> list[dict[str, str]]:
-    """One row for each n of best-of-n and for the end of each other setting."""
+    """One row for each n of best-of-n and for the end of each other setting, which is compared with best-of-n.
+
+    A comparison needs all seeds of the setting.
+    """
     rows = []
+    curves = points[points["method"] == "best-of-n"]
     for (method, setting), own in points.groupby(["method", "setting"], sort=False):
         shown = NUMBERS if method == "best-of-n" else [own["at"].max()]
         for at in shown:
             here = own[own["at"] == at]
             name = name_of(method, setting).replace("best-of-n", f"best of {at}")
             cells = {"policy": name, "seeds": str(len(here)), "KL (nats)": cell(here["kl"])}
-            cells |= {"gold score": cell(here["gold"]), "score": cell(here["score"])}
-            rows.append(cells | {"tokens": cell(here["length"]), "end (%)": cell(100 * here["ended"], ".1f")})
+            cells |= {"gold score": cell(here["gold"]), BETTER: ""}
+            if method != "best-of-n":
+                others = [gold_at(curves[curves["seed"] == end.seed], end.kl) for end in here.itertuples()]
+                differences = here["gold"] - others
+                cells[BETTER] = "" if differences.isna().any() else cell(differences, "+.2f")
+            cells |= {"score": cell(here["score"]), "tokens": cell(here["length"])}
+            rows.append(cells | {"end (%)": cell(100 * here["ended"], ".1f")})
     return rows
 
 
-def gold_at(points: pd.DataFrame, kl: float) -> float:
-    """Gold score of one run at a KL, by linear interpolation between its measurements; nan beyond the last.
-
-    The measurements are sorted by KL. All runs begin at KL 0, with the fine-tuned model.
-    """
-    curve = points.sort_values("kl")
+def gold_at(curve: pd.DataFrame, kl: float) -> float:
+    """Gold score of best-of-n with one reward model at a KL, by linear interpolation; nan beyond the largest n."""
     return float(np.interp(kl, curve["kl"], curve["gold"], right=math.nan))
 
 
 def with_start(points: pd.DataFrame) -> pd.DataFrame:
     """The same with a row of the fine-tuned model, best of 1, at the beginning of each run that has none."""
-    start = points[(points["method"] == "best-of-n") & (points["setting"] > 0) & (points["at"] == 1)].set_index(
-        "seed"
-    )
+    start = points[(points["method"] == "best-of-n") & (points["at"] == 1)].set_index("seed")
     begun = [points]
     for (method, setting, seed), own in points.groupby(["method", "setting", "seed"]):
         if seed in start.index and not (own["kl"] == 0).any():
@@ -386,22 +387,10 @@ def with_start(points: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(begun, ignore_index=True)
 
 
-def comparison_of(points: pd.DataFrame) -> list[dict[str, str]]:
-    """One row for each setting: its gold score at DISTANCES; a cell needs all seeds of the setting."""
-    rows = []
-    for (method, setting), own in with_start(points).groupby(["method", "setting"], sort=False):
-        cells = {"policy": name_of(method, setting), "seeds": str(own["seed"].nunique())}
-        for kl in DISTANCES:
-            values = pd.Series([gold_at(of_seed, kl) for _, of_seed in own.groupby("seed")])
-            cells[f"KL {kl:g}"] = "" if values.isna().any() else cell(values)
-        rows.append(cells)
-    return rows
-
-
 COLORS = {
-    "best-of-n": ["#0072b2", "#85c1e9"],
-    "dpo": ["#f0b27a", "#e67e22", "#a04000"],
-    "ppo": ["#009e73", "#145a32"],
+    "best-of-n": ["#0072b2"],
+    "dpo": ["#f0b27a", "#d35400"],
+    "ppo": ["#7dcea0", "#145a32"],
 }
 
 
@@ -437,7 +426,7 @@ def draw(args: Args) -> int:
         points = pd.read_csv(args.output / "points.csv", dtype={"commit": str})
     except OSError as error:
         raise InputError(f"--output {args.output}: {error}") from error
-    text = f"{markdown(comparison_of(points))}\n{markdown(table_of(points))}"
+    text = markdown(table_of(points))
     commits = ", ".join(sorted(set(points["commit"])))
     (args.output / "methods.md").write_text(f"{text}\n± is a 95 % interval over seeds. commit: {commits}\n")
     args.picture.parent.mkdir(parents=True, exist_ok=True)
