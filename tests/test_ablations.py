@@ -398,7 +398,8 @@ def test_atlas_is_what_was_measured():
     for kind, world in ablations.WORLDS.items():
         for name, effects in measured(kind).items():
             if name != "baseline" and len(effects) > 1:
-                p_values[kind, name] = scipy.stats.ttest_1samp(effects[world.reward], 0).pvalue
+                values = effects[world.reward]
+                p_values[kind, name] = scipy.stats.ttest_1samp(values, 0).pvalue if values.any() else 1.0
     ranked, corrected = sorted(p_values, key=p_values.__getitem__), {}
     for rank, key in enumerate(ranked):
         corrected[key] = max([(len(ranked) - j) * p_values[ranked[j]] for j in range(rank + 1)])

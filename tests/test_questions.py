@@ -86,9 +86,9 @@ def test_losses_and_ratios():
     shares = [100 * x["eval/mean@16"] for x in (run.iloc[0], after)]
     check(
         "Why is the loss 0",
-        "between -{0:.3f} and {0:.3f} for all {1} updates".format(loss.abs().max(), len(run)),
+        f"between {loss.min():.3f} and {loss.max():.3f} for all {len(run)} updates",
         "from {:.1f} % to {:.1f} %".format(*shares),
-        "between {:.2f} and {:.2f}, except for one update with {:.2f}".format(*norm.sort_values().iloc[[0, -2, -1]]),
+        f"between {norm.min():.2f} and {norm.max():.2f}.",
     )
     limits = processes.FIRST_RATIO_TOLERANCE
     check(
@@ -139,7 +139,7 @@ def test_kl():
         "Why does k3", "leaves the policy {} nats from the reference, and k1 with the same".format(*beside), beside[1]
     )
     run = metrics("demo")
-    assert run["objective/kl"].min() > 0
+    assert run["objective/kl"].min() > -1e-6
     check(
         "Why is my KL",
         f"In the {len(run)} updates",

@@ -155,10 +155,10 @@ def test_demo_of_chapter_3():
         (row,) = [line for line in table.splitlines() if re.search(rf"{re.escape(words)}(?!\d)", line)]
         numbers = [float(cell.removesuffix(" %")) for cell in row.strip("| ").split(" | ")[1:]]
         assert numbers == pytest.approx([scale * x[f"eval/{name}"] for x in (before, after)], abs=0.051), row
-    for name, numbers in {"gsm8k_strict": "from 55.3 % to 88.1 %", "mean@16": "from 45.1 % to 81.5 %"}.items():
+    for name, numbers in {"gsm8k_strict": "from 56.6 % to 83.6 %", "mean@16": "from 44.7 % to 77.2 %"}.items():
         rounded = "from {:.1f} % to {:.1f} %".format(*(100 * x[f"eval/{name}"] for x in (before, after)))
         assert rounded == numbers and numbers in " ".join(RESULTS.split())
-    for name, numbers in {"mean_standard_error": (1.7, 1.3), "standard_error": (2.2, 1.4)}.items():
+    for name, numbers in {"mean_standard_error": (1.7, 1.4), "standard_error": (2.2, 1.6)}.items():
         assert numbers == tuple(round(100 * x[f"eval/{name}"], 1) for x in (before, after))
     solved = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
     solved = {row["prompt"].strip(): row for row in solved}
@@ -468,14 +468,9 @@ def test_curves_of_the_questions():
     assert "{:.1f} → {:.2f}; {:.2f} → {:.3f}".format(*values) in page
     after_warm_up = three["policy/grad_norm"][5:]
     assert (three["policy/approxkl_avg"][:5] < 1e-12).all() and three["policy/approxkl_avg"][5] > 1e-4
-    *_, second, highest = after_warm_up.sort_values()
-    assert [round(after_warm_up.min(), 2), round(second, 2), round(highest, 2)] == [0.12, 0.42, 2.12]
-    assert three["val/sequence_lengths_max"][after_warm_up.idxmax()] == 61
-    assert (
-        "between 0.12 and 0.42, except for one update with 2.12" in " ".join(page.split())
-        and "the highest in chapter 1 is 0.10" in page
-    )
-    assert round(one["ppo/policy/approxkl"].max(), 2) == 0.10 and one["objective/kl"].min() > 0
+    assert [round(after_warm_up.min(), 2), round(after_warm_up.max(), 2)] == [0.13, 0.50]
+    assert "between 0.13 and 0.50" in page and "the highest in chapter 1 is 0.07" in page
+    assert round(one["ppo/policy/approxkl"].max(), 2) == 0.07 and one["objective/kl"].min() > -1e-6
 
 
 def test_reward_model_and_commit():

@@ -356,7 +356,7 @@ def read_effects(args: Args, kind: str) -> pd.DataFrame:
             for label, effect in world.effects.items():
                 column = table[effect.column]
                 found = column.max() if effect.highest else column.tail(world.last).mean()
-                effects[label] = float(found) / effect.unit
+                effects[label] = float(f"{float(found) / effect.unit:.6g}")  # as in the CSV
             seed = int(file.parents[2].name.removeprefix("seed"))
             rows.append({"ablation": name, "seed": seed, **effects, "commit": meta["commit"][:7]})
     both = pd.concat([kept_effects(args, kind), pd.DataFrame(rows)], ignore_index=True)
@@ -385,11 +385,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def p_value(values: Sequence[float]) -> float:
-    """How likely a mean so far from 0 is by chance, by Student's distribution; nan with fewer than two values."""
+    """How likely a mean so far from 0 is by chance, by Student's distribution; nan with fewer than two values.
+
+    If all values are equal, 1 for those that are 0, and 0 for others.
+    """
     mean, half = interval(values)
     count = len(values)
     if count < 2 or half == 0:
-        return math.nan if count < 2 or mean == 0 else 0.0
+        return math.nan if count < 2 else float(mean == 0)
     return float(2 * scipy.stats.t.sf(abs(mean) / (half / scipy.stats.t.ppf(0.975, count - 1)), count - 1))
 
 

@@ -395,21 +395,18 @@ COLORS = {
 
 
 def picture_of(points: pd.DataFrame) -> Figure:
-    """Gold score and score over KL: seeds thin, their mean at each measurement thick."""
+    """Gold score and score over KL: lines are means over seeds, up to a large point; pale points are seeds' ends."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
     points, seen = with_start(points), dict.fromkeys(METHODS, 0)
     for (method, setting), own in points.groupby(["method", "setting"], sort=False):
         color, seen[method] = COLORS[method][seen[method] % len(COLORS[method])], seen[method] + 1
+        mean, ends = own.groupby("at")[["kl", "gold", "score"]].mean(), own[own["at"] == own["at"].max()]
         for axes, column in zip(panels, ("gold", "score"), strict=True):
-            for _, curve in own.groupby("seed"):
-                axes.plot(
-                    curve.sort_values("at")["kl"], curve.sort_values("at")[column], color=color, lw=0.6, alpha=0.5
-                )
-            mean = own.groupby("at")[["kl", column]].mean()
-            axes.plot(
-                mean["kl"], mean[column], color=color, lw=2.2, marker="o", ms=3.5, label=name_of(method, setting)
-            )
+            axes.plot(ends["kl"], ends[column], "o", color=color, ms=5, alpha=0.35, mew=0)
+            axes.plot(mean["kl"], mean[column], color=color, lw=1.8, marker="o", ms=2.5)
+            last = mean.iloc[-1:]
+            axes.plot(last["kl"], last[column], "o", color=color, ms=9, label=name_of(method, setting))
     titles = ("gold score: the truth", "score: what best-of-n and PPO see")
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=10)
