@@ -376,7 +376,7 @@ def test_table_of_ablations():
 def test_sentences_about_ablations():
     """The lists name every effect whose interval leaves out 0, with its size, and every ablation that has none."""
     effects, text = effects_of_ablations(), " ".join(RESULTS.split())
-    for words in ("gold score of 3.5 at a KL of 3.4", "35 points more", "of the ten seeds above, 63 %"):
+    for words in ("gold score of 3.5 at a KL of 3.4", "35 points more", "of the ten seeds above, 57 %"):
         assert words in text
     baseline = effects.pop("baseline")
     assert [round(baseline[effect][0], 1) for effect in ("gold score", "KL")] == [3.5, 3.4]
@@ -392,7 +392,7 @@ def test_sentences_about_ablations():
     assert sorted(re.findall(r"`([\w.-]+)`", nothing)) == sorted(left)
     curves = pd.read_csv(ROOT / "benchmark/results/tales/curves.csv")
     critic = curves.query("task == 'tales' and metric == 'ppo/val/var_explained'")["mean"].iloc[-1]
-    assert round(critic, 2) == 0.63
+    assert round(critic, 2) == 0.57
 
 
 def last_twentieth(curve: pd.DataFrame) -> tuple[float, float]:

@@ -209,7 +209,7 @@ DAMAGE = {
     "an ablation that is not quoted": ("D51", "[`no-kl`]", "`no-kl`", "D51 does not say [`no-kl`]"),
     "another effect of an ablation": (TALES, "+76.32 ± 46.83", "+7.63 ± 4.68", "D51 does not say [`no-kl`]"),
     "an entry without its ablation": ("D51", "- *measured*", "- measured", "D51 does not say [`no-kl`]"),
-    "a number without a result": ("D69", "5.89 ± 0.35", "5.98 ± 0.35", "D69 says 5.98 ± 0.35, which no page"),
+    "a number without a result": ("D69", "5.92 ± 0.39", "5.98 ± 0.39", "D69 says 5.98 ± 0.39, which no page"),
     "a share without a result": ("T59", "76.0 %", "76.1 %", "T59 says 76.1 %, which no page"),
     "a number of the ten without a result": (DETAILS, "5.24 ± 1.74", "5.24 ± 1.75", "README.md says 5.24 ± 1.75"),
     "a measurement without a link": (
