@@ -499,7 +499,7 @@ def test_results_at_a_glance():
     gold, kl = (ours[ours["metric"] == f"objective/{name}"] for name in ("gold_scores", "kl"))
     ends = [f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in (last_twentieth(gold), last_twentieth(kl))]
     assert f"gold score rises from {gold['mean'].iloc[0]:.2f} to {ends[0]}," in glance
-    assert f"leads the KL to {ends[1]}; its target is 6." in glance
+    assert f"brings the KL to {ends[1]}; its target is 6." in glance
     assert f"at a gold score of {ends[0]}." in " ".join(README.split())
     effects = effects_of_ablations()
     gold = {name for name, own in effects.items() if abs(own["gold score"][0]) > own["gold score"][1]} - {"baseline"}

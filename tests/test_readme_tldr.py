@@ -106,7 +106,7 @@ def test_win_rates_at_equal_length():
 def test_reward_model():
     results, text = META["reward"]["results"], " ".join(CHAPTER2.split())
     accuracy, ceiling = results["eval/rm/validation/accuracy"], results["ceiling"]
-    assert f"agrees with the annotator in {100 * accuracy:.1f} % of 1,024 held-out" in text
+    assert f"agrees with the annotator in {100 * accuracy:.1f} % of 1,019 held-out" in text
     assert f"formula would reach {100 * ceiling:.1f} %" in text
 
 
