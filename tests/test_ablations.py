@@ -252,6 +252,11 @@ def test_a_setting_is_compared_with_itself():
     assert table.to_dict() == {"baseline": 1, "many-epochs": 4, "many-epochs-no-policy-clipping": 1.5}
 
 
+def test_p_value_of_runs_that_do_not_differ():
+    assert ablations.p_value([0.0, 0.0]) == 1 and ablations.p_value([0.5, 0.5]) == 0
+    assert math.isnan(ablations.p_value([0.0]))
+
+
 def test_holm_by_hand():
     """Three of 0.01, 0.04, 0.03: 3 x 0.01; 2 x 0.03; then 0.04, but not below 0.06. nan is no comparison."""
     found = ablations.holm([0.01, math.nan, 0.04, 0.03])
@@ -304,9 +309,12 @@ def test_report(tmp_path):
     before = (tmp_path / "out/ablations.csv").read_text()
     again = launch(ABLATIONS, "report", "--folder", "gone", *arguments[2:], folder=tmp_path)
     assert again.status == 0 and (tmp_path / "out/ablations.csv").read_text() == before
-    write_policy(tmp_path / "newer", "one-epoch", 1, kl=9.0)
-    launch(ABLATIONS, "report", "--folder", "newer", *arguments[2:], folder=tmp_path)
-    assert "one-epoch,1,9" in (tmp_path / "out/ablations.csv").read_text()
+    for seed in (1, 2):
+        write_policy(tmp_path / "newer", "one-epoch", seed, kl=1.0000001 + seed)  # rounded: the baseline
+    newer = launch(ABLATIONS, "report", "--folder", "newer", *arguments[2:], folder=tmp_path)
+    assert "one-epoch,1,2," in (tmp_path / "out/ablations.csv").read_text()
+    (row,) = [line for line in newer.stdout.splitlines() if "`one-epoch`" in line]
+    assert "| +0.00 ± 0.00 |" in row and "**" not in row
     nothing = launch(ABLATIONS, "report", "--folder", "nowhere", "--output", "none", folder=tmp_path)
     assert nothing.status == 2 and "no baseline in nowhere or none is finished yet" in nothing.stderr
 
@@ -433,9 +441,8 @@ def test_atlas_is_what_was_measured():
 
 
 def test_prose_of_the_atlas_has_numbers_of_its_tables():
-    """Every number with an interval in the prose is, but for its sign, in a table here or of a page of results."""
-    pages = [ablations.ROOT / "docs/results.md", *RESULTS.glob("*.md")]
-    prose, sources = ATLAS, "".join(page.read_text() for page in pages)
+    """Every number with an interval in the prose is, but for its sign, in a table here or in docs/results.md."""
+    prose, sources = ATLAS, (ablations.ROOT / "docs/results.md").read_text()
     for name in PARTS:
         before, _, rest = prose.partition(ablations.BEGIN.format(name))
         sources += rest.partition(ablations.END)[0]
@@ -444,6 +451,11 @@ def test_prose_of_the_atlas_has_numbers_of_its_tables():
     assert len(figures) > 4
     for figure in figures:
         assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", sources), figure
+
+
+def test_rewards_of_the_baselines():
+    for kind, name in (("tales", "gold score"), ("sums", "correct (%)")):
+        assert f"the baseline's is {measured(kind)['baseline'][name].mean():.2f}" in " ".join(ATLAS.split())
 
 
 def test_the_ten_are_those_of_the_register():

@@ -155,11 +155,12 @@ def test_demo_of_chapter_3():
         (row,) = [line for line in table.splitlines() if re.search(rf"{re.escape(words)}(?!\d)", line)]
         numbers = [float(cell.removesuffix(" %")) for cell in row.strip("| ").split(" | ")[1:]]
         assert numbers == pytest.approx([scale * x[f"eval/{name}"] for x in (before, after)], abs=0.051), row
-    for name, numbers in {"gsm8k_strict": "from 56.6 % to 83.6 %", "mean@16": "from 44.7 % to 77.2 %"}.items():
-        rounded = "from {:.1f} % to {:.1f} %".format(*(100 * x[f"eval/{name}"] for x in (before, after)))
-        assert rounded == numbers and numbers in " ".join(RESULTS.split())
-    for name, numbers in {"mean_standard_error": (1.7, 1.4), "standard_error": (2.2, 1.6)}.items():
-        assert numbers == tuple(round(100 * x[f"eval/{name}"], 1) for x in (before, after))
+    for name in ("gsm8k_strict", "mean@16"):
+        shown = "from {:.1f} % to {:.1f} %".format(*(100 * x[f"eval/{name}"] for x in (before, after)))
+        assert shown in " ".join(RESULTS.split())
+    errors = [100 * x[f"eval/{name}"] for name in ("mean_standard_error", "standard_error") for x in (before, after)]
+    shown = "is {:.1f} points before training and {:.1f} after; that of the greedy accuracy is {:.1f} and {:.1f}."
+    assert shown.format(*errors) in " ".join(page.split())
     solved = [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
     solved = {row["prompt"].strip(): row for row in solved}
     demo = page.partition("## The demo\n")[2].partition("\n## ")[0]
@@ -376,7 +377,7 @@ def test_table_of_ablations():
 def test_sentences_about_ablations():
     """The lists name every effect whose interval leaves out 0, with its size, and every ablation that has none."""
     effects, text = effects_of_ablations(), " ".join(RESULTS.split())
-    for words in ("gold score of 3.5 at a KL of 3.4", "35 points more", "of the ten seeds above, 57 %"):
+    for words in ("gold score of 3.5 at a KL of 3.4", "35 points more"):
         assert words in text
     baseline = effects.pop("baseline")
     assert [round(baseline[effect][0], 1) for effect in ("gold score", "KL")] == [3.5, 3.4]
@@ -392,7 +393,7 @@ def test_sentences_about_ablations():
     assert sorted(re.findall(r"`([\w.-]+)`", nothing)) == sorted(left)
     curves = pd.read_csv(ROOT / "benchmark/results/tales/curves.csv")
     critic = curves.query("task == 'tales' and metric == 'ppo/val/var_explained'")["mean"].iloc[-1]
-    assert round(critic, 2) == 0.57
+    assert f"of the ten seeds above, {100 * critic:.0f} %" in text
 
 
 def last_twentieth(curve: pd.DataFrame) -> tuple[float, float]:
@@ -466,11 +467,8 @@ def test_curves_of_the_questions():
     assert f"{first:.2f} → {last:.2f}; {right.iloc[0]:.0f} → {right.iloc[-10:].mean():.0f} % correct" in page
     values = [*ends(one["ppo/loss/value"]), *ends(three["loss/value_avg"])]
     assert "{:.1f} → {:.2f}; {:.2f} → {:.3f}".format(*values) in page
-    after_warm_up = three["policy/grad_norm"][5:]
     assert (three["policy/approxkl_avg"][:5] < 1e-12).all() and three["policy/approxkl_avg"][5] > 1e-4
-    assert [round(after_warm_up.min(), 2), round(after_warm_up.max(), 2)] == [0.13, 0.50]
-    assert "between 0.13 and 0.50" in page and "the highest in chapter 1 is 0.07" in page
-    assert round(one["ppo/policy/approxkl"].max(), 2) == 0.07 and one["objective/kl"].min() > -1e-6
+    assert f"the highest in chapter 1 is {one['ppo/policy/approxkl'].max():.2f}," in page
 
 
 def test_reward_model_and_commit():

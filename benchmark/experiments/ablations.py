@@ -356,7 +356,7 @@ def read_effects(args: Args, kind: str) -> pd.DataFrame:
             for label, effect in world.effects.items():
                 column = table[effect.column]
                 found = column.max() if effect.highest else column.tail(world.last).mean()
-                effects[label] = float(f"{float(found) / effect.unit:.6g}")  # as in the CSV
+                effects[label] = float(f"{float(found) / effect.unit:.6g}")  # the CSV keeps no more
             seed = int(file.parents[2].name.removeprefix("seed"))
             rows.append({"ablation": name, "seed": seed, **effects, "commit": meta["commit"][:7]})
     both = pd.concat([kept_effects(args, kind), pd.DataFrame(rows)], ignore_index=True)
@@ -391,8 +391,10 @@ def p_value(values: Sequence[float]) -> float:
     """
     mean, half = interval(values)
     count = len(values)
-    if count < 2 or half == 0:
-        return math.nan if count < 2 else float(mean == 0)
+    if count < 2:
+        return math.nan
+    if half == 0:
+        return float(mean == 0)
     return float(2 * scipy.stats.t.sf(abs(mean) / (half / scipy.stats.t.ppf(0.975, count - 1)), count - 1))
 
 

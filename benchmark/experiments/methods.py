@@ -57,10 +57,9 @@ BETAS = (0.3, 1.0)
 STAGES = (1 / 8, 1 / 4, 1 / 2, 1)  # of DPO's training, at which it is measured
 KL_COEFS = (0.2, 0.6)
 METHODS = ("best-of-n", "dpo", "ppo")
-BETTER = "minus best-of-n at the same KL"  # of gold scores: a column of the table
 TASK = posts.TASKS["posts"]
 MEASURED = ("kl", "gold", "score", "length", "ended")
-PENALTY = 1.0  # minus this is the score of a summary that does not end
+PENALTY = 1.0  # a summary that does not end has the score -PENALTY
 
 
 # ---- What is measured ------------------------------------------------------------------------------------------
@@ -170,8 +169,7 @@ def run_best_of_n(sft: str, reward: str, samples: str) -> None:
         | {name: float(best_of_n(tables["score"], table, n).mean()) for name, table in tables.items()}
         for n in NUMBERS
     ]
-    different = float(np.mean([len({tuple(row) for row in own.tolist()}) for own in responses]))
-    keep_points(points, different=different)
+    keep_points(points)
 
 
 def run_dpo(sft: str, reward: str, beta: float, argv: list[str]) -> None:
@@ -361,11 +359,10 @@ def table_of(points: pd.DataFrame) -> list[dict[str, str]]:
             here = own[own["at"] == at]
             name = name_of(method, setting).replace("best-of-n", f"best of {at}")
             cells = {"policy": name, "seeds": str(len(here)), "KL (nats)": cell(here["kl"])}
-            cells |= {"gold score": cell(here["gold"]), BETTER: ""}
-            if method != "best-of-n":
-                others = [gold_at(curves[curves["seed"] == end.seed], end.kl) for end in here.itertuples()]
-                differences = here["gold"] - others
-                cells[BETTER] = "" if differences.isna().any() else cell(differences, "+.2f")
+            others = [gold_at(curves[curves["seed"] == end.seed], end.kl) for end in here.itertuples()]
+            better = here["gold"] - others
+            shown_better = "" if method == "best-of-n" or better.isna().any() else cell(better, "+.2f")
+            cells |= {"gold score": cell(here["gold"]), "minus best-of-n at the same KL": shown_better}
             cells |= {"score": cell(here["score"]), "tokens": cell(here["length"])}
             rows.append(cells | {"end (%)": cell(100 * here["ended"], ".1f")})
     return rows
