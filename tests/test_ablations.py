@@ -155,6 +155,13 @@ def test_a_setting_comes_before_what_is_compared_with_it():
     assert ablations.owner(TALES, "never-normalised", "reward") == "never-normalised"
 
 
+def test_what_an_ablation_is_compared_with_is_trained_too(tmp_path):
+    """Also what that is compared with."""
+    args = ablations.Args(only=("many-epochs-no-policy-clipping",), seeds=1, output=tmp_path)
+    names = [name for name, _ in ablations.wanted(args, "tales")]
+    assert names == ["baseline", "short", "many-epochs", "many-epochs-no-policy-clipping"]
+
+
 def test_positions_that_count_padding_by_hand():
     """As if the padding before the last real token stood to the left of the row."""
     expression = ablation_list.PADDING_COUNTS[ablation_list.POSITIONS]
@@ -242,14 +249,14 @@ def test_differences_by_hand():
 
 def test_a_setting_is_compared_with_itself():
     columns = dict.fromkeys(TALES.effects, 0.0)
-    golds = {"baseline": (1, 1), "many-epochs": (4, 6), "many-epochs-no-policy-clipping": (5, 8)}
+    golds = {"baseline": (1, 1), "short": (2, 2), "many-epochs": (4, 6), "many-epochs-no-policy-clipping": (5, 8)}
     rows = [
         {"ablation": name, "seed": seed, **columns, "gold score": gold}
         for name, own in golds.items()
         for seed, gold in enumerate(own, 1)
     ]
     table = ablations.differences(pd.DataFrame(rows), TALES).set_index("ablation")["gold score"]
-    assert table.to_dict() == {"baseline": 1, "many-epochs": 4, "many-epochs-no-policy-clipping": 1.5}
+    assert table.to_dict() == {"baseline": 1, "short": 1, "many-epochs": 3, "many-epochs-no-policy-clipping": 1.5}
 
 
 def test_p_value_of_runs_that_do_not_differ():

@@ -304,7 +304,7 @@ def wanted(args: Args, kind: str) -> list[tuple[str, int]]:
     world, names = WORLDS[kind], dict.fromkeys(["baseline"])
     for name in args.only or world.ablations:
         if name in world.ablations:
-            names |= dict.fromkeys([*([world.ablations[name].against] if name != "baseline" else []), name])
+            names |= dict.fromkeys(own for own, part in world.ablations.items() if part in chain(world, name))
     kept = pd.DataFrame() if args.again else kept_effects(args, kind)
     had = set() if kept.empty else set(zip(kept["ablation"], kept["seed"], strict=True))
     seeds = range(1, (args.seeds or world.seeds) + 1)
