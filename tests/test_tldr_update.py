@@ -891,7 +891,7 @@ def reference_logprobs(actor_critic: ActorCritic, reference: Reference, tokens: 
 
 
 def test_without_its_adapters_a_policy_is_the_reference(adapted: Adapted):
-    """T35: exactly the model it began as, also after steps; and they are on again afterwards."""
+    """T35, X35: exactly the model it began as, also after steps; and they are on again afterwards."""
     tokens, mask = ragged_rows(), masks_of(LENGTHS, RESPONSE)[0]
     base = load_pretrained(adapted.args.base_model, torch.float64)
     expected = reference_logprobs(adapted.actor_critic, Reference(base, None), tokens)
@@ -907,7 +907,7 @@ def test_without_its_adapters_a_policy_is_the_reference(adapted: Adapted):
 
 
 def test_only_adapters_and_critic_learn(adapted: Adapted):
-    """T32: all of the critic but gain and bias, and no weight of the base model."""
+    """T32, X35: all of the critic but gain and bias, and no weight of the base model."""
     after = weights_of(adapted.actor_critic)
     moved = {name for name, weight in after.items() if not torch.equal(weight, adapted.before[name])}
     adapters = {name for name in after if "lora_" in name}

@@ -301,7 +301,7 @@ POSTS = {
         why="The penalty keeps summaries where the reward model can judge them.",
     ),
     "temperature-1": Ablation(
-        "T34",
+        "T35",
         "policy and reference at temperature 1 instead of 0.7",
         policy=("--task.temperature", "1"),
         why="A lower temperature makes samples better and explores less.",
@@ -331,19 +331,19 @@ POSTS = {
         why="More comparisons make the proxy truer.",
     ),
     "lora-4": Ablation(
-        "T46",
+        "X35",
         "LoRA of rank 4 on the layers that peft chooses",
         policy=("--lora.rank", "4"),
         why="Adapters train few weights, and the policy without them is the reference.",
     ),
     "lora-32": Ablation(
-        "T46",
+        "X35",
         "LoRA of rank 32 on the layers that peft chooses",
         policy=("--lora.rank", "32"),
         why="A higher rank can change more.",
     ),
     "lora-32-all-linear": Ablation(
-        "T46",
+        "X35",
         "LoRA of rank 32 on all linear layers but the output layer",
         policy=("--lora.rank", "32", "--lora.target_modules", "all-linear"),
         why="Layers without an adapter stay what they were.",

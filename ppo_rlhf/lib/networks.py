@@ -37,7 +37,7 @@ class AdaptiveKLController:
 
 
 class Reference:
-    """The model that the policy started from. With adapters, it is the policy itself while they are switched off."""
+    """The model that the policy started from. [X35] With adapters, it is the policy while they are switched off."""
 
     def __init__(self, lm_backbone: PreTrainedModel, adapters: nn.Module | None):
         """adapters: peft's handle of the adapters in lm_backbone, if there are any."""
