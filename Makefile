@@ -1,7 +1,7 @@
 # make demo: the whole of chapter 1 on the tales world, offline once installed.
 # make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3, on word problems.
 # make demo-tools: the same with a calculator.    make test: the tests.
-# make fresh: both on a fresh Debian (root, Linux). make check: lint, and whether the algorithm still holds, in less than a minute.
+# make fresh: demo and test on a fresh Debian (root, Linux). make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,12 +33,12 @@ demo-tools: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/rlvr_tools.py --preset sums-tools
 	$(BIN)/python ppo_rlhf/report.py
 
-# Reports for people who have run nothing, at most 2 MB each: of all three demos.
-examples: demo demo-tldr demo-rlvr
+# Reports of three demos for people who have run nothing, at most 2 MB each, and pictures of one, which need chromium.
+examples: install demo demo-tldr demo-rlvr
 	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
 	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
 	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
-	$(BIN)/python benchmark/curves/derivation.py
+	$(BIN)/python benchmark/curves/report_pictures.py
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed
@@ -80,6 +80,6 @@ $(VENV)/tested: $(VENV)/installed
 	@$(PIP) --editable '.[math,async,dev,benchmark]'
 	@touch $@
 
-# Both commands on a system that has nothing but Python: a fresh Debian in build/debian, with and without a compiler.
+# make demo and make test on a system that has nothing but Python: a fresh Debian in build/debian, with and without a compiler.
 fresh:
 	bash benchmark/fresh_debian.sh build/debian
