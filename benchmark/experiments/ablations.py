@@ -608,7 +608,7 @@ def draw_atlas(every: pd.DataFrame, path: Path) -> None:
     for kind in dict.fromkeys(shown["world"]):
         axes.errorbar([], [], xerr=[], fmt="o", color=COLORS[kind], label=f"{kind}, chapter {WORLDS[kind].chapter}")
     axes.errorbar([], [], xerr=[], fmt="o", color="gray", mfc="white", label="not left after Holm's correction")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
     axes.set_xlabel("change of the reward in per cent of the baseline's, with 95 % intervals over seeds", fontsize=9)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
