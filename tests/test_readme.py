@@ -570,6 +570,18 @@ def test_speed():
     assert f"{shown}{highest['details']} times those of lm-human-preference-details" in " ".join(RESULTS.split())
 
 
+def test_memory_next_to_others():
+    """Median peaks of all rows, as shares of the others'; in the last row, ours is in bfloat16 and does not count."""
+    shares: dict[str, set[str]] = {"trl": set(), "details": set()}
+    for name, side in list(SPEED_ROWS.values())[:-1]:
+        rows = json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())["speed"]
+        peaks = {row[""]: float(row["peak memory of a process, GB"].split()[0]) for row in rows}
+        for peer in shares.keys() & peaks:
+            shares[peer].add(f"{peaks[side] / peaks[peer]:.2f}")
+    trl, details = (f"{min(found)} to {max(found)}" for found in shares.values())
+    assert f"- Peak memory is {trl} of TRL's and {details} of lm-human-preference-details'." in RESULTS
+
+
 def anchors(text: str) -> set[str]:
     """What a link to a page can name: anchors that it sets, and its headings as GitHub names them."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
