@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import types
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,16 @@ def test_what_an_ablation_is_compared_with_is_trained_too(tmp_path):
     args = ablations.Args(only=("many-epochs-no-policy-clipping",), seeds=1, output=tmp_path)
     names = [name for name, _ in ablations.wanted(args, "tales")]
     assert names == ["baseline", "short", "many-epochs", "many-epochs-no-policy-clipping"]
+
+
+def test_uneven_queries_by_hand():
+    """One sentence, two, three, four, five, and one again; 9 ends a sentence, 0 is padding."""
+    namespace = {"torch": torch}
+    exec(ablation_list.UNEVEN["# ---- Steps 1 to 3"], namespace)
+    query = [1, 9, 2, 3, 9, 4, 9, 5, 9, 6, 9]
+    ids = types.SimpleNamespace(stop=9, pad=0)
+    expected = [query[:kept] + [0] * (11 - kept) for kept in (2, 5, 7, 9, 11, 2)]
+    assert namespace["uneven"](torch.tensor([query] * 6), ids).tolist() == expected
 
 
 def test_positions_that_count_padding_by_hand():

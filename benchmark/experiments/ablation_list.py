@@ -52,6 +52,20 @@ PADDING_COUNTS = {
     "# ---- Arguments -": "passes.pack = lambda tokens, pad_id, longest: tokens\n# ---- Arguments -",
     POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
 }
+UNEVEN = {
+    # Of the queries of a batch, the first keeps one sentence, the second two, and so on to five, then one again.
+    "queries = stream.next_batch(sizes.batch, ids.pad)": (
+        "queries = uneven(stream.next_batch(sizes.batch, ids.pad), ids)"
+    ),
+    "# ---- Steps 1 to 3": """\
+def uneven(queries, ids):
+    ends = (queries == ids.stop).long()
+    kept = 1 + torch.arange(len(queries))[:, None] % 5
+    return queries.masked_fill(ends.cumsum(1) - ends >= kept, ids.pad)
+
+
+# ---- Steps 1 to 3""",
+}
 NO_POLICY_CLIP, NO_VALUE_CLIP = ("--ppo.cliprange", "1e9"), ("--ppo.cliprange_value", "1e9")
 
 TALES = {
@@ -225,19 +239,20 @@ TALES = {
     "late-stop-no-score-penalty": Ablation(
         "D50", "a response without a stop token keeps its score", lines=NO_PENALTY, against="late-stop"
     ),
-    "long-queries": Ablation(
+    "uneven-queries": Ablation(
         "D14",
-        "setting: queries of 24 tokens in 64 columns",
+        "setting: queries of one to five sentences in 64 columns; a sentence has about 12 tokens",
         policy=("--task.query_length", "64"),
+        lines=UNEVEN,
         against="short",
         why="The more padding, the further away the positions of the same text are.",
     ),
-    "long-queries-positions-count-padding": Ablation(
+    "uneven-queries-positions-count-padding": Ablation(
         "D14",
         "position ids count the padding",
         lines=PADDING_COUNTS,
         own_reward_model=True,
-        against="long-queries",
+        against="uneven-queries",
     ),
 }
 
