@@ -67,7 +67,7 @@ RESULTS = speed.ROOT / "benchmark/results/speed"
 PAGE = Path(__file__).with_name("scaling.md")
 START, END = "<!-- written by scaling.py -->", "<!-- end -->"
 MEMORY_START, MEMORY_END = "<!-- memory, written by scaling.py -->", "<!-- end of memory -->"
-MEMORY, OVERHEAD = 25.7e9, 7.5e-4  # of the machine of the results: measured with `bandwidth`; fitted to the small model
+MEMORY, OVERHEAD = 25.7e9, 7.5e-4  # of the machine of the results: measured; fitted to the small model
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = speed.SHAPES | {
     "gpt2-xl": lambda: GPT2Config(n_embd=1600, n_layer=48, n_head=25, **speed.ENDS),
     "pythia-6.9b": lambda: GPTNeoXConfig(
