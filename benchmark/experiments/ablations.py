@@ -122,6 +122,7 @@ WORLDS = {
             "KL": Effect("objective/kl"),
             "highest KL": Effect("objective/kl", highest=True),
             "length": Effect("objective/response_length"),
+            "end (%)": Effect("val/num_eos_tokens", unit=0.64),  # of 64 summaries
             "explained variance": Effect("val/var_explained"),
         },
         last=5,
@@ -552,7 +553,7 @@ def atlas_rows(kind: str, table: pd.DataFrame | None, every: pd.DataFrame) -> li
             "change": own if ablation.against == "baseline" else f"{own}, compared with `{ablation.against}`",
             "why": ablation.why or world.ablations[ablation.against].why,
         }
-        for effect in [e for e in world.effects if e in (world.reward, "KL", "highest KL", "length")]:
+        for effect in [e for e in world.effects if e in (world.reward, "KL", "highest KL", "length", "end (%)")]:
             shown = cell(row[effect], row[f"{effect} +-"], sign=True, bold=True) if row else "not yet run"
             cells[effect] = shown if row or effect == world.reward else ""
         p = corrected.get(name, math.nan)
