@@ -408,6 +408,11 @@ def tool(call):
     return call.upper()
 def broken(call, more): return call
 """
+MEAN = """
+class Unspeakable(Exception):
+    def __str__(self): raise RuntimeError
+def tool(call): raise Unspeakable
+"""
 
 
 def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, monkeypatch):
@@ -419,9 +424,32 @@ def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, mon
     for call, text in expected.items():
         assert (call, tool(call)) == (call, text) and tool("again\n\0") == "AGAIN\n\0"
     tool.close()
-    always = tools.load_tool("bad_tools:broken", "tools.tool", seconds=5)
-    assert always("7") == tools.FAILED
-    always.close()
+
+
+def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
+    """In one line, whatever the exception says; the model reads none of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("bad_tools.py").write_text(BAD)
+    Path("mean_tools.py").write_text(MEAN)
+    for name, call, shown in (
+        ("bad_tools:tool", "raise", "bad_tools:tool failed on 'raise': 'RuntimeError: secret'"),
+        (
+            "bad_tools:tool",
+            "nothing",
+            "bad_tools:tool failed on 'nothing': 'TypeError: it returns NoneType, not str'",
+        ),
+        ("bad_tools:broken", "7" * 200, f"bad_tools:broken failed on '{'7' * 100}': \"TypeError: broken() missing"),
+        (
+            "mean_tools:tool",
+            "\n",
+            r"mean_tools:tool failed on '\n': 'mean_tools.Unspeakable: <exception str() failed>'",
+        ),
+    ):
+        tool = tools.load_tool(name, "tools.tool", seconds=5)
+        assert [tool(call), tool(call)] == [tools.FAILED] * 2
+        tool.close()
+        said = capsys.readouterr().out
+        assert said.startswith(shown) and said.endswith(". Later failures are not shown.\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["calculate", "no_such_module:f", "bad_tools:nothing", "os:name", "ends:f"])

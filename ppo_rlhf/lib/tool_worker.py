@@ -3,8 +3,9 @@
     python tool_worker.py package.module:name <seconds> <descriptor>
 
 It writes a JSON text to the descriptor: empty, or what is wrong with the function. Then it reads calls, each a JSON
-text on a line of stdin, and answers each with a JSON text on a line. If a call takes longer than so many seconds, the
-kernel ends the process, whatever the function does at that time. Whoever asked begins another.
+text on a line of stdin, and answers each with a JSON list on a line: the text that the model reads, and why the
+function failed, if it did. If a call takes longer than so many seconds, the kernel ends the process, whatever the
+function does at that time. Whoever asked begins another.
 """
 
 import functools
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 
 LONGEST = 4_096  # characters of an answer
 
@@ -26,14 +28,15 @@ def import_function(name: str):
     return function
 
 
-def answer(function, call: str) -> str:
+def answer(function, call: str) -> tuple[str, str]:
+    """The text that the model reads, and why the function failed; empty if it did not."""
     try:
         text = function(call)
         if not isinstance(text, str):
-            return "error: failed"
-        return text if len(text) <= LONGEST else "error: too long"
-    except Exception:  # Whatever the user's function raises, the model reads a text.
-        return "error: failed"
+            raise TypeError(f"it returns {type(text).__name__}, not str")
+        return text if len(text) <= LONGEST else "error: too long", ""
+    except Exception as error:
+        return "error: failed", traceback.format_exception_only(error)[-1].strip()[:LONGEST]
 
 
 def main() -> None:
@@ -41,8 +44,8 @@ def main() -> None:
     replies, calls = os.fdopen(descriptor, "w"), os.fdopen(os.dup(0), "r")
     sys.stdin = open(os.devnull)  # noqa: SIM115
 
-    def reply(text: str) -> None:
-        replies.write(json.dumps(text) + "\n")
+    def reply(said: str | tuple[str, str]) -> None:
+        replies.write(json.dumps(said) + "\n")
         replies.flush()
 
     try:
@@ -54,9 +57,9 @@ def main() -> None:
     for line in calls:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        text = answer(function, json.loads(line))
+        said = answer(function, json.loads(line))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply(text)
+        reply(said)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Whatever goes wrong becomes a short error text, which the policy reads like any other result: a call that cannot be
 understood, a tool that raises an exception, never returns, ends its process, or answers at great length. The
 calculator is safe by itself. A user's function runs in a process of its own, tool_worker.py, which the kernel ends
-when a call takes too long; the next call starts another.
+when a call takes too long; the next call starts another. The first exception that it raises is shown to the user, who
+may have made a mistake in the function.
 """
 
 import ast
@@ -66,7 +67,7 @@ class OwnTool:
 
     def __init__(self, name: str, field: str, seconds: float):
         """field: the argument that names it, for messages. seconds: that a call may take."""
-        self.name, self.seconds, self.process = name, seconds, None
+        self.name, self.seconds, self.process, self.told = name, seconds, None, False
         problem = self.start()
         if problem:
             raise InputError(f"{flag(field)} {name}: {problem}; write package.module:name of a function of a text")
@@ -96,7 +97,11 @@ class OwnTool:
             if select.select([self.answers], [], [], self.seconds + 1)[0]:
                 reply = self.answers.readline()
         if reply.endswith(b"\n"):
-            return json.loads(reply)
+            text, problem = json.loads(reply)
+            if problem and not self.told:
+                self.told = True
+                print(f"{self.name} failed on {call[:LONGEST_CALL]!r}: {problem!r}. Later failures are not shown.")
+            return text
         slow = time.monotonic() - asked >= self.seconds
         self.close()
         self.start()
