@@ -1,7 +1,8 @@
 # make demo: the whole of chapter 1 on the tales world, offline once installed.
 # make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3, on word problems.
 # make demo-tools: the same with a calculator.    make test: the tests.
-# make fresh: demo and test on a fresh Debian (root, Linux). make check: lint, and whether the algorithm still holds, in less than a minute.
+# make fresh: demo and test on a fresh Debian (root, Linux).
+# make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -80,6 +81,7 @@ $(VENV)/tested: $(VENV)/installed
 	@$(PIP) --editable '.[math,async,dev,benchmark]'
 	@touch $@
 
-# make demo and make test on a system that has nothing but Python: a fresh Debian in build/debian, with and without a compiler.
+# make demo and make test on a system that has nothing but Python: a fresh Debian in build/debian, without a compiler
+# and with one.
 fresh:
 	bash benchmark/fresh_debian.sh build/debian

@@ -759,7 +759,7 @@ def test_results_of_the_first_page():
     assert round(fresh - means[1, "none"]) == 3
     for page in (README, RESULTS):
         sentences = " ".join(page.split())
-        assert "cost 11 points of accuracy. Without one, one costs 3 and eight cost 36." in sentences
+        assert "cost 11 points of accuracy. Without it, one update costs 3 points, and eight cost 36." in sentences
 
 
 def test_the_algorithm_box_is_that_of_the_script():

@@ -188,7 +188,7 @@ TALES = {
         "D63",
         "setting: 20 updates, over which the learning rate falls to 0",
         policy=("--ppo.total_episodes", "1280"),
-        why="The settings below have no more, since they take several times as long, or learn several times as fast.",
+        why="Settings have 20 updates: some take several times as long, others learn several times as fast.",
     ),
     "many-epochs": Ablation(
         "D62",
@@ -224,7 +224,7 @@ TALES = {
         "setting: losses divided by 1,000",
         lines={LOSS: "loss = 0.001 * (pg_loss + ppo.vf_coef * vf_loss)"},
         against="short",
-        why="Where gradients are near eps, the two forms of Adam take steps of different lengths.",
+        why="Where gradients are near eps or below it, the two forms of Adam take steps of different lengths.",
     ),
     "small-gradients-torch-adam": Ablation(
         "D64", "Adam as PyTorch has it, with the same eps", lines=ADAM, against="small-gradients"

@@ -156,15 +156,14 @@ SHARED_STAGE = "sft"  # one model for all seeds, as they share one world
 LEAST_MINUTES = {"sft": 2.0, "reward": 1.0}  # of an earlier stage, on one core
 
 
-def chain(world: World, name: str) -> list[Ablation]:
+def chain(world: World, name: str) -> list[str]:
     """An ablation after those that it is compared with, one after another, the baseline first."""
-    ablation = world.ablations[name]
-    return [ablation] if name == "baseline" else [*chain(world, ablation.against), ablation]
+    return [name] if name == "baseline" else [*chain(world, world.ablations[name].against), name]
 
 
 def merged(world: World, name: str) -> Ablation:
     """An ablation with the changes of what it is compared with."""
-    own, parts = world.ablations[name], chain(world, name)
+    own, parts = world.ablations[name], [world.ablations[part] for part in chain(world, name)]
     return Ablation(
         *(own.detail, own.what),
         policy=tuple(word for part in parts for word in part.policy),
@@ -305,7 +304,7 @@ def wanted(args: Args, kind: str) -> list[tuple[str, int]]:
     world, names = WORLDS[kind], dict.fromkeys(["baseline"])
     for name in args.only or world.ablations:
         if name in world.ablations:
-            names |= dict.fromkeys(own for own, part in world.ablations.items() if part in chain(world, name))
+            names |= dict.fromkeys(chain(world, name))
     kept = pd.DataFrame() if args.again else kept_effects(args, kind)
     had = set() if kept.empty else set(zip(kept["ablation"], kept["seed"], strict=True))
     seeds = range(1, (args.seeds or world.seeds) + 1)
@@ -366,7 +365,7 @@ def read_effects(args: Args, kind: str) -> pd.DataFrame:
     both = both.drop_duplicates(["ablation", "seed"], keep="last")
     order = {name: number for number, name in enumerate(world.ablations)}
     both = both.assign(order=both["ablation"].map(order)).sort_values(["order", "seed"], ignore_index=True)
-    return both.drop(columns="order")
+    return both[["ablation", "seed", *world.effects, "commit"]]
 
 
 def failures(args: Args, kind: str, name: str) -> int:

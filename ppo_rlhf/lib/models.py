@@ -605,7 +605,7 @@ class LoraArgs:
 
 
 def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.Module:
-    """[X35] Freeze a model and put low-rank adapters into its layers. Returns peft's handle, to switch them off."""
+    """[X35] Freeze a model and add low-rank adapters to its layers. Returns peft's handle for switching them off."""
     from peft import LoraConfig, TaskType, get_peft_model  # slow, and used by few runs
 
     names = [name.strip() for name in lora.target_modules.split(",")]
