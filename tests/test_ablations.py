@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import safetensors.torch
 import scipy.stats
 import torch
 from processes import launch
@@ -106,6 +107,17 @@ def test_ablations_of_the_reward_model(name, tiny_world, tmp_path):
     assert switches == expected[name.split("-")[-1]]
 
 
+def test_scores_that_start_ten_times_as_wide(tiny_world, tmp_path):
+    """The gain that normalises them is a tenth; without that it is 1. The first step has moved both a bit."""
+    arguments, gains = [*world_arguments(tiny_world), *reward_arguments(tiny_world)], {}
+    for name in ("baseline", "wide-scores", "wide-scores-not-normalised-before"):
+        (tmp_path / name).mkdir()
+        folder = with_ablation(name, "train_reward", arguments, tmp_path / name)
+        gains[name] = metrics_of(only(folder, "runs/*"))[0]["train/gain"]
+    plain, wide, raw = gains.values()
+    assert abs(10 * wide - plain) < 0.02 and abs(raw - 1) < 0.002 < abs(plain - 1), gains
+
+
 @pytest.mark.parametrize("kind", ablations.WORLDS)
 def test_lines_are_where_they_were(kind):
     """Some script of the world contains the lines that an ablation replaces, and every copy of them is replaced."""
@@ -201,9 +213,12 @@ def test_flags_reach_both_parts(tiny_world, tmp_path):
     assert meta["args"]["rewards"]["adaptive_kl"]["target"] is None
 
 
-@pytest.mark.parametrize("name", ["critic-from-sft", "no-advantage-whitening"])
+@pytest.mark.parametrize("name", ["critic-from-sft", "critic-shared", "no-advantage-whitening"])
 def test_lines_of_chapter_2(name, tiny_posts, tmp_path):
-    """What differs in the first update: the values of the critic, or the loss of the policy."""
+    """What differs in the first update: the values of the critic, or the loss of the policy.
+
+    A shared network is saved twice, trained by both losses: as the policy and, with a head of its own, as the critic.
+    """
     model = ["--base_model", str(tiny_posts / "model")]
     common = [*posts_arguments(tiny_posts), *model]
     train = [*common, "--batch_size", "16", "--normalize_posts", "16"]
@@ -217,8 +232,12 @@ def test_lines_of_chapter_2(name, tiny_posts, tmp_path):
         (found[which],) = metrics_of(only(folder, "runs/*"))
     plain, changed = found["baseline"], found[name]
     assert plain["objective/entropy"] == changed["objective/entropy"]  # the same samples
-    metric = "val/mean" if name == "critic-from-sft" else "loss/policy_avg"
+    metric = "val/mean" if name.startswith("critic") else "loss/policy_avg"
     assert abs(plain[metric] - changed[metric]) > 1e-6
+    saved = [only(tmp_path / name, f"models/*/{kind}/model.safetensors") for kind in ("policy", "value")]
+    policy, value = (safetensors.torch.load_file(file) for file in saved)
+    layers = [key for key in policy if ".layers." in key]
+    assert layers and all(torch.equal(policy[key], value[key]) for key in layers) == (name == "critic-shared")
 
 
 def test_details_exist():

@@ -66,6 +66,12 @@ def uneven(queries, ids):
 
 # ---- Steps 1 to 3""",
 }
+WIDE_HEAD = {
+    "optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)": (
+        "reward_model.reward_head.weight.data.mul_(10)\n"
+        "    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)"
+    )
+}
 NO_POLICY_CLIP, NO_VALUE_CLIP = ("--ppo.cliprange", "1e9"), ("--ppo.cliprange_value", "1e9")
 
 TALES = {
@@ -254,12 +260,33 @@ TALES = {
         own_reward_model=True,
         against="uneven-queries",
     ),
+    "wide-scores": Ablation(
+        "D29",
+        "setting: the reward head starts with ten times its deviation",
+        lines=WIDE_HEAD,
+        own_reward_model=True,
+        against="short",
+        why="Where the first scores are far too wide, normalising them has something to repair.",
+    ),
+    "wide-scores-not-normalised-before": Ablation(
+        "D34",
+        "scores are not normalised before the reward model trains",
+        reward=("--no-normalize_before",),
+        against="wide-scores",
+    ),
 }
 
 # ---- Chapter 2: posts ------------------------------------------------------------------------------------------
 
 LAST_STEP = "position = mask.sum(1, keepdim=True).clamp(max=mask.shape[1] - 1)"
 CRITIC = "networks.load_critic(args, vocab_size)"
+ACTOR_CRITIC = "    actor_critic = ActorCritic("
+SHARED_CRITIC = """\
+    torch.manual_seed(args.seed)  # for the head
+    critic = lm.RewardModel(lm_backbone.base_model)  # its parameters are the policy's; both losses move them
+    critic.gain.requires_grad_(False)
+    critic.bias.requires_grad_(False)
+"""
 POSTS = {
     "baseline": Ablation("", "nothing"),
     "missing-eos-subtract": Ablation(
@@ -282,6 +309,12 @@ POSTS = {
             'args.rewards, trained_model="")), vocab_size)'
         },
         why="The reward model already knows what a summary is worth at its end.",
+    ),
+    "critic-shared": Ablation(
+        "T32",
+        "the critic is a random head on the policy's own network",
+        lines={ACTOR_CRITIC: SHARED_CRITIC + ACTOR_CRITIC},
+        why="A critic of its own cannot disturb the policy, but costs the memory of a second network.",
     ),
     "whitened-rewards": Ablation(
         "T44",
@@ -505,6 +538,36 @@ SUMS = {
         policy=("--ppo.value_head", "normal"),
         against="critic",
         why="A critic that says 0 adds no noise to the first advantages.",
+    ),
+    "rloo": Ablation(
+        "V38",
+        "setting: RLOO",
+        policy=("--ppo.advantage", "rloo"),
+        why="A response is compared with the others of its group; the advantages keep the scale of the scores.",
+    ),
+    "rloo-whitened": Ablation(
+        "V47", "advantages are whitened", policy=("--ppo.whiten_advantages", "True"), against="rloo"
+    ),
+    "reinforce-plus-plus": Ablation(
+        "V39",
+        "setting: REINFORCE++, one response to a problem",
+        policy=("--ppo.advantage", "reinforce++", "--ppo.samples_per_prompt", "1"),
+        why="Whitening is the only baseline that it has.",
+    ),
+    "reinforce-plus-plus-not-whitened": Ablation(
+        "V47",
+        "advantages are not whitened",
+        policy=("--ppo.whiten_advantages", "False"),
+        against="reinforce-plus-plus",
+    ),
+    "remax": Ablation(
+        "V41",
+        "setting: ReMax, one response to a problem",
+        policy=("--ppo.advantage", "remax", "--ppo.samples_per_prompt", "1"),
+        why="A greedy response is right more often than a sample, so most advantages are negative or 0.",
+    ),
+    "remax-whitened": Ablation(
+        "V47", "advantages are whitened", policy=("--ppo.whiten_advantages", "True"), against="remax"
     ),
     "bfloat16": Ablation(
         "V15",
