@@ -52,7 +52,7 @@ def ablation(name: str) -> pd.Series:
     gold = pd.read_csv(RESULTS / "ablations/ablations.csv").pivot(
         index="seed", columns="ablation", values="gold score"
     )
-    return (gold[name] - gold["baseline"]).dropna()  # the settings have more seeds
+    return gold[name] - gold["baseline"]
 
 
 def staleness(updates: int, way: str, column: str) -> pd.Series:
