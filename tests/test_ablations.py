@@ -334,7 +334,7 @@ def test_report(tmp_path):
         r"\[D62\].*#D62.*\| 2, 1 failed \| \*\*\+0.50 ± 0.00\*\* \| \*\*\+0.50 ± 0.00\*\* \| \+0.00 ± 0.00", row
     ), row
     (gone,) = [line for line in result.stdout.splitlines() if "`no-kl`" in line]
-    assert gone.endswith("| 0, 1 failed |  |  |  |  |")
+    assert gone.endswith("| 0, 1 failed |  |  |  |  |  |")
     assert "commit: abc" in (tmp_path / "out/ablations.md").read_text()
     assert (tmp_path / "out/ablations.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "atlas.md").read_text()
@@ -487,7 +487,7 @@ def test_prose_of_the_atlas_has_numbers_of_its_tables():
     settings = sources.partition("So there are settings for them")[2].partition("\n\n[Holm")[0]
     table = (RESULTS / "ablations-settings.md").read_text()
     found = re.findall(r"\d+\.\d+ ± \d+\.\d+", " ".join(settings.split()))
-    assert len(found) == 6 and all(figure in table for figure in found)
+    assert len(found) == 7 and all(figure in table for figure in found)
     advice = (ablations.ROOT / "docs/chapter2.md").read_text()
     prose += advice.partition("## What to choose")[2].partition("\n## ")[0]
     for name in PARTS:
@@ -498,6 +498,21 @@ def test_prose_of_the_atlas_has_numbers_of_its_tables():
     assert len(figures) > 4
     for figure in figures:
         assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", sources), figure
+
+
+def test_single_seeds_of_the_settings():
+    """What docs/results.md says of the policy's clip, and of how many responses end."""
+    runs = pd.read_csv(RESULTS / "ablations.csv").set_index(["ablation", "seed"])
+    highest = []
+    for setting in ("many-epochs", "high-learning-rate"):
+        without = runs.loc[f"{setting}-no-policy-clipping"]["KL"]
+        assert (without > runs.loc[setting]["KL"]).all() and len(without) == 5
+        highest.append(without.max())
+    ends = [runs.loc[name]["end (%)"].mean() for name in ("late-stop", "late-stop-no-score-penalty", "baseline")]
+    text = " ".join((ablations.ROOT / "docs/results.md").read_text().split())
+    assert "higher in all five seeds of both settings, and stays at {:.0f} and {:.0f} nats".format(*highest) in text
+    assert "{:.0f} % end there with the penalty and {:.0f} % without it".format(*ends) in text
+    assert f"In the baseline, {ends[2]:.0f} % end." in text
 
 
 def test_rewards_of_the_baselines():

@@ -86,7 +86,7 @@ TALES = {
         "D58",
         "advantages are not whitened",
         lines=UNWHITENED,
-        why="The policy loss gets a fixed scale; Adam does much the same to the gradient.",
+        why="The policy loss gets a fixed scale, and so a fixed weight against the value loss.",
     ),
     "no-value-clipping": Ablation(
         "D59",
@@ -312,8 +312,9 @@ POSTS = {
     ),
     "critic-shared": Ablation(
         "T32",
-        "the critic is a random head on the policy's own network",
+        "the random head is on the policy's own network",
         lines={ACTOR_CRITIC: SHARED_CRITIC + ACTOR_CRITIC},
+        against="critic-from-sft",
         why="A critic of its own cannot disturb the policy, but costs the memory of a second network.",
     ),
     "whitened-rewards": Ablation(

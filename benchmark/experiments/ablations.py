@@ -101,6 +101,7 @@ WORLDS = {
             "gold score": Effect("objective/gold_scores"),
             "KL": Effect("objective/kl"),
             "highest KL": Effect("objective/kl", highest=True),
+            "end (%)": Effect("objective/stopped", unit=0.01),
             "explained variance": Effect("ppo/val/var_explained"),
         },
         last=10,
