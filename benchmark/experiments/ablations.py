@@ -507,7 +507,7 @@ def draw(world: World, table: pd.DataFrame, path: Path) -> None:
         reach = 1.5 * max(1e-9, *(means.abs() + halves.where(seen, 0)))
         if effect in LOGARITHMIC:
             axes.set_xscale("symlog", linthresh=LOGARITHMIC[effect])
-            axes.set_xticks([-100, -10, -1, 0, 1, 10, 100], ["-100", "-10", "-1", "0", "1", "10", "100"])
+            axes.set_xticks([-10, -1, 0, 1, 10, 100], ["-10", "-1", "0", "1", "10", "100"])
         axes.set_xlim(-reach, reach)
         axes.set_title(effect, fontsize=9)
         axes.tick_params(labelsize=8)
