@@ -66,12 +66,8 @@ def uneven(queries, ids):
 
 # ---- Steps 1 to 3""",
 }
-WIDE_HEAD = {
-    "optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)": (
-        "reward_model.reward_head.weight.data.mul_(10)\n"
-        "    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)"
-    )
-}
+OPTIMIZER = "    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)"
+WIDE_HEAD = {OPTIMIZER: f"    reward_model.reward_head.weight.data.mul_(10)\n{OPTIMIZER}"}
 NO_POLICY_CLIP, NO_VALUE_CLIP = ("--ppo.cliprange", "1e9"), ("--ppo.cliprange_value", "1e9")
 
 TALES = {
