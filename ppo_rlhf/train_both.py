@@ -28,7 +28,7 @@ from ppo_rlhf.lib.errors import InputError
 @dataclass(frozen=True)
 class Args:
     preset: str = "sentiment"
-    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness"""
+    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     seed: int = 1
     """seed of both parts"""
     base_model: str = "gpt2"

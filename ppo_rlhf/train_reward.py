@@ -46,7 +46,7 @@ from ppo_rlhf.lib.errors import InputError, NumericalError
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "sentiment"
-    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness"""
+    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_reward"
     seed: int = 1
     """seed of the head, the sampling noise and the order of the labels"""
@@ -55,7 +55,8 @@ class Args(cli.RunArgs):
     save_interval: int = 50
     """steps between checkpoints; 0: one at the end"""
     label_dataset: str = "sentiment/offline_5k.json"
-    """comparisons: a file of OpenAI's labels on the hub, one of tales' under the same names, or a local file"""
+    """comparisons or ratings: a file of OpenAI's labels on the hub, one of a world's, or a local file, which may hold
+    texts"""
     num_train: int = 4_992
     """labels to train on, the first of the file; the others are held out"""
     batch_size: int = 32
@@ -82,6 +83,8 @@ class Args(cli.RunArgs):
 
 SUMMARIES_REWARD = {"num_train": 46_000, "batch_size": 16, "lr": 2.5e-5, "rollout_batch_size": 128}
 TALES_REWARD = {"base_model": "tales", "lr": 1e-3}
+# 4,800 sentences, rated from -4 to 4. The judge, `--label_dataset people/judge.json`, learns from 4,800 others.
+REVIEWS_REWARD = {"base_model": "smollm2-135m", "label_dataset": "people/mean.json", "num_train": 4_800}
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json"),
@@ -89,6 +92,7 @@ PRESETS = {
     "tldr": Args(label_dataset="tldr/online_45k.json", **SUMMARIES_REWARD),
     "tales": Args(**TALES_REWARD),
     "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES_REWARD),
+    "reviews": Args(**REVIEWS_REWARD, rollout_batch_size=256),
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
 
@@ -112,7 +116,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
     stream = texts.QueryStream(args.task, tokenizer)
-    language_model = load_language_model(args, ids, dtype, device)
+    longest_label = labels.queries.shape[1] + labels.samples.shape[2]
+    language_model = load_language_model(args, ids, longest_label, dtype, device)
     # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
     torch.manual_seed(args.seed)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
@@ -159,21 +164,22 @@ def train(args: Args, joint: dict | None = None) -> Path:
             processes.check_finite(means, step, processes.anew_with_lower("lr"))
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
             this_run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
-            accuracy = f", accuracy {means['train/accuracy']:.2f}" if "train/accuracy" in means else ""
-            advance(f"loss {means['train/loss']:.3f}{accuracy}")
+            agreement = "accuracy" if "train/accuracy" in means else "corr"
+            advance(f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
                 state = {"query_position": stream.position}
                 this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), state)
+
+    # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
+    first_held_out = len(labels.targets) - labels.held_out if labels.held_out else args.num_train
+    held_out = torch.arange(first_held_out, len(labels.targets))
+    measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
+    processes.check_finite(measured, sizes.steps, processes.anew_with_lower("lr"))
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.   train_reward.py#L252-L254
     if args.normalize_after:
         normalize_now("after", 0.0, 1.0)
-
-    # [X07] The labels beyond the first num_train show how good the model is.
-    held_out = torch.arange(args.num_train, len(labels.targets))
-    measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
-    processes.check_finite(measured, sizes.steps, processes.anew_with_lower("lr"))
 
     folder = this_run.model_folder / "reward"
     if accelerator.is_main_process:
@@ -181,7 +187,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         info |= {"vocab_size": ids.vocab_size, "task": dataclasses.asdict(given.task)}
         models.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
-    known = {"ceiling": labels.ceiling, "chance": 1 / labels.samples.shape[1]}
+    known = {"ceiling": labels.ceiling, "chance": None if labels.kind == "score" else 1 / labels.samples.shape[1]}
     this_run.finish(PANELS, **known, skipped_queries=stream.position - queries, **measured)
     this_run.upload("reward")
     return folder
@@ -363,9 +369,7 @@ def label_statistics(kind: label_files.LabelKind, scores: Tensor, targets: Tenso
     if kind == "difference":
         same_sign = (scores[:, 1] - scores[:, 0]).sign() == targets.sign()  # (batch,)
         return {"loss": loss, "accuracy": same_sign.to(scores.dtype).mean()}
-    covariance = ((targets - targets.mean()) * (scores[:, 0] - scores[:, 0].mean())).mean()
-    deviations = targets.std(unbiased=False) * scores[:, 0].std(unbiased=False)
-    corr = covariance / deviations.clamp(min=torch.finfo(scores.dtype).tiny)  # 0 where one of them is constant
+    corr = correlation(targets, scores[:, 0])
     return {"loss": loss, "label_mean": targets.mean(), "label_var": targets.var(unbiased=False), "corr": corr}
 
 
@@ -378,27 +382,40 @@ def evaluate(
     chunk: int,
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Loss and accuracy over all labels with these indices, shared among the processes; empty without labels.
+    """How good the scores of the labels with these indices are; empty without labels. The processes share the work.
 
-    Ratings have no accuracy.
+    Loss and accuracy, or for ratings, which have no accuracy, the loss and the correlations of scores and ratings.
     """
     if not len(inds):
         return {}
-    device = reward_model.gain.device
-    names = ["loss"] if labels.kind == "score" else ["loss", "accuracy"]
-    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-    local_inds = inds[accelerator.process_index :: accelerator.num_processes]
-    for one in passes.plan_passes(label_lengths(labels, local_inds, pad_id), reward_model, rows=chunk):
-        queries, samples, targets = (
-            t[local_inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
-        )
-        scores = score_samples(reward_model, queries, samples, pad_id, one.longest)
-        statistics = label_statistics(labels.kind, scores, targets)
-        sums += torch.stack([statistics[name] for name in names]).double() * len(targets)
-    means = accelerator.reduce(sums, "sum") / len(inds)
-    return {f"test_{name}": mean for name, mean in zip(names, means.tolist(), strict=True)} | {
-        "test_labels": len(inds)
-    }
+    device, n = reward_model.gain.device, labels.samples.shape[1]
+    scores = torch.zeros(len(inds), n, dtype=torch.float64, device=device)
+    local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
+    for one in passes.plan_passes(label_lengths(labels, inds[local], pad_id), reward_model, rows=chunk):
+        rows = inds[local[one.rows]]
+        queries, samples = (t[rows].to(device) for t in (labels.queries, labels.samples))
+        scores[local[one.rows]] = score_samples(reward_model, queries, samples, pad_id, one.longest).double()
+    scores = accelerator.reduce(scores, "sum")  # (len(inds), n)
+    targets = labels.targets[inds].to(device)
+    statistics = label_statistics(labels.kind, scores, targets)
+    names = ("loss", "corr") if labels.kind == "score" else ("loss", "accuracy")
+    measured = {f"test_{name}": statistics[name].item() for name in names}
+    if labels.kind == "score":
+        measured["test_spearman"] = correlation(ranks(scores[:, 0]), ranks(targets)).item()
+    return measured | {"test_labels": len(inds)}
+
+
+def correlation(x: Tensor, y: Tensor) -> Tensor:
+    """Pearson's correlation of two tensors (n,), 0-d; 0 where one of them is constant."""
+    covariance = ((x - x.mean()) * (y - y.mean())).mean()
+    return covariance / (x.std(unbiased=False) * y.std(unbiased=False)).clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def ranks(values: Tensor) -> Tensor:
+    """The rank of each value (n,), from 1, in float64. Equal values share the mean of their ranks."""
+    _, groups, counts = values.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()  # (distinct values,), the last rank of each
+    return (last - (counts - 1) / 2)[groups]
 
 
 class AdamTensorFlowStyle(torch.optim.Adam):
@@ -617,18 +634,25 @@ def load_labels(args: Args, tokenizer: PreTrainedTokenizerBase) -> label_files.L
     """All labels of the file; an InputError if there are fewer than are to be trained on."""
     labels = label_files.read_labels(args.label_dataset, args.task, tokenizer)
     # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
-    if len(labels.targets) < args.num_train:
+    there = len(labels.targets) - (labels.held_out or 0)
+    if there < args.num_train:
+        besides = f", besides {labels.held_out} that are held out" if labels.held_out else ""
         raise InputError(
             f"{cli.flag('num_train')} {args.num_train}: {cli.flag('label_dataset')} {args.label_dataset} has "
-            f"{len(labels.targets)} labels"
+            f"{there} labels{besides}"
         )
     return labels
 
 
-def load_language_model(args: Args, ids: texts.TaskIds, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The pretrained model, which never changes; an InputError if it cannot be read, or saved as a reward model."""
+def load_language_model(
+    args: Args, ids: texts.TaskIds, longest_label: int, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The pretrained model, which never changes; an InputError if it cannot be read, or saved as a reward model.
+
+    longest_label: tokens of the longest query with the longest sample.
+    """
     language_model = models.load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    longest = ids.context_length + args.task.response_length
+    longest = max(ids.context_length + args.task.response_length, longest_label)
     models.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
     with models.model_errors(args.base_model), torch.device("meta"):
         AutoModelForSequenceClassification.from_config(
@@ -640,6 +664,7 @@ def load_language_model(args: Args, ids: texts.TaskIds, dtype: torch.dtype, devi
 PANELS = {
     "loss": ["train/loss"],
     "accuracy": ["train/accuracy"],
+    "correlation with the ratings": ["train/corr"],
     "learning rate": ["train/lr"],
     "gain": ["train/gain"],
 }

@@ -4,20 +4,22 @@
 
     <task>/<file>.json     OpenAI's human labels, from the hub copy OPENAI_REPOSITORY. If the queries come from a
                            world, its simulated labels, which have the same names
-    <file>.json            a local file in the same format
+    <file>.json            a local file in the same format, or with texts in place of token ids
 
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, hub, models, texts
+from ppo_rlhf.lib import files, hub, models, sources, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 OPENAI_PAD_ID = 50259
@@ -40,6 +42,7 @@ class Labels:
     targets: torch.Tensor  # (labels,), integers for best, else floats
     ceiling: float | None  # accuracy of a perfect judge on the held-out labels, if it is known
     kind: LabelKind = "best"
+    held_out: int | None = None  # so many labels, the last ones, are never trained on; None: all that are left over
 
 
 def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
@@ -49,11 +52,19 @@ def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedT
         {"query": ids, "sample": ids, "score": 0.7}                                a rating
         {"query": ids, "sample0": ids, "sample1": ids, "difference": -1.5}         how much better sample1 is
 
-    Queries hold task.query_length token ids and samples task.response_length, padded on the right. A file next to it,
-    `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer (one above its largest id), the `padding_id`
-    and the `ceiling` of accuracy. Without a vocab_size, the ids are read as GPT-2's if the tokenizer is larger than
-    GPT-2's. If it is not, all ids must be in its vocabulary. Without a padding_id, 50259 is padding, as in OpenAI's
-    files. If 50259 is a token, padding_id must be given, and it must not be a token.
+    In place of token ids, all rows may hold texts, of any length that the model can read:
+
+        {"query": "The plot", "sample": " makes no sense.", "score": -2.1}
+
+    They are encoded one by one, so a sample begins with its space, if there is one between it and the query. A query
+    may be empty.
+
+    Queries of ids hold task.query_length of them and samples task.response_length, padded on the right. A file next
+    to it, `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer (one above its largest id), the
+    `padding_id`, the `ceiling` of accuracy, and how many labels at the end are `held_out`. Without a vocab_size, the
+    ids are read as GPT-2's if the tokenizer is larger than GPT-2's. If it is not, all ids must be in its vocabulary.
+    Without a padding_id, 50259 is padding, as in OpenAI's files. If 50259 is a token, padding_id must be given, and
+    it must not be a token.
     """
     # [D19] A choice among samples.   label_types.py#L33-L55
     # [D21] A rating, or a difference.   label_types.py#L58-L120
@@ -66,14 +77,15 @@ def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedT
     meta = read_sidecar(path.with_suffix(".meta.json"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{what}: must be a JSON array of objects, and not empty")
+    as_texts = isinstance(rows[0].get("query"), str)
     their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)
-    if their_vocab_size != vocab_size:
+    if not as_texts and their_vocab_size != vocab_size:
         raise InputError(
             f"{what}: holds ids of a vocabulary of {their_vocab_size}, but the tokenizer of the base model has "
             f"{vocab_size}; use the model whose tokenizer wrote the file"
         )
     padding_id = meta.get("padding_id", OPENAI_PAD_ID)
-    if 0 <= padding_id < vocab_size:
+    if not as_texts and 0 <= padding_id < vocab_size:
         raise InputError(
             f"{what}: its padding id {padding_id} is one of the tokenizer's {vocab_size} ids; pad with another, such "
             f'as {vocab_size}, and name it in {path.with_suffix(".meta.json").name}: "padding_id": {vocab_size}'
@@ -89,20 +101,29 @@ def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedT
     lengths |= dict.fromkeys(sample_keys, ("response_length", task.response_length))
     for number, row in enumerate(rows):
         try:
-            check_label(row, kind, lengths, vocab_size, padding_id)
+            check_label(row, kind, lengths, vocab_size, padding_id, as_texts)
         except InputError as error:
             raise InputError(f"{what}: row {number} {error}") from error
 
     def tokens(key: str) -> torch.Tensor:
+        if as_texts:
+            return texts.padded([texts.encode_text(tokenizer, row[key]) for row in rows], vocab_size)
         return torch.tensor([[vocab_size if token == padding_id else token for token in row[key]] for row in rows])
 
     return Labels(
         queries=tokens("query"),
-        samples=torch.stack([tokens(key) for key in sample_keys], dim=1),
+        samples=stack_padded([tokens(key) for key in sample_keys], vocab_size),
         targets=torch.tensor([row[kind] for row in rows], dtype=torch.long if kind == "best" else torch.float32),
         ceiling=meta.get("ceiling"),
         kind=kind,
+        held_out=meta.get("held_out"),
     )
+
+
+def stack_padded(samples: list[torch.Tensor], pad_id: int) -> torch.Tensor:
+    """Several tensors (labels, length), each with a length of its own, as one: (labels, n, longest length)."""
+    longest = max(tokens.shape[1] for tokens in samples)
+    return torch.stack([F.pad(tokens, (0, longest - tokens.shape[1]), value=pad_id) for tokens in samples], dim=1)
 
 
 def find_label_file(label_dataset: str, query_dataset: str) -> Path:
@@ -113,7 +134,8 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
     if (labels := Path(query_dataset, "labels")).is_dir():  # next to the texts of a world
         if (labels / label_dataset).is_file():
             return labels / label_dataset
-        there = ", ".join(sorted(path.relative_to(labels).as_posix() for path in labels.glob("*/offline_5k.json")))
+        names = (path.relative_to(labels).as_posix() for path in labels.glob("*/*.json"))
+        there = ", ".join(sorted(name for name in names if not name.endswith(".meta.json")))
         raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file, and {labels} has {there}")
     remedy = "give the path of a label file, or use --preset tales"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*\.json", label_dataset):  # files on the hub have such names
@@ -134,9 +156,11 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(meta, dict):
         raise InputError(f"{path}: must be a JSON object")
-    for name in ("vocab_size", "padding_id"):
+    for name in ("vocab_size", "padding_id", "held_out"):
         if type(meta.get(name, 1)) is not int:
             raise InputError(f"{path}: the {name} is {meta[name]!r}; it must be a whole number")
+    if meta.get("held_out", 1) < 1:
+        raise InputError(f"{path}: held_out is {meta['held_out']}; it must be at least 1")
     if not isinstance(meta.get("ceiling", 1.0), float) or not 0 < meta.get("ceiling", 1.0) <= 1:
         raise InputError(f"{path}: the ceiling is {meta['ceiling']!r}; it must be a number above 0 and at most 1.0")
     return meta
@@ -156,12 +180,32 @@ def sample_keys_of(row: dict[str, Any], kind: LabelKind) -> list[str]:
 
 
 def check_label(
-    row: dict[str, Any], kind: LabelKind, lengths: dict[str, tuple[str, int]], vocab_size: int, padding_id: int
+    row: dict[str, Any],
+    kind: LabelKind,
+    lengths: dict[str, tuple[str, int]],
+    vocab_size: int,
+    padding_id: int,
+    as_texts: bool,
 ) -> None:
     """Raise an InputError if a row of a label file does not fit the file's first row and the task.
 
     lengths: for each key with token ids, the argument that says how many it must hold, and that number.
     """
+    if as_texts:
+        check_texts(row, lengths)
+    else:
+        check_ids(row, lengths, vocab_size, padding_id)
+    target = row.get(kind)
+    if kind == "best":
+        n = len(lengths) - 1
+        if type(target) is not int or not 0 <= target < n:
+            raise InputError(f"has best {target!r}; it must be in 0..{n - 1}")
+    elif type(target) not in (int, float) or not abs(target) <= LARGEST_RATING:
+        raise InputError(f"has {kind} {target!r}; it must be a number of at most {LARGEST_RATING:g} in size")
+
+
+def check_ids(row: dict[str, Any], lengths: dict[str, tuple[str, int]], vocab_size: int, padding_id: int) -> None:
+    """Raise an InputError if the token ids in a row do not fit the task. lengths: as in check_label."""
     for key, (field, length) in lengths.items():
         ids = row.get(key)
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
@@ -175,10 +219,11 @@ def check_label(
             )
         if ids[0] == padding_id:
             raise InputError(f"has padding at the beginning of {key!r}")
-    target = row.get(kind)
-    if kind == "best":
-        n = len(lengths) - 1
-        if type(target) is not int or not 0 <= target < n:
-            raise InputError(f"has best {target!r}; it must be in 0..{n - 1}")
-    elif type(target) not in (int, float) or not abs(target) <= LARGEST_RATING:
-        raise InputError(f"has {kind} {target!r}; it must be a number of at most {LARGEST_RATING:g} in size")
+
+
+def check_texts(row: dict[str, Any], keys: Collection[str]) -> None:
+    """Raise an InputError if a row lacks a text under one of these keys; only the query may be empty."""
+    for key in keys:
+        if not isinstance(row.get(key), str) or not (row[key] or key == "query"):
+            raise InputError(f"has no text under {key!r}")
+        sources.check_text(row[key], f"with its {key}")

@@ -7,9 +7,10 @@
     <file>.txt             one text per line
     <file>.jsonl           one JSON string per line, or an object with "text"
     <file>.json            a JSON array of strings or of such objects
-    <folder>               a world: stories.txt, one text per line
+    <folder>               a world: stories.txt, one text per line, and perhaps stories_test.txt
 
-`cnndm` and `tldr` have separate texts for tests. For any other source, PPO never sees every 50th text.
+`cnndm`, `tldr` and folders with stories_test.txt have separate texts for tests. For any other source, PPO never sees
+every 50th text.
 
 The original's file of books is lost. `books` replaces it with a copy of BookCorpus, whose rows are single sentences
 with spaces around punctuation. We join BOOK_ROWS rows into a passage and remove those spaces, because the task needs
@@ -52,8 +53,8 @@ HELD_OUT = 50  # where a source has no test split, the last of every 50 texts is
 def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     """The texts of a data set, in the order of its files. split: train, or test for texts that PPO never sees [X12].
 
-    Only cnndm and tldr have files for each split. Of all other sources every 50th text is held out, and `all` gives
-    both splits.
+    Only cnndm, tldr and folders with stories_test.txt have files for each split. Of all other sources every 50th text
+    is held out, and `all` gives both splits.
     """
     # [D01] The name says where the texts come from.   datasets/books.py#L7-L17
     if query_dataset in HUB_TEXTS:
@@ -62,6 +63,9 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
             return texts
     elif Path(query_dataset).is_dir():
         texts = read_text_file(Path(query_dataset, "stories.txt"))
+        if (test := Path(query_dataset, "stories_test.txt")).is_file():
+            held_out = read_text_file(test)
+            return {"train": texts, "test": held_out, "all": texts + held_out}[split]
     elif query_dataset == "dummy":
         texts = dummy_texts()
     elif Path(query_dataset).suffix in {".txt", ".jsonl", ".json"}:

@@ -22,7 +22,7 @@ CUT_MARGIN = 100
 @dataclass(frozen=True)
 class TaskArgs:
     query_dataset: str = "books"
-    """where queries come from: books, cnndm, tldr, tales, dummy, a .txt, .jsonl or .json file, or a folder
+    """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
     with stories.txt"""
     query_length: int = 64
     """longest query, in tokens; shorter ones are padded"""
@@ -64,6 +64,10 @@ TASKS = {
     "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
+    # The first six words of a sentence from a review. The policy writes the rest of it, in at most 24 tokens.
+    "reviews": TaskArgs(
+        query_dataset="reviews", query_length=12, start_text=None, end_text=None, response_length=24, truncate_after=4
+    ),
 }
 
 
@@ -175,10 +179,13 @@ class QueryStream:
         return self._padded(queries, pad_id)
 
     def _padded(self, queries: list[list[int]], pad_id: int) -> torch.Tensor:
-        padded = torch.full((len(queries), self.task.query_length), pad_id)
-        for row, query in zip(padded, queries, strict=True):
-            row[: len(query)] = torch.tensor(query)
-        return padded
+        return padded(queries, pad_id, self.task.query_length)
+
+
+def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> torch.Tensor:
+    """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
+    longest = max(map(len, rows), default=0) if length is None else length
+    return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
 
 
 def encode_for_query(

