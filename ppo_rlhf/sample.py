@@ -23,6 +23,7 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, processes, rewards, run, scorers, sources, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
+
+SHOWN = 50  # rows that are printed, of more
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Args:
     """model to compare with; empty: the one that the policy started from"""
     reward_model: str = ""
     """folder of a reward model; empty: the one that the policy was trained with"""
+    judge: str = ""
+    """folder of another reward model, which judges the texts too; the policy should never have seen it"""
     query_dataset: str = ""
     """where queries come from; empty: the texts that the task's data set holds out"""
     trust_remote_code: bool = False
@@ -255,15 +260,19 @@ class Comparison:
         # Each gets queries, of the responses what is scored and what is shown, and references or None; and may give
         # None, if it has nothing to say.
         self.scorers: dict[str, Callable[..., torch.Tensor | None]] = {}
-        if reward_model:
-            scorer = models.load_reward_model(Path(reward_model), torch.float32, trust).to(self.device)
-            what = f"--reward_model {reward_model}"
-            models.check_kind(Path(reward_model), what, "reward model")
-            models.check_vocabulary(reward_model, what, str(folder), trust)
+        for name, given, what in (("score", reward_model, "--reward_model"), ("judge", args.judge, "--judge")):
+            if not given:
+                continue
+            scorer, what = (
+                models.load_reward_model(Path(given), torch.float32, trust).to(self.device),
+                f"{what} {given}",
+            )
+            models.check_kind(Path(given), what, "reward model")
+            models.check_vocabulary(given, what, str(folder), trust)
             models.check_size(
                 scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size
             )
-            self.scorers["score"] = lambda queries, scored, shown, references, scorer=scorer: scorer(
+            self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                 torch.cat([queries, scored], dim=1), self.pad_id
             )
         for name, field in ((self.texts.verdict, "function"), ("gold", "monitor")):
@@ -286,8 +295,8 @@ class Comparison:
 
         key: of the sampling noise. references: (n, response_length), or n texts, for functions that want them.
         The scores are those of the truncated texts, without the penalty for a missing stop token.
-        kl: log-prob of the policy's text under the policy minus that under the base model, at the temperature of
-        training, in nats.
+        log-prob: of a text under the base model, mean over its tokens. kl: log-prob of the policy's text under the
+        policy minus that under the base model. Both are at the temperature of training, in nats.
         """
         queries = queries.to(self.device)
         contexts = self.texts.contexts(queries)  # (n, context_length)
@@ -296,8 +305,10 @@ class Comparison:
         noise, temperature = noise.to(self.device), self.temperature or problems.GREEDY
         columns: dict[str, list[Any]] = {"query": texts.to_texts(self.tokenizer, queries, self.pad_id)}
         columns |= {"answer": references} if isinstance(references, list) else {}
+        counted: dict[str, torch.Tensor] = {}
         for name, model in self.models.items():
-            counted, scored, shown = self.texts.cut(self.texts.respond(model, contexts, noise, temperature))
+            responses = self.texts.respond(model, contexts, noise, temperature)
+            counted[name], scored, shown = self.texts.cut(responses)
             columns[name] = self.texts.as_texts(shown)
             for score_name, scorer in self.scorers.items():
                 said = scorer(queries, scored, shown, references)
@@ -308,16 +319,25 @@ class Comparison:
                     raise NumericalError(
                         f"the {score_name} of a text by the {name} model is {broken[0]}, not a number"
                     )
-        query_responses = torch.cat([contexts, counted], dim=1)  # of the policy, which came last
-        logprobs = {
-            name: lm.response_statistics(
-                model, query_responses, counted, self.pad_id, self.task.temperature, self.pad_id
-            )[0]
-            for name, model in self.models.items()
-        }
-        log_ratio = (logprobs["policy"] - logprobs["base"]).masked_fill(counted == self.pad_id, 0)
+            under_base = self.logprobs("base", contexts, counted[name])
+            tokens = (counted[name] != self.pad_id).sum(1).clamp(min=1)
+            columns[f"{name} log-prob"] = (under_base.sum(1) / tokens).tolist()
+        # under_base is that of the policy's texts, because the policy comes last.
+        log_ratio = self.logprobs("policy", contexts, counted["policy"]) - under_base
         columns["kl"] = log_ratio.sum(1).tolist()
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def logprobs(self, name: str, contexts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        """Log-probs of responses (n, response_length) under a model, at training's temperature; 0 for padding."""
+        logprobs = lm.response_statistics(
+            self.models[name],
+            torch.cat([contexts, responses], dim=1),
+            responses,
+            self.pad_id,
+            self.task.temperature,
+            self.pad_id,
+        )[0]
+        return logprobs.masked_fill(responses == self.pad_id, 0)
 
     def task_queries(self, n: int) -> tuple[torch.Tensor, torch.Tensor | list[str] | None]:
         """The first n queries of the task's held-out texts (n, query_length), and their references, if it has any."""
@@ -355,6 +375,37 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     run.print_table(title, cells)
 
 
+def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What training changed: a line for each number that both texts have, and for their share of distinct words.
+
+    Differences are paired, since both models continue the same queries with the same noise. The interval is 1.96
+    standard errors of the mean difference: it says how well these queries represent others, not other seeds.
+    """
+    names = [key.removeprefix("policy ") for key in rows[0] if key.startswith("policy ")]
+    pairs = {name: [(row[f"base {name}"], row[f"policy {name}"]) for row in rows] for name in names}
+    pairs["distinct words"] = [(distinct_words(row["base"]), distinct_words(row["policy"])) for row in rows]
+    lines = []
+    for name, numbers in pairs.items():
+        differences = [after - before for before, after in numbers]
+        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+        before, after = (statistics.fmean(side) for side in zip(*numbers, strict=True))
+        lines.append(
+            {"": name, "before": before, "after": after, "difference": after - before, "± 95 %": 1.96 * error}
+        )
+    return lines
+
+
+def distinct_words(text: str) -> float:
+    """The share of a text's words that it has not used before."""
+    words = text.lower().split()
+    return len(set(words)) / max(len(words), 1)
+
+
+def print_changes(rows: list[dict[str, Any]]) -> None:
+    run.print_table(f"{len(rows)} held-out queries, before and after", changes(rows), show_lines=False)
+    print(f"KL from the base model: {statistics.fmean(row['kl'] for row in rows):.2f} nats per response")
+
+
 def typed_queries() -> Iterator[str]:
     """Queries that somebody types, until an empty line or the end of the input."""
     while True:
@@ -384,7 +435,9 @@ def sample(args: Args) -> list[dict[str, Any]]:
         if args.out:
             Path(args.out).open("a").close()  # fail now, not after the sampling
         rows = comparison.rows(queries, references=references)
-        print_rows(f"{args.policy}, temperature {comparison.temperature}", rows)
+        print_rows(f"{args.policy}, temperature {comparison.temperature}", rows[:SHOWN])
+        if len(rows) > SHOWN:
+            print_changes(rows)
     if args.out:
         Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows

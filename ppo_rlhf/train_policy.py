@@ -37,6 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -60,6 +61,9 @@ class RewardsArgs:
     with a third parameter it also gets the reference answers, here None"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
+    normalize_samples: int = 256
+    """samples of the language model on which scores of `function` get mean 0 and deviation 1, the scale for which
+    the KL coefficient and the critic are meant; 0: scores stay as the function gives them"""
     kl_coef: float = 0.15
     """weight of the KL penalty at the start, reward per nat"""
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=lambda: ADAPTIVE)
@@ -78,6 +82,8 @@ class PpoArgs:
     """passes over the batch per update"""
     lr: float = 1e-5
     """learning rate of the first update; it falls linearly"""
+    value_head_lr: float | None = None
+    """the same for the value head alone, which starts at 0 and has far to go; None: that of all other weights"""
     vf_coef: float = 0.1
     """weight of the value loss"""
     cliprange: float = 0.2
@@ -103,7 +109,7 @@ class PpoArgs:
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "sentiment"
-    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness"""
+    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_policy"
     seed: int = 1
     """seed of the sampling noise and the permutations"""
@@ -131,6 +137,21 @@ class Args(cli.RunArgs):
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
+# A real language model and few episodes: two epochs of two minibatches, and a controller that reacts within them.
+REVIEWS = PpoArgs(
+    total_episodes=1_280,
+    batch_size=32,
+    nminibatches=2,
+    noptepochs=2,
+    lr=5e-5,
+    value_head_lr=3e-3,
+    whiten_groups=2,
+)
+REVIEWS_REWARDS = RewardsArgs(
+    kl_coef=0.05,
+    adaptive_kl=cli.AdaptiveKLArgs(target=6.0, horizon=300),
+    monitor="ppo_rlhf.worlds.reviews:vader",
+)
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(),  # with another reward model
@@ -140,6 +161,7 @@ PRESETS = {
     "tales-descriptiveness": Args(
         rewards=RewardsArgs(adaptive_kl=QUICK, monitor=GOLD.format("descriptiveness")), **TALES
     ),
+    "reviews": Args(base_model="smollm2-135m", trace_interval=10, rewards=REVIEWS_REWARDS, ppo=REVIEWS),
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
 
@@ -212,16 +234,20 @@ def train(args: Args, joint: dict | None = None) -> Path:
     stream = texts.QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, ids, device)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
-    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
+    groups_of_weights = [{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]
+    optimizer = AdamTensorFlowStyle(groups_of_weights, lr=ppo.lr)
     score, monitor = load_scorer(args, tokenizer, device), load_monitor(args, tokenizer)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
     inputs = models.weight_files(args) | worlds.data_files(task, "query_dataset")
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
-    first_update = resume(this_run, policy, optimizer, controller, stream)
-    this_run.start_logging(first_update, models.config_for_plots(given, args))
+    scale = Scale()
+    first_update = resume(this_run, policy, optimizer, controller, stream, scale)
+    if args.rewards.function and first_update == 0:
+        scale.fit(scores_of_language_model(args, ids, stream, reference, score, accelerator), accelerator)
+    this_run.start_logging(first_update, models.config_for_plots(given, args), stream.left_out())
     rows, groups = local_slices(sizes, accelerator.process_index)
     by_length = partial(passes.by_length, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
-    tools = (tokenizer, ids, stream, policy, reference, score, monitor, controller)
+    tools = (tokenizer, ids, stream, policy, reference, score, scale, monitor, controller)
     trace = partial(trace_episodes, this_run, args, *tools)
 
     for update in this_run.updates("PPO", first_update, sizes.updates):
@@ -241,7 +267,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
             # 4. Truncate the responses and score them.
             truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-            raw_scores = score(queries, truncated_responses)  # (local_batch,)
+            raw_scores = scale.apply(score(queries, truncated_responses))  # (local_batch,)
             # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
             stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
             scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
@@ -252,13 +278,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
             rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
-        optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)
+        for weights, first_lr in zip(optimizer.param_groups, (ppo.lr, ppo.value_head_lr or ppo.lr), strict=True):
+            weights["lr"] = learning_rate(ppo, update, first_lr)
         rollout = Rollout(context_responses, logprobs, values, rewards)
         permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
         stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature)
 
         # 8. Adapt the KL coefficient and log.
         monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
+        if args.rewards.function:
+            monitored["function_score"] = scale.undo(raw_scores)
         told = (queries, truncated_responses, stopped, raw_scores, scores, ref_logprobs, kl, non_score_rewards)
         episodes = Episodes(*told, sampler_gap, monitored, controller.value)
         metrics = update_metrics(this_run, args, update, ids, rollout, episodes, stats)
@@ -270,7 +299,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             f"{100 * metrics['objective/stopped']:.0f} % end",
             samples=partial(sample_rows, tokenizer, ids, episodes),
             trace=partial(trace, update, rollout, episodes),
-            checkpoint=partial(training_state, policy, optimizer, controller, stream),
+            checkpoint=partial(training_state, policy, optimizer, controller, stream, scale),
         )
     return finish(this_run, policy, tokenizer, stream, given)
 
@@ -753,10 +782,11 @@ class AdamTensorFlowStyle(torch.optim.Adam):
         return super().step(closure)
 
 
-def learning_rate(ppo: PpoArgs, update: int) -> float:
-    """The learning rate of an update (0-based), constant within it: linear from ppo.lr, and never 0."""
+def learning_rate(ppo: PpoArgs, update: int, first_lr: float | None = None) -> float:
+    """The learning rate of an update (0-based), constant within it: linear from first_lr or ppo.lr, and never 0."""
     # [D63] All steps of an update have the same rate.   train_policy.py#L78-L84
-    return ppo.lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))
+    first_lr = ppo.lr if first_lr is None else first_lr
+    return first_lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))
 
 
 # ---- Step 8: metrics, KL coefficient ---------------------------------------------------------------------------
@@ -871,7 +901,10 @@ def check_arguments(args: Args) -> None:
     cli.at_least(1, "", args, "trace_episodes")
     cli.at_least(0, "rewards.", args.rewards, "kl_coef")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
+    cli.at_least(0, "rewards.", args.rewards, "normalize_samples")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
+    if args.ppo.value_head_lr is not None:
+        cli.above_zero("ppo.", args.ppo, "value_head_lr")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
 
 
@@ -921,9 +954,63 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     return score
 
 
+class Scale:
+    """Puts scores of a function on the scale of a normalised reward model: (score - mean) / std."""
+
+    def __init__(self) -> None:
+        self.mean, self.std = 0.0, 1.0
+
+    def fit(self, scores: Tensor, accelerator: Accelerator) -> None:
+        """Take mean and biased deviation of scores (n,), on all processes together.
+
+        A function that gives all of them the same score keeps its deviation.
+        """
+        scores = scores.double()
+        sums = {"n": scores.new_tensor(len(scores)), "sum": scores.sum()}
+        sums = processes.sum_over_processes(sums, accelerator)
+        if sums["n"]:
+            self.mean = sums["sum"] / sums["n"]
+            squares = {"squares": ((scores - self.mean) ** 2).sum()}
+            variance = processes.sum_over_processes(squares, accelerator)["squares"] / sums["n"]
+            self.std = math.sqrt(variance) or 1.0
+
+    def apply(self, scores: Tensor) -> Tensor:
+        return (scores - self.mean) / self.std
+
+    def undo(self, scores: Tensor) -> Tensor:
+        return scores * self.std + self.mean
+
+
+@torch.no_grad()
+def scores_of_language_model(
+    args: Args,
+    ids: texts.TaskIds,
+    stream: texts.QueryStream,
+    reference: PreTrainedModel,
+    score: scorers.Scorer,
+    accelerator: Accelerator,
+) -> Tensor:
+    """Scores (n,) that a function gives to this process's share of the language model's own truncated texts."""
+    task, device = args.task, accelerator.device
+    mine = slice(accelerator.process_index, None, accelerator.num_processes)
+    samples, generator = args.rewards.normalize_samples, keyed_generator(args.seed, "scale of the function")
+    queries = stream.first(samples, ids.pad)[mine].to(device)  # (n, query_length)
+    uniforms = torch.rand(samples, task.response_length, generator=generator, dtype=torch.float64)
+    uniforms = uniforms[mine][: len(queries)].to(device)  # (n, response_length)
+
+    def respond(reference: PreTrainedModel, contexts: Tensor, uniforms: Tensor, *, pad_id: int) -> Tensor:
+        return generate(reference, contexts, uniforms, pad_id, ids.vocab_size, task.temperature)[0]
+
+    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
+    rows = args.ppo.local_rollout_batch_size or args.ppo.batch_size // accelerator.num_processes
+    with precision.mixed_precision(device, enabled=args.dtype == "bfloat16"):
+        responses = passes.by_length(respond, reference, contexts, uniforms, pad_id=ids.pad, rows=rows)
+    return score(queries, truncate_at(responses, ids.stop, task.truncate_after, ids.pad))
+
+
 # Names under objective/ that are taken, so no function to monitor can have them.
 OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
-OBJECTIVES |= {"kl_coef", "score_total", "scores"}
+OBJECTIVES |= {"kl_coef", "score_total", "scores", "function_score"}
 
 
 def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, scorers.Scorer]:
@@ -939,10 +1026,12 @@ def resume(
     optimizer: torch.optim.Optimizer,
     controller: AdaptiveKLController,
     stream: texts.QueryStream,
+    scale: Scale,
 ) -> int:
     """Restore everything from the newest checkpoint, if there is one. Returns the first update to make."""
     state = this_run.resume(policy, optimizer)
     controller.value = state.get("kl_coef", controller.value)
+    scale.mean, scale.std = state.get("score_scale", (0.0, 1.0))
     stream.position = state.get("query_position", stream.position)
     return state["step"]
 
@@ -952,10 +1041,12 @@ def training_state(
     optimizer: torch.optim.Optimizer,
     controller: AdaptiveKLController,
     stream: texts.QueryStream,
+    scale: Scale,
 ) -> tuple[dict[str, Tensor], dict]:
-    """The content of a checkpoint: weights, Adam's moments, KL coefficient, position in the texts."""
+    """The content of a checkpoint: weights, Adam's moments, KL coefficient, position in the texts, scores' scale."""
     # [D81] The counterpart of `resume`.   train_policy.py#L474-L508
     state = {"kl_coef": controller.value, "query_position": stream.position}
+    state["score_scale"] = [scale.mean, scale.std]
     return checkpoints.training_state(policy, optimizer), state
 
 
@@ -977,6 +1068,7 @@ def trace_episodes(
     policy: PolicyWithValueHead,
     reference: PreTrainedModel,
     score: scorers.Scorer,
+    scale: Scale,
     monitor: dict[str, scorers.Scorer],
     controller: AdaptiveKLController,
     update: int,
@@ -1029,7 +1121,7 @@ def trace_episodes(
         truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
         stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
         quiet = traces.scorer_of_traces(score, args.rewards.function)
-        raw_scores = quiet(queries, truncated_responses).to(tokens.device)
+        raw_scores = scale.apply(quiet(queries, truncated_responses).to(tokens.device))
         scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
         rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
     of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}

@@ -135,7 +135,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         tensors, state = checkpoint
         first_step, stream.position = state["step"], state["query_position"]
         checkpoints.restore_training_state(reward_model, optimizer, tensors)
-    this_run.start_logging(first_step)
+    this_run.start_logging(first_step, note=stream.left_out())
 
     def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
         # [D39] Without samples, never.   train_reward.py#L208-L209

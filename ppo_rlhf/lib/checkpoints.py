@@ -110,7 +110,8 @@ def restore_training_state(
     parameters = list(trained.values())
     shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
-        names = (f"optimizer.{i}.{moment}" for i in optimizer.state_dict()["param_groups"][0]["params"])
+        groups = optimizer.state_dict()["param_groups"]
+        names = (f"optimizer.{i}.{moment}" for group in groups for i in group["params"])
         shapes |= {
             name: parameter.shape for name, parameter in zip(names, parameters, strict=True) if name in tensors
         }

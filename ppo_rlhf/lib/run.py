@@ -238,10 +238,10 @@ class Run:
             self.meta |= changes
             files.write_json(self.folder / "meta.json", self.meta)
 
-    def start_logging(self, first_step: int, config: dict[str, Any] | None = None) -> None:
+    def start_logging(self, first_step: int, config: dict[str, Any] | None = None, note: str = "") -> None:
         """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
 
-        config: what Weights & Biases gets in addition to the arguments.
+        config: what Weights & Biases gets in addition to the arguments. note: a line to print below the sizes.
         """
         if not self.is_main:
             return
@@ -262,6 +262,8 @@ class Run:
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
         print(f"run {shown(self.folder)}")
         print_table("", sizes, show_lines=False)
+        if note:
+            print(note)
         self._open_csv()
         self._open_tensorboard()
         if self.args.track:

@@ -39,6 +39,8 @@ def text_scorer(
 ) -> Scorer:
     """A scorer that calls the function `package.module:name`: (queries, truncated responses) -> list of floats.
 
+    The function gets nothing of a response from its first end-of-text token on.
+
     A function with a third parameter (see takes_references) also gets the reference answers, or a list of None if the
     data has none. with_references: whether the data has reference answers.
 
@@ -50,7 +52,9 @@ def text_scorer(
         function = import_function(name, field)
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
-        decoded = [texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, responses)]
+        eos_id = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        written = responses.masked_fill((responses == eos_id).cumsum(1) > 0, pad_id)
+        decoded = [texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, written)]
         answers = [None] * len(queries) if references is None else texts.to_texts(tokenizer, references, pad_id)
         scores, problem = score_texts(function, what, *decoded, answers)
         if on_all_processes:

@@ -4,6 +4,7 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from ppo_rlhf.lib.errors import InputError, flag
 
 # In tokens. A cut in a text changes how the text before it is tokenized, but only within this distance of the cut.
 CUT_MARGIN = 100
+LOOKED_AT = 1_000  # texts, to say how many give no query
 
 
 # ---- Tasks -----------------------------------------------------------------------------------------------------
@@ -159,6 +161,25 @@ class QueryStream:
             if query:
                 return query
         return None
+
+    def left_out(self) -> str:
+        """A line that says how many of the first texts give no query, and why; empty if all of them do."""
+        looked_at, reasons = self.order[:LOOKED_AT], Counter()
+        for text in (self.texts[i] for i in looked_at):
+            tokens = encode_for_query(self.tokenizer, text, self.task.query_length, self.start_id)
+            if trim_query(tokens, self.task.query_length, self.start_id, self.end_id):
+                continue
+            if not tokens:
+                reasons["are empty"] += 1
+            elif self.start_id is not None and self.start_id not in tokens:
+                reasons[f"have no {self.task.start_text!r} to begin after ({flag('task.start_text')})"] += 1
+            else:
+                where = f"within {flag('task.query_length')} {self.task.query_length}"
+                reasons[f"have no {self.task.end_text!r} to end with {where} ({flag('task.end_text')})"] += 1
+        if not reasons:
+            return ""
+        why = " and ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+        return f"queries: of the first {len(looked_at):,} texts, {reasons.total():,} give none: {why}"
 
     def next_batch(self, batch_size: int, pad_id: int) -> torch.Tensor:
         """The next queries, padded on the right: (batch_size, query_length)."""
