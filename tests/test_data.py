@@ -508,6 +508,25 @@ def texts_file(tmp_path):
     return tmp_path / "texts.json"
 
 
+def test_texts_that_give_no_query_are_counted_with_their_reasons(texts_file):
+    texts = ["a. b. c", "no full stop", "", "x. and then nothing within six", "one. two."]
+    note = make_stream(texts_file, texts, start_text=".", end_text=".").left_out()
+    assert note == (
+        "queries: of the first 4 texts, 2 give none: 1 have no '.' to begin after (--task.start_text) and "
+        "1 have no '.' to end with within --task.query_length 6 (--task.end_text)"
+    )  # an empty text is none
+    assert make_stream(texts_file, texts).left_out() == ""
+
+
+def test_a_folder_may_have_texts_of_its_own_for_tests(tmp_path):
+    write(tmp_path / "stories.txt", "\n".join(f"train {number}" for number in range(60)))
+    write(tmp_path / "stories_test.txt", "one\ntwo\n")
+    splits = {split: list(sources.load_texts(str(tmp_path), split)) for split in ("train", "test", "all")}
+    assert splits["test"] == ["one", "two"]
+    assert len(splits["train"]) == 60  # none of these is held out
+    assert splits["all"] == splits["train"] + splits["test"]
+
+
 def test_the_order_of_queries_depends_on_nothing_but_their_number(texts_file):
     texts = [f"t{number}" for number in range(30)]
     order = list(range(30))
@@ -793,6 +812,16 @@ def test_a_scoring_function_that_fails_is_named_before_training(tmp_path, monkey
     assert name in error_line(scorers.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
 
 
+def letters(queries: list[str], responses: list[str]) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
+def test_a_function_sees_nothing_from_the_end_of_a_text_on(monkeypatch):
+    monkeypatch.setattr(Letters, "eos_token_id", 67, raising=False)
+    score = scorers.text_scorer("test_data:letters", "rewards.function", Letters(), PAD)
+    assert score(torch.tensor([[65]] * 2), torch.tensor([[66, 67, 68], [66, 68, 68]])).tolist() == [1.0, 3.0]
+
+
 # ---- Labels ----------------------------------------------------------------------------------------------------
 
 LABEL_TASK = TaskArgs(query_dataset="dummy", query_length=3, response_length=2)
@@ -823,6 +852,24 @@ def test_a_good_label_file(label_file):
     assert labels.samples.tolist() == [[[3, 4], [5, 10], [0, 9]], [[1, 1], [2, 2], [3, 3]]]
     assert labels.targets.tolist() == [2, 0]
     assert labels.ceiling is None
+
+
+def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
+    """Each text is encoded on its own, and the longest gives the width. Only a query may be empty."""
+    monkeypatch.setattr(Vocabulary, "encode", lambda self, text, **_: [int(digit) for digit in text], raising=False)
+    texts = [
+        {"query": "123", "sample0": "45", "sample1": "6", "best": 1},
+        {"query": "", "sample0": "789", "sample1": "1", "best": 0},
+    ]
+    labels = read(label_file, texts)
+    assert labels.queries.tolist() == [[1, 2, 3], [10, 10, 10]]
+    assert labels.samples.tolist() == [[[4, 5, 10], [6, 10, 10]], [[7, 8, 9], [1, 10, 10]]]
+    assert labels.targets.tolist() == [1, 0] and labels.held_out is None
+    assert read(label_file, texts, meta={"held_out": 1}).held_out == 1
+    for row, key, value in [(0, "sample1", ""), (1, "sample0", [7]), (1, "query", None), (1, "query", "\ud800")]:
+        message = error_line(read, label_file, [*texts[:row], texts[row] | {key: value}, *texts[row + 1 :]])
+        assert f"row {row} " in message and key in message
+    assert "held_out is 0" in error_line(read, label_file, texts, meta={"held_out": 0})
 
 
 def test_files_of_ratings_and_of_differences(label_file):

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import io
 import itertools
+import json
 import math
 import random
 import re
@@ -82,6 +83,7 @@ def policy_args(world: Path, reward: Path) -> Args:
             noptepochs=EPOCHS,
             whiten_groups=GROUPS,
             lr=1e-2,
+            value_head_lr=3e-2,
             cliprange=0.05,
             cliprange_value=0.05,
             gamma=0.99,
@@ -146,7 +148,8 @@ def replay(args: Args, world: Path) -> Left:
     model, reference = (GPT2LMHeadModel.from_pretrained(world / "model", dtype=torch.float64) for _ in range(2))
     policy = PolicyWithValueHead(model, pad).double()
     reward_model = load_reward_model(Path(args.rewards.trained_model), torch.float64)
-    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=0.0)
+    parts = [{"params": policy.lm_backbone.parameters()}, {"params": policy.value_head.parameters()}]
+    optimizer = AdamTensorFlowStyle(parts, lr=0.0)
     stream, kl_coef = queries_in_order(trained_on(stories_of(world)), tokenizer), args.rewards.kl_coef
     metrics, samples = [], []
 
@@ -217,7 +220,8 @@ def replay(args: Args, world: Path) -> Left:
                         }
                     )
                 norms.append(math.sqrt(sum(float((p.grad**2).sum()) for p in policy.parameters())))
-                optimizer.param_groups[0]["lr"] = ppo.lr * (1 - update / UPDATES)
+                for part, lr in zip(optimizer.param_groups, (ppo.lr, ppo.value_head_lr), strict=True):
+                    part["lr"] = lr * (1 - update / UPDATES)
                 optimizer.step()
 
         of_epochs = {name: mean([row[name] for row in stats]) for name in stats[0]}
@@ -394,7 +398,9 @@ def mistaken(module: ModuleType, name: str, replacements: dict[str, str]) -> Cal
 
 
 ADAPT = 'controller.update(metrics["objective/kl"], sizes.batch)'
-RATE = 'optimizer.param_groups[0]["lr"] = learning_rate(ppo, update)'
+RATE = 'weights["lr"] = learning_rate(ppo, update, first_lr)'
+RATES = "for weights, first_lr in zip("
+PARTS = '[{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]'
 COEFFICIENT = "rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)"
 
 # mistake: (function of train_policy.py, {what stands in it: what stands there instead})
@@ -441,11 +447,12 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     "D62 one permutation for all epochs": ("draw_permutations", {"update, epoch, group": "update, 0, group"}),
     "D62 one permutation for all updates": ("draw_permutations", {"update, epoch, group": "0, epoch, group"}),
     "D63 learning rate is not assigned": ("train", {RATE: "pass"}),
-    "D63 learning rate of the next update": ("train", {RATE: RATE.replace("update)", "update + 1)")}),
+    "D63 learning rate of the next update": ("train", {RATE: RATE.replace("update,", "update + 1,")}),
+    "X17 the value head has the rate of all other weights": ("train", {RATE: RATE.replace(", first_lr", "")}),
     "D63 last update dropped": ("ppo_sizes", {"math.ceil(": "math.floor("}),
     "D64 Adam begins anew in each update": (
         "train",
-        {RATE: f"optimizer = AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr); {RATE}"},
+        {RATES: f"optimizer = AdamTensorFlowStyle({PARTS}, lr=ppo.lr)\n        {RATES}"},
     ),
     "D69 episodes of a minibatch": ("train", {ADAPT: ADAPT.replace("sizes.batch", "sizes.group_batch")}),
     "D70 KL per token": ("train", {ADAPT: ADAPT.replace("], ", "] / task.response_length, ")}),
@@ -619,7 +626,7 @@ calls = 0
 def score(queries, responses):
     global calls
     calls += 1
-    if calls == 3 and os.environ["RANK"] == "1":
+    if calls == 4 and os.environ["RANK"] == "1":
         raise RuntimeError("no more")
     return [0.0] * len(responses)
 """
@@ -638,7 +645,7 @@ def stopped_pair(script: str | Path, world: Path, folder: Path, *arguments: str)
 
 def test_coefficients_that_differ_stop_both_processes(tiny_world: Path, tmp_path: Path):
     (tmp_path / "driver.py").write_text(DIFFERENT_COEFFICIENTS)
-    (tmp_path / "fails_later.py").write_text(FAILS_LATER.replace("calls == 3", "False"))
+    (tmp_path / "fails_later.py").write_text(FAILS_LATER.replace("calls == 4", "False"))
     line = stopped_pair(tmp_path / "driver.py", tiny_world, tmp_path)
     assert line.startswith("error: objective/kl_coef differs between processes: [0.1")
     assert len(metrics_of(only(tmp_path, "runs/*"))) == 1  # the first update has the same coefficient everywhere
@@ -650,6 +657,59 @@ def test_what_fails_on_one_process_stops_both(tiny_world: Path, tmp_path: Path):
     start = "error: --rewards.function fails_later:score failed when called with 8 texts: RuntimeError: no more ("
     assert line.startswith(start)
     assert len(metrics_of(only(tmp_path, "runs/*"))) == 1
+
+
+# ---- The scale of a function -----------------------------------------------------------------------------------
+
+
+def length_of(queries: list[str], responses: list[str]) -> list[float]:
+    return [1000.0 + 7 * len(response) for response in responses]
+
+
+def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args, tmp_path: Path, monkeypatch):
+    """On texts of the language model they have mean 0 and deviation 1, and a resumed run keeps that scale."""
+    rewards = dataclasses.replace(
+        args.rewards,
+        trained_model="",
+        function="test_train_policy:length_of",
+        monitor="",
+        normalize_samples=24,
+    )
+    task = dataclasses.replace(args.task, truncate_text=None)  # so that no penalty takes the place of a score
+    args = dataclasses.replace(args, rewards=rewards, task=task, save_interval=1, log_interval=0)
+    seen = []
+    text_scorer = train_policy.scorers.text_scorer
+
+    def spy(*arguments, **settings):
+        score = text_scorer(*arguments, **settings)
+        return lambda *tokens: seen.append(score(*tokens)) or seen[-1]
+
+    monkeypatch.setattr(train_policy.scorers, "text_scorer", spy)
+    run_in(tmp_path, args, monkeypatch)
+    folder = only(tmp_path, "runs/*")
+    of_language_model, *of_updates = [scores.numpy() for scores in seen]
+    center, deviation = of_language_model.mean(dtype=float), of_language_model.std(dtype=float)
+    assert len(of_language_model) == 24 and deviation > 7
+    for row, scores in zip(metrics_of(folder), of_updates, strict=True):
+        assert row["objective/function_score"] == pytest.approx(scores.mean(), rel=1e-6)
+        assert row["objective/score"] == pytest.approx((scores.mean() - center) / deviation, abs=1e-5)
+    state = json.loads((folder / f"checkpoints/{UPDATES}/state.json").read_text())
+    assert state["score_scale"] == pytest.approx([center, deviation], rel=1e-12)
+
+    seen.clear()
+    longer = dataclasses.replace(args.ppo, total_episodes=(UPDATES + 1) * BATCH)
+    train_policy.train(dataclasses.replace(args, ppo=longer, resume=str(folder)))
+    (scores,) = seen  # it does not look at the language model again
+    last = metrics_of(folder)[-1]
+    assert last["objective/score"] == pytest.approx((scores.mean().item() - center) / deviation, abs=1e-5)
+
+
+@pytest.mark.parametrize("scores", [[], [3.0, 3.0]])
+def test_a_scale_needs_scores_that_differ(scores: list[float]):
+    scale, found = train_policy.Scale(), torch.tensor(scores)
+    scale.fit(found, train_policy.processes.make_accelerator(sharding=False))
+    assert (scale.mean, scale.std) == (3.0 if scores else 0.0, 1.0)
+    assert scale.undo(scale.apply(torch.tensor([5.0]))).item() == 5.0
 
 
 # ---- One source of scores, one task ----------------------------------------------------------------------------
@@ -744,6 +804,11 @@ def test_sample_continues_held_out_queries_as_training_does(
     }
     expected: dict[str, list] = {"query": [tokenizer.decode([t for t in row if t != pad]) for row in queries]}
     cuts = 0
+
+    def logprobs_of(model: GPT2LMHeadModel, responses: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([contexts, responses], 1)
+        return response_logprobs(model, tokens, pad, contexts.shape[1], task.temperature, pad)[0]
+
     for name, model in models.items():
         responses, _, _ = generate(model, contexts, noise, pad, pad, task.temperature)
         cut = [cut_after_stop(response, stop, task.truncate_after, pad)[0] for response in responses.tolist()]
@@ -753,13 +818,9 @@ def test_sample_continues_held_out_queries_as_training_does(
         with torch.no_grad():
             expected |= {name: texts, f"{name} score": reward_model(scored, pad).tolist()}
         expected[f"{name} gold"] = sentiment.gold_scores([], texts)
-    of_policy = [
-        response_logprobs(model, torch.cat([contexts, responses], 1), pad, contexts.shape[1], task.temperature, pad)[
-            0
-        ]
-        for model in (models["policy"], models["base"])
-    ]
-    expected["kl"] = (of_policy[0] - of_policy[1]).sum(1).tolist()
+        under_base = logprobs_of(models["base"], responses)
+        expected[f"{name} log-prob"] = under_base.mean(1).tolist()
+    expected["kl"] = (logprobs_of(models["policy"], responses) - under_base).sum(1).tolist()
     assert 0 < cuts < 10
 
     rows = comparison.rows(torch.tensor(queries))

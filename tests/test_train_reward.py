@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from processes import launch_together
 from runs import metrics_of, only, reward_arguments, world_arguments
@@ -164,12 +165,17 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
             | {f"train/{name}": number for name, number in named.items()}
             | {f"train_reward/minibatch/{name}": loss.item() for name in ("loss", "error")}
         )
+    with torch.no_grad():
+        scores, targets = score(rows[TRAINED:]), [row[kind] for row in rows[TRAINED:]]
+        loss, others = statistics_of(kind, scores, targets)
     if args.normalize_after:
         normalize("after", 0, 1)
-    with torch.no_grad():
-        loss, others = statistics_of(kind, score(rows[TRAINED:]), [row[kind] for row in rows[TRAINED:]])
-    results = {"test_loss": loss.item(), "test_labels": len(rows) - TRAINED, "chance": 1 / len(sample_keys)}
-    results |= {"test_accuracy": others["accuracy"]} if "accuracy" in others else {}
+    results = {"test_loss": loss.item(), "test_labels": len(rows) - TRAINED}
+    if kind == "score":
+        spearman = scipy.stats.spearmanr(scores[:, 0].numpy(), targets).statistic
+        results |= {"test_corr": others["corr"], "test_spearman": spearman}
+    else:
+        results |= {"test_accuracy": others["accuracy"], "chance": 1 / len(sample_keys)}
     return Left(metrics, results | {"ceiling": 0.75, "skipped_queries": 0}, reward_model.state_dict())
 
 
@@ -317,10 +323,19 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     "X07 whole chunks of held-out labels only": (
         "best",
         "train",
-        {"torch.arange(args.num_train, len(labels.targets))": "torch.arange(args.num_train, 88)"},
+        {"torch.arange(first_held_out, len(labels.targets))": "torch.arange(first_held_out, 88)"},
     ),
-    "X07 chunks count alike": ("best", "evaluate", {"* len(targets)": "* chunk"}),
-    "X07 labels that were trained on": ("best", "train", {"torch.arange(args.num_train, ": "torch.arange("}),
+    "X07 labels that were trained on": ("best", "train", {"torch.arange(first_held_out, ": "torch.arange("}),
+    "X07 the loss of ratings on another scale": (
+        "score",
+        "evaluate",
+        {"label_statistics(labels.kind, scores,": "label_statistics(labels.kind, scores / scores.std(),"},
+    ),
+    "X07 the correlation of ranks is that of the ratings": (
+        "score",
+        "evaluate",
+        {"correlation(ranks(scores[:, 0]), ranks(targets))": "correlation(scores[:, 0], targets.double())"},
+    ),
 }
 
 
@@ -439,6 +454,26 @@ def test_the_scale_of_ratings_and_of_half_the_differences():
     assert target_scale("best", torch.tensor([2, 3])) == (0.0, 1.0)
     with pytest.raises(InputError, match=r"all labels have the difference 2\.0"):
         target_scale("difference", torch.tensor([2.0, 2.0]))
+
+
+def test_ranks():
+    """Equal values share the mean of their ranks: the two 5s have ranks 2 and 3."""
+    assert train_reward.ranks(torch.tensor([5.0, 1.0, 5.0, 9.0])).tolist() == [2.5, 1.0, 2.5, 4.0]
+
+
+def test_only_the_last_labels_are_held_out(all_args, tiny_world, tmp_path, monkeypatch):
+    """With "held_out", labels between the first num_train and the last ones count nowhere."""
+    args = all_args["score"]
+    rows = json.loads(Path(args.label_dataset).read_text())
+    spoilt = [*rows[:TRAINED], *({**row, "score": 1e5} for row in rows[TRAINED:-10]), *rows[-10:]]
+    (tmp_path / "labels.meta.json").write_text('{"held_out": 10}')
+    left = run_in(tmp_path, with_rows(args, tmp_path / "labels.json", spoilt), monkeypatch)
+    (tmp_path / "alone").mkdir()
+    without_them = with_rows(args, tmp_path / "few.json", rows[:TRAINED] + rows[-10:])
+    alone = run_in(tmp_path / "alone", without_them, monkeypatch)
+    assert left.results["test_labels"] == 10
+    assert left.results["test_loss"] == pytest.approx(alone.results["test_loss"], rel=1e-9)
+    assert left.results["test_corr"] == pytest.approx(alone.results["test_corr"], rel=1e-9)
 
 
 def test_loss_and_statistics_of_three_ratings():

@@ -74,6 +74,7 @@ Args = TypeVar("Args")
 MAY_CHANGE = {
     "ppo.total_episodes",
     "resume",
+    "judge",
     "track",
     "wandb_project_name",
     "wandb_entity",

@@ -77,7 +77,7 @@ def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedT
     meta = read_sidecar(path.with_suffix(".meta.json"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{what}: must be a JSON array of objects, and not empty")
-    as_texts = isinstance(rows[0].get("query"), str)
+    as_texts = isinstance(rows[0].get("sample", rows[0].get("sample0")), str)
     their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)
     if not as_texts and their_vocab_size != vocab_size:
         raise InputError(

@@ -126,8 +126,8 @@ def build_world(folder: Path, fetched: Callable[[Path], Path]) -> None:
             path = place / "labels" / "people" / f"{name}.json"
             path.write_text(json.dumps(labels))
             path.with_suffix(".meta.json").write_text(json.dumps({"held_out": len(held_out)}))
-        facts = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
-        (place / "world.json").write_text(json.dumps(facts, indent=2) + "\n")
+        described = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
+        (place / "world.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def label(sentence: Sentence, score: float) -> dict[str, Any]:
@@ -184,15 +184,20 @@ def find_world(ratings: str = "") -> Path:
     )
 
 
+def facts() -> dict[str, Any]:
+    """The number of sentences, how many are held out, and how well one person and VADER agree with people there."""
+    return building.read_facts(find_world())
+
+
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     model, world = smollm.find_model(args.model), find_world(args.ratings)
-    facts = building.read_facts(world)
+    found = facts()
     print(f"{model}: SmolLM2-135M-Instruct")
-    print(f"{world}: {facts['sentences']:,} sentences, {facts['held_out']:,} of them held out")
+    print(f"{world}: {found['sentences']:,} sentences, {found['held_out']:,} of them held out")
     print(
-        f"On these, one person's rating has a correlation of {facts['one_person']:.3f} with the mean of the others, "
-        f"and VADER of {facts['vader']:.3f} with the mean of all."
+        f"On these, one person's rating has a correlation of {found['one_person']:.3f} with the mean of the others, "
+        f"and VADER of {found['vader']:.3f} with the mean of all."
     )
 
 
