@@ -869,7 +869,7 @@ def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
     for row, key, value in [(0, "sample1", ""), (1, "sample0", [7]), (1, "query", None), (1, "query", "\ud800")]:
         message = error_line(read, label_file, [*texts[:row], texts[row] | {key: value}, *texts[row + 1 :]])
         assert f"row {row} " in message and key in message
-    assert "held_out is 0" in error_line(read, label_file, texts, meta={"held_out": 0})
+    assert "held_out is 0" in error_line(read, label_file, texts, 10, {"held_out": 0})
 
 
 def test_files_of_ratings_and_of_differences(label_file):

@@ -178,7 +178,7 @@ class QueryStream:
                 reasons[f"have no {self.task.end_text!r} to end with {where} ({flag('task.end_text')})"] += 1
         if not reasons:
             return ""
-        why = " and ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+        why = " and ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
         return f"queries: of the first {len(looked_at):,} texts, {reasons.total():,} give none: {why}"
 
     def next_batch(self, batch_size: int, pad_id: int) -> torch.Tensor:
