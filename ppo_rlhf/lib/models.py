@@ -61,12 +61,16 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
     return found
 
 
+PAD_TOKEN = "<|ppo_rlhf_pad|>"  # of the tokenizers that are saved with reward models and critics
+
+
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One above a tokenizer's largest id, which is its length unless its ids have holes; also our padding id.
 
     An id in a hole may be sampled, like any row of the output layer that has no text, and is decoded as nothing.
+    PAD_TOKEN, which has the padding id, doesn't count.
     """
-    return max(tokenizer.get_vocab().values()) + 1
+    return max(token for text, token in tokenizer.get_vocab().items() if text != PAD_TOKEN) + 1
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -725,10 +729,25 @@ def save_reward_model(
             classifier.get_input_embeddings().weight[rows:] = 0.0
     classifier.config.pad_token_id = pad_id
     classifier.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with_padding(tokenizer, pad_id).save_pretrained(folder)
     save_file(kept, folder / "reward_head.safetensors")
     files.give_usual_mode(folder)
     files.write_json(folder / "ppo_rlhf.json", info)
+
+
+def with_padding(tokenizer: PreTrainedTokenizerBase, pad_id: int) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer that pads texts on the right with our padding id, or refuses to pad.
+
+    A sequence classifier reads the score at the last token that isn't the padding id of its configuration. If its
+    tokenizer padded with another id, such as the end of text, the score would be that of a padding token.
+    """
+    padding = copy.deepcopy(tokenizer)
+    padding.padding_side = "right"
+    padding.add_special_tokens({"pad_token": PAD_TOKEN})
+    if padding.pad_token_id != pad_id:  # the ids have a hole, and the new token is in it
+        padding = copy.deepcopy(tokenizer)
+        padding.pad_token = None
+    return padding
 
 
 def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:
