@@ -462,14 +462,20 @@ def same_logits(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 # ---- Our own models --------------------------------------------------------------------------------------------
 
 
-def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
-    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
-    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+def find_head(folder: Path) -> Path:
+    """The file with the head of a reward model or critic."""
     head_file = folder / "reward_head.safetensors"
     if not folder.is_dir():
         raise InputError(f"reward model {folder}: no such folder")
     if not head_file.is_file():
         raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
+    return head_file
+
+
+def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
+    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
+    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+    head_file = find_head(folder)
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
     reward_model = lm.RewardModel(backbone)
     for own in (reward_model.gain, reward_model.bias, *reward_model.reward_head.parameters()):
