@@ -51,8 +51,11 @@ def command(script: str, good_arguments: str) -> Callable[..., Row]:
 
 
 MODEL_AND_TEXTS = "--preset tales --base_model model --task.query_dataset stories.txt"
-SMALL_PPO = "--ppo.total_episodes 32 --ppo.batch_size 16 --ppo.whiten_groups 2 --save_interval 1"
-SMALL_REWARD = "--num_train 16 --batch_size 8 --rollout_batch_size 16 --normalize_samples 16 --save_interval 1"
+SMALL_PPO = "--ppo.total_episodes 32 --ppo.batch_size 16 --ppo.whiten_groups 2 --save_interval 1 --keep_checkpoints 2"
+SMALL_REWARD = (
+    "--num_train 16 --batch_size 8 --rollout_batch_size 16 --normalize_samples 16 --save_interval 1 "
+    "--keep_checkpoints 2"
+)
 TINY_TALES = "--stories 60 --width 16 --layers 1 --heads 2 --lm_steps 2 --lm_batch_size 4"
 
 function = command("train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor ''")
@@ -249,6 +252,7 @@ NUMBERS = {
     "temperature inf": both("--task.temperature inf", "--task.temperature is inf"),
     "seed below 0": policy("--seed -1", "--seed is -1"),
     "seed beyond 64 bits": reward("--seed 9223372036854775808", "--seed is 9223372036854775808"),
+    "no checkpoint is kept": reward("--keep_checkpoints 0", "keep_checkpoints is 0", "at least 1"),
     "save interval below 0": reward("--save_interval -1", "save_interval is -1", "at least 0"),
     "both: learning rate": both("--reward.lr nan", "--reward.lr is nan"),
     "both: KL coefficient": both("--policy.rewards.kl_coef nan", "--policy.rewards.kl_coef is nan"),

@@ -186,7 +186,7 @@ class Run:
         self._closers: list[Callable[[], None]] = []
         self._unlock: Callable[[], None] = lambda: None
         self._progress: Any = None
-        self._told_to_stop = self._stopping = False
+        self._told_to_stop = self._stopping = self._told_size = False
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
@@ -525,6 +525,7 @@ class Run:
         plots.draw_learning_curves(self.folder, self.rows, panels)
         self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
+        checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
         print(f"finished {shown(self.folder)}; what it trained is in {shown(self.model_folder)}")
 
@@ -553,7 +554,12 @@ class Run:
             if not tensor.isfinite().all():
                 raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
         if self.is_main:
-            checkpoints.write(self.folder, self.meta["id"], step, tensors, state)
+            keep = self.args.keep_checkpoints
+            size = checkpoints.write(self.folder, self.meta["id"], step, tensors, state, keep or 2)
+            if not self._told_size:
+                kept = f"the newest {keep} are kept" if keep else "two are kept, and one once the run has finished"
+                print(f"a checkpoint has {size / 1e6:,.1f} MB; {kept} ({flag('keep_checkpoints')})", flush=True)
+            self._told_size = True
             files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
         if self._stopping:
             self._close_logs()
