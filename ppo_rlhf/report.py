@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -335,6 +334,9 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
     return "\n".join([*told, *([f"\nnot known: {', '.join(missing)}"] if missing else [])])
 
 
+git = functools.cache(run.git)
+
+
 def group_of(episode: dict[str, Any], episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The episodes of the same group, this one too."""
     told = [(other["again"], other["numbers"].get("groups")) for other in episodes]
@@ -357,17 +359,6 @@ def place_of(where: str, commit: str | None) -> dict[str, str]:
     if not found or not commit:
         return {"place": text, "href": ""}
     return {"place": text, "href": f"https://{found[1]}/{found[2]}/blob/{commit}/{path}#L{line}"}
-
-
-@functools.cache
-def git(*words: str) -> str:
-    """The output of git in the checkout; empty outside of one."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent.parent), *words]
-        result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
-    except OSError:  # no git
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def scales(traced: list[dict[str, Any]]) -> dict[str, float]:

@@ -215,6 +215,21 @@ def test_a_sample_that_was_cut_off_is_dropped(accelerator):
     assert [sample["step"] for sample in read_samples(before.folder)] == list(range(5))
 
 
+def test_the_commit_is_this_projects_own(tmp_path, monkeypatch):
+    """Not that of the user's repository in which the package is installed, whether or not git tracks it there."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@example.com"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for root in (tmp_path, tmp_path / "site-packages"):
+        file = root / "ppo_rlhf/lib/run.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+        monkeypatch.setattr(run_module, "ROOT", root)
+        assert run_module.commit() == ""
+        subprocess.run([*git, "add", "-f", str(file)], check=True)
+        subprocess.run([*git, "commit", "-qm", "x"], check=True)
+        assert bool(run_module.commit()) == (root == tmp_path)
+
+
 # ---- Checkpoints -----------------------------------------------------------------------------------------------
 
 

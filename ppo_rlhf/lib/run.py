@@ -133,15 +133,26 @@ def seconds_since(started: float) -> float:
     return max(time.monotonic() - started, 1e-9)
 
 
-def commit() -> str:
-    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    command = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+ROOT = Path(__file__).parents[2]  # of a checkout; elsewhere the folder in which the package is installed
+
+
+def git(*words: str) -> str:
+    """The output of git in this project's checkout; empty elsewhere, as in another repository."""
+
+    def output(*words: str) -> str:
+        result = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, encoding="utf-8")
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    file = "ppo_rlhf/lib/run.py"
     try:
-        result = subprocess.run(command, capture_output=True, text=True)
+        return output(*words) if output("ls-files", "--full-name", file) == file else ""
     except OSError:  # no git
         return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def commit() -> str:
+    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
+    return git("describe", "--always", "--dirty", "--abbrev=40")
 
 
 def cpu_name() -> str:
