@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,10 @@ def report(args: Args) -> Path:
     """Write the page and return its path. An InputError if a folder is not that of a run."""
     folder = Path(args.run) if args.run else newest_run(Path("runs"))
     if args.explain:
-        print(explained(read_run(folder), args.explain))
+        try:
+            print(explained(read_run(folder), args.explain), flush=True)
+        except BrokenPipeError:  # the reader, such as head, has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return folder
     folders = [folder, *([Path(args.other)] if args.other else [])]
     path = Path(args.out) if args.out else folders[0] / "report.html"
@@ -317,6 +321,8 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
         raise InputError(f"--explain: episode {place[1]} is not one of 1 to {len(episodes)}")
     episode = episodes[place[1] - 1]
     numbers = [where + 1 for where in episode["places"]]
+    if not numbers:
+        raise InputError(f"--explain: episode {place[1]} has no token that counts")
     if place[2] not in numbers:
         raise InputError(f"--explain: token {place[2]} is not one of {numbers[0]} to {numbers[-1]}")
     t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"])

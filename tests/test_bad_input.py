@@ -764,6 +764,11 @@ def in_the_cache(name: str, damage: Callable[[str], Damage]) -> Damage:
     return lambda folder: damage(str(next(folder.glob(f"cache/*/{name}")).relative_to(folder)))(folder)
 
 
+def drop_lines(path: str) -> Damage:
+    """Only the first ten lines of a file, as a copy that broke off leaves it."""
+    return edit_bytes(path, lambda content: b"".join(content.splitlines(keepends=True)[:10]))
+
+
 TALES = {
     "no stories": world("--stories 0", "stories is 0", "at least 1"),
     "heads do not divide": world("--heads 3", "heads 3", "width 16"),
@@ -780,8 +785,11 @@ TALES = {
     "no query is short enough": world("--query_length 1", "query_length"),
     "a built world without its facts": built_world("", "world.json", damage=in_the_cache("world.json", remove)),
     "a built world with cut facts": built_world("", "world.json", damage=in_the_cache("world.json", cut)),
-    "a built world without a model": tales_policy("", "cache/", damage=in_the_cache("model", remove)),
+    "a built world without a model": tales_policy("", "built again", damage=in_the_cache("model", remove)),
     "a built world without stories": tales_policy("", "stories.txt", damage=in_the_cache("stories.txt", remove)),
+    "a built world that has lost lines": tales_policy(
+        "", "stories.txt is damaged or gone", "built again", damage=in_the_cache("stories.txt", drop_lines)
+    ),
 }
 
 KINDS = {

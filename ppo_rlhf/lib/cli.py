@@ -320,6 +320,8 @@ def check_values(args: Any) -> None:
             raise InputError(f"{flag(name)} is {number}; it must be below 2^63")
         if isinstance(value, str) and value.encode(errors="replace").decode() != value:
             raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
+    if (folder := os.getcwd()).encode(errors="replace").decode() != folder:
+        raise InputError(f"the name of the current folder, {folder!r}, is not valid Unicode; start in another one")
     if args.seed < 0:
         raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
     if values.get("keep_checkpoints") is not None:
