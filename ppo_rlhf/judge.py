@@ -807,6 +807,8 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
     length_unit, rows, judged_rows, wins, losses, ties, args. Raises InputError if no row can be judged.
     """
     check_arguments(args)
+    if args.gold:
+        scorers.import_function(args.gold, "gold")
     folder = results_folder(args)  # before any question costs something
     pairs, unit = read_pairs(args)
     results, details, numbers = (judge_by_gold if args.gold else judge_by_endpoint)(args, pairs)

@@ -268,7 +268,7 @@ function makeWhatIf(pane, settings, coefficient) {
   box.replaceChildren();
   slider("kl_coef", "β", coefficient, Math.max(1, 2 * coefficient));
   slider("gamma", "γ", settings.gamma, 1);
-  slider("lam", "λ", settings.lam, 1);
+  if (settings.lam_alpha === null || settings.critic_lam === null) slider("lam", "λ", settings.lam, 1);  // else unused
   slider("cliprange", "ε", settings.high, Math.max(1, 2 * settings.high));
   control("whiten_advantages", "whiten advantages", make("input", {type: "checkbox", checked: settings.whiten_advantages}));
   if (settings.chapter < 3) control("whiten_rewards", "whiten rewards", make("input", {type: "checkbox", checked: settings.whiten_rewards}));

@@ -15,8 +15,8 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,10 @@ def report(args: Args) -> Path:
     """Write the page and return its path. An InputError if a folder is not that of a run."""
     folder = Path(args.run) if args.run else newest_run(Path("runs"))
     if args.explain:
-        print(explained(read_run(folder), args.explain))
+        try:
+            print(explained(read_run(folder), args.explain), flush=True)
+        except BrokenPipeError:  # the reader, such as head, has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return folder
     folders = [folder, *([Path(args.other)] if args.other else [])]
     path = Path(args.out) if args.out else folders[0] / "report.html"
@@ -318,6 +321,8 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
         raise InputError(f"--explain: episode {place[1]} is not one of 1 to {len(episodes)}")
     episode = episodes[place[1] - 1]
     numbers = [where + 1 for where in episode["places"]]
+    if not numbers:
+        raise InputError(f"--explain: episode {place[1]} has no token that counts")
     if place[2] not in numbers:
         raise InputError(f"--explain: token {place[2]} is not one of {numbers[0]} to {numbers[-1]}")
     t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"])
@@ -333,6 +338,9 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
         told.append(f"\n{line.step.title}: {line.step.formula}\n    {filled}{verdict}\n    {line.step.sentence}")
         told.append(f"    {place_of(where, one_run.meta.get('commit'))['place']}")
     return "\n".join([*told, *([f"\nnot known: {', '.join(missing)}"] if missing else [])])
+
+
+git = functools.cache(run.git)
 
 
 def group_of(episode: dict[str, Any], episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -357,17 +365,6 @@ def place_of(where: str, commit: str | None) -> dict[str, str]:
     if not found or not commit:
         return {"place": text, "href": ""}
     return {"place": text, "href": f"https://{found[1]}/{found[2]}/blob/{commit}/{path}#L{line}"}
-
-
-@functools.cache
-def git(*words: str) -> str:
-    """The output of git in the checkout; empty outside of one."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent.parent), *words]
-        result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
-    except OSError:  # no git
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def scales(traced: list[dict[str, Any]]) -> dict[str, float]:

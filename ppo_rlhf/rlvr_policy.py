@@ -977,6 +977,7 @@ def load(args: Args, joint: dict | None = None) -> tuple[Setup, ActorCritic, Ref
     """Check the arguments, read the problems and load the networks. Nothing is written yet. joint: as of `train`."""
     accelerator = processes.make_accelerator()
     check_arguments(args)
+    worlds.check_names(args, joint)
     for doubt in rlvr_checks.doubts(args):
         run.say(doubt)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)

@@ -158,6 +158,7 @@ class Solutions(Continuations):
     Queries are prompts as the policy's run rendered them; references are the answers, as texts.
     """
 
+    source = "test_problems"  # or problems, if the task names none that are held out
     verdict = "right"
     own_functions = rewards.VERIFIERS
 
@@ -230,20 +231,35 @@ class Comparison:
         info = models.read_info(folder)
         if info["kind"] != "policy":
             raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
+        kind = Solutions if "problems" in info["task"] else Summaries if "posts" in info["task"] else Continuations
+        for field in ("function", "monitor"):
+            ours = info[field].startswith("ppo_rlhf.") or info[field] in kind.own_functions
+            if info[field] and not (ours or args.trust_remote_code or trust_functions):
+                raise InputError(
+                    f"{folder} names the function {info[field]}; if you trust it, add --trust_remote_code"
+                )
+            if info[field] and info[field] not in kind.own_functions:
+                scorers.import_function(info[field], f"rewards.{field}")
+        root = run.absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
+        reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
+        judges = {"--reward_model": reward_model, "--judge": args.judge}
+        for what, judge in judges.items():
+            worlds.check_name("rewards.trained_model", judge, root)
+            if judge:
+                models.check_kind(Path(judge), f"{what} {judge}", "reward model")
+        base_model = meant("base_model", args.base_model, info["base_model"], root)
+        worlds.check_name("base_model", base_model, root)
+        if args.query_dataset:
+            with cli.typed_as({f"task.{kind.source}": "query_dataset"}):
+                worlds.check_name(f"task.{kind.source}", args.query_dataset, Path.cwd())
         self.device = processes.default_device()
         self.tokenizer = models.load_tokenizer(str(folder), args.trust_remote_code)
-        root = run.absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
         policy = models.load_pretrained(str(folder), torch.float32, args.trust_remote_code).to(self.device)
         given = (info["task"], self.tokenizer, args.query_dataset, root)
         try:
-            if "problems" in info["task"]:
-                self.texts = Solutions(*given, policy.generation_config)
-            else:
-                self.texts = (Summaries if "posts" in info["task"] else Continuations)(*given)
+            self.texts = kind(*given, *([policy.generation_config] if kind is Solutions else []))
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
-        base_model = meant("base_model", args.base_model, info["base_model"], root)
-        reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
         if not self.temperature >= 0:
@@ -260,15 +276,12 @@ class Comparison:
         # Each gets queries, of the responses what is scored and what is shown, and references or None; and may give
         # None, if it has nothing to say.
         self.scorers: dict[str, Callable[..., torch.Tensor | None]] = {}
-        for name, given, what in (("score", reward_model, "--reward_model"), ("judge", args.judge, "--judge")):
-            if not given:
+        for what, judge in judges.items():
+            if not judge:
                 continue
-            scorer, what = (
-                models.load_reward_model(Path(given), torch.float32, trust).to(self.device),
-                f"{what} {given}",
-            )
-            models.check_kind(Path(given), what, "reward model")
-            models.check_vocabulary(given, what, str(folder), trust)
+            name, what = "judge" if what == "--judge" else "score", f"{what} {judge}"
+            scorer = models.load_reward_model(Path(judge), torch.float32, trust).to(self.device)
+            models.check_vocabulary(judge, what, str(folder), trust)
             models.check_size(
                 scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size
             )
@@ -276,11 +289,6 @@ class Comparison:
                 torch.cat([queries, scored], dim=1), self.pad_id
             )
         for name, field in ((self.texts.verdict, "function"), ("gold", "monitor")):
-            ours = info[field].startswith("ppo_rlhf.") or info[field] in self.texts.own_functions
-            if info[field] and not (ours or trust or trust_functions):
-                raise InputError(
-                    f"{folder} names the function {info[field]}; if you trust it, add --trust_remote_code"
-                )
             if info[field]:
                 scorer = self.texts.scorer(info[field], f"rewards.{field}")
                 self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(

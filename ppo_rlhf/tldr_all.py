@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge, tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import cli, posts, run
+from ppo_rlhf.lib import cli, posts, rewards, run
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -91,6 +91,7 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     with cli.flags_of("policy", policy_args, SHARED):
         tldr_policy.check_arguments(policy_args)
         tldr_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
+        rewards.import_functions(policy_args.rewards)
     names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
     if len(set(names)) < 3:
         raise InputError(f"--sft.exp_name, --reward.exp_name and --policy.exp_name are {names}; give three names")

@@ -951,6 +951,7 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     """Check the arguments, read the posts and load the networks. Nothing is written yet. joint: as of `train`."""
     accelerator = processes.make_accelerator()
     check_arguments(args)
+    worlds.check_names(args, joint, unused=["task.comparisons"])
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     given, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -1001,8 +1002,6 @@ def load_scorers(
     """
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
     monitor = scorers.load_monitor(args.rewards.monitor, TAKEN, of_texts)
-    if bool(args.rewards.function) == bool(args.rewards.trained_model):
-        raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if args.rewards.function:
         return of_texts(args.rewards.function, "rewards.function"), monitor
     pad_id = models.vocabulary_size(tokenizer)

@@ -89,6 +89,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
+    worlds.check_names(args, joint)
     given = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
     args = worlds.find_paths(given, joint)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)

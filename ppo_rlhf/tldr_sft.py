@@ -96,6 +96,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args)
+    worlds.check_names(args, joint, unused=["task.comparisons"])
     given = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
     args = worlds.find_paths(given, joint, unused=["task.comparisons"])
     task, device = args.task, accelerator.device

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import cli, models, run, texts
+from ppo_rlhf.lib import cli, models, rewards, run, texts
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -86,19 +86,24 @@ def train(args: Args) -> tuple[Path, Path]:
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
     if args.judge:
         models.check_kind(Path(args.judge), f"--judge {args.judge}", "reward model")
-    paths = worlds.find_paths(args)
-    tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
+    worlds.check_names(args)
     with cli.flags_of("policy", policy_args, SHARED):
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         train_policy.check_arguments(policy_args)
+        rewards.import_functions(policy_args.rewards)
+    paths = worlds.find_paths(args)
+    tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
+    with cli.flags_of("policy", policy_args, SHARED):
         train_policy.load_monitor(policy_args, tokenizer)
     texts.QueryStream(paths.task, tokenizer, split="test")  # the report at the end needs held-out queries
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
     reward_folder = stages.train(train_reward.train, reward_args, "reward", "reward")
-    rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder, stages.root))
-    policy_args = dataclasses.replace(policy_args, rewards=rewards)
+    trained_model = os.path.relpath(reward_folder, stages.root)
+    policy_args = dataclasses.replace(
+        policy_args, rewards=dataclasses.replace(policy_args.rewards, trained_model=trained_model)
+    )
     policy_folder = stages.train(train_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:
         report(stages.runs, reward_folder, policy_folder, args.judge, args.trust_remote_code)

@@ -225,6 +225,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator(sharding=False)
     check_arguments(args)
+    worlds.check_names(args, joint)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     given, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
     task, ppo, device = args.task, args.ppo, accelerator.device
@@ -938,8 +939,6 @@ def load_policy_and_reference(
 def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
     """The scorer of (queries, truncated responses): the reward model or the function that the arguments name."""
     pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
-    if bool(function) == bool(args.rewards.trained_model):
-        raise InputError(f"give one of {cli.flag('rewards.trained_model')} and {cli.flag('rewards.function')}")
     if function:
         return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True).to(device)

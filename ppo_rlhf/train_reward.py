@@ -108,7 +108,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     accelerator = processes.make_accelerator(sharding=False)
     sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
     given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
+    worlds.check_names(given, joint)
     args = worlds.find_paths(given, joint)
+    label_file = label_files.find_label_file(args.label_dataset, args.task.query_dataset).absolute()
     device, dtype = accelerator.device, precision.weights_dtype(args.dtype)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = texts.task_ids(args.task, tokenizer)
@@ -128,8 +130,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
 
     inputs = models.weight_files(args) | worlds.data_files(args.task, "query_dataset")
-    inputs["label_dataset"] = [label_files.find_label_file(args.label_dataset, args.task.query_dataset).absolute()]
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs)
+    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes), joint, inputs | {"label_dataset": [label_file]})
     first_step = 0
     if checkpoint := this_run.load_checkpoint():
         tensors, state = checkpoint

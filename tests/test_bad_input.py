@@ -51,8 +51,11 @@ def command(script: str, good_arguments: str) -> Callable[..., Row]:
 
 
 MODEL_AND_TEXTS = "--preset tales --base_model model --task.query_dataset stories.txt"
-SMALL_PPO = "--ppo.total_episodes 32 --ppo.batch_size 16 --ppo.whiten_groups 2 --save_interval 1"
-SMALL_REWARD = "--num_train 16 --batch_size 8 --rollout_batch_size 16 --normalize_samples 16 --save_interval 1"
+SMALL_PPO = "--ppo.total_episodes 32 --ppo.batch_size 16 --ppo.whiten_groups 2 --save_interval 1 --keep_checkpoints 2"
+SMALL_REWARD = (
+    "--num_train 16 --batch_size 8 --rollout_batch_size 16 --normalize_samples 16 --save_interval 1 "
+    "--keep_checkpoints 2"
+)
 TINY_TALES = "--stories 60 --width 16 --layers 1 --heads 2 --lm_steps 2 --lm_batch_size 4"
 
 function = command("train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor ''")
@@ -249,6 +252,7 @@ NUMBERS = {
     "temperature inf": both("--task.temperature inf", "--task.temperature is inf"),
     "seed below 0": policy("--seed -1", "--seed is -1"),
     "seed beyond 64 bits": reward("--seed 9223372036854775808", "--seed is 9223372036854775808"),
+    "no checkpoint is kept": reward("--keep_checkpoints 0", "keep_checkpoints is 0", "at least 1"),
     "save interval below 0": reward("--save_interval -1", "save_interval is -1", "at least 0"),
     "both: learning rate": both("--reward.lr nan", "--reward.lr is nan"),
     "both: KL coefficient": both("--policy.rewards.kl_coef nan", "--policy.rewards.kl_coef is nan"),
@@ -760,6 +764,11 @@ def in_the_cache(name: str, damage: Callable[[str], Damage]) -> Damage:
     return lambda folder: damage(str(next(folder.glob(f"cache/*/{name}")).relative_to(folder)))(folder)
 
 
+def drop_lines(path: str) -> Damage:
+    """Only the first ten lines of a file, as a copy that broke off leaves it."""
+    return edit_bytes(path, lambda content: b"".join(content.splitlines(keepends=True)[:10]))
+
+
 TALES = {
     "no stories": world("--stories 0", "stories is 0", "at least 1"),
     "heads do not divide": world("--heads 3", "heads 3", "width 16"),
@@ -776,8 +785,11 @@ TALES = {
     "no query is short enough": world("--query_length 1", "query_length"),
     "a built world without its facts": built_world("", "world.json", damage=in_the_cache("world.json", remove)),
     "a built world with cut facts": built_world("", "world.json", damage=in_the_cache("world.json", cut)),
-    "a built world without a model": tales_policy("", "cache/", damage=in_the_cache("model", remove)),
+    "a built world without a model": tales_policy("", "built again", damage=in_the_cache("model", remove)),
     "a built world without stories": tales_policy("", "stories.txt", damage=in_the_cache("stories.txt", remove)),
+    "a built world that has lost lines": tales_policy(
+        "", "stories.txt is damaged or gone", "built again", damage=in_the_cache("stories.txt", drop_lines)
+    ),
 }
 
 KINDS = {

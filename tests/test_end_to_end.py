@@ -80,14 +80,12 @@ def test_the_policy_opens_as_an_ordinary_language_model(both_run: Path, tiny_wor
 def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both_run: Path) -> None:
     folder = only(both_run, "models/train_reward__*/reward")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    pad_id = len(tokenizer)
-    texts = ("Mara found a bell.", "All night there was joy and luck near the mill.")
-    rows = [torch.tensor(tokenizer.encode(text)) for text in texts]
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    texts = ["Mara found a bell.", "All night there was joy and luck near the mill."]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
     classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        theirs = classifier(input_ids=tokens, attention_mask=tokens != pad_id).logits[:, 0]
-        ours = load_reward_model(folder, torch.float32)(tokens, pad_id)
+        theirs = classifier(**batch).logits[:, 0]
+        ours = load_reward_model(folder, torch.float32)(batch["input_ids"], classifier.config.pad_token_id)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
 
 

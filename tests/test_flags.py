@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppo_rlhf import (
+    rlvr_policy,
     sample,
     tldr_all,
     tldr_policy,
@@ -90,6 +91,66 @@ def test_a_file_of_sample_may_be_named_like_an_argument(tmp_path, monkeypatch):
     texts = SimpleNamespace(source="query_dataset", held_out=lambda n: load_texts(str(path)))
     with pytest.raises(InputError, match=f"^--query_dataset {re.escape(str(path))}: holds no JSON array$"):
         sample.Comparison.task_queries(SimpleNamespace(texts=texts), 1)
+
+
+# ---- What is not there -----------------------------------------------------------------------------------------
+
+NEEDS_MORE = "import math\n\nfrom sentiments import score\n"
+NOT_THERE = [
+    (train_reward, "", {"label_dataset": "no.json"}, "--label_dataset no.json: no such file"),
+    (train_reward, "", {"base_model": "no/model/here"}, "--base_model no/model/here: no such folder"),
+    (train_policy, "", {"rewards.trained_model": "no"}, "reward model no: no such folder"),
+    (train_policy, "", {"task.query_dataset": "no.txt", "rewards.function": "math:sqrt"}, "no.txt: No such file"),
+    (train_policy, "", {}, "give one of --rewards.trained_model and --rewards.function"),
+    (train_policy, "", {"rewards.function": "no:f"}, "No module named 'no'; write package.module:name"),
+    (
+        *(train_policy, "", {"rewards.function": "needs:score"}),
+        "--rewards.function needs:score: needs could not be imported: ModuleNotFoundError: No module named "
+        "'sentiments' ({folder}/needs.py:3)",
+    ),
+    (
+        *(train_policy, "", {"rewards.function": "broken:score"}),
+        "broken could not be imported: SyntaxError: '(' was never closed (broken.py, line 1) ({folder}/broken.py:1)",
+    ),
+    (
+        train_both,
+        "tales",
+        {"policy.rewards.monitor": "needs:score"},
+        "--policy.rewards.monitor needs:score: needs could",
+    ),
+    (train_both, "tales", {"base_model": "no/model/here"}, "--base_model no/model/here: no such folder"),
+    (tldr_sft, "", {"task.posts": "no"}, "--task.posts no: unknown; there are tldr"),
+    (tldr_reward, "", {"base_model": "gpt2", "task.comparisons": "no"}, "--task.comparisons no: unknown"),
+    (tldr_policy, "", {"base_model": "gpt2"}, "give one of --rewards.trained_model and --rewards.function"),
+    (tldr_policy, "", {"base_model": "gpt2", "rewards.function": "no:f"}, "No module named 'no'"),
+    (tldr_all, "tldr", {"policy.rewards.monitor": "no:f"}, "--policy.rewards.monitor no:f: ModuleNotFoundError"),
+    (rlvr_policy, "", {"rewards.verifier": "no"}, "--rewards.verifier no: unknown; there are gsm8k_strict"),
+    (rlvr_policy, "", {"rewards.format": "math:no"}, "--rewards.format math:no: AttributeError"),
+    (rlvr_policy, "", {"rewards.value_model": "no"}, "reward model no: no such folder"),
+    (rlvr_policy, "", {"task.test_problems": "no.jsonl"}, "--task.test_problems no.jsonl: "),
+]
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """A folder with two bad modules, in which nothing can be loaded, built or downloaded."""
+    (tmp_path / "needs.py").write_text(NEEDS_MORE)
+    (tmp_path / "broken.py").write_text("score = (\n")
+    for module, name in ((models, "load_tokenizer"), (models, "load_pretrained"), (worlds.tales, "find_world")):
+        monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("script", "preset", "changes", "words"), NOT_THERE)
+def test_what_is_not_there_is_found_before_anything_is_loaded(script, preset, changes, words, offline):
+    args = script.PRESETS[preset] if preset else script.Args()
+    for name, value in changes.items():
+        args = changed(args, name, value)
+    with pytest.raises(InputError, match=re.escape(words.format(folder=offline))):
+        script.train(args)
+    assert sorted(path.name for path in offline.iterdir() if path.suffix) == ["broken.py", "needs.py"]
 
 
 # ---- What is one -----------------------------------------------------------------------------------------------

@@ -9,11 +9,17 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.label_files import Labels
-from ppo_rlhf.lib.models import load_pretrained, load_reward_model, load_tokenizer, save_reward_model
+from ppo_rlhf.lib.models import (
+    load_pretrained,
+    load_reward_model,
+    load_tokenizer,
+    save_reward_model,
+    vocabulary_size,
+)
 from ppo_rlhf.lib.passes import few_rows_at_a_time
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
@@ -276,6 +282,18 @@ def test_sequence_classifier_gives_our_scores(saved):
     assert classifier.config.pad_token_id == PAD
 
 
+def test_a_batch_of_texts_gets_the_scores_of_each_text(saved):
+    """As people use a classifier, with its tokenizer's padding; that of the base model pads with the end of text."""
+    _, reward_model, folder = saved
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder)
+    texts = ["a", "the end of a text.", "an end<eos>"]
+    with torch.no_grad():
+        theirs = classifier(**tokenizer(texts, padding=True, return_tensors="pt")).logits.squeeze(1)
+        ours = torch.cat([reward_model(torch.tensor([tokenizer.encode(text)]), PAD) for text in texts])
+    assert_close(theirs + classifier.config.score_constant, ours, atol=1e-5, rtol=0)
+
+
 def test_embedding_of_padding_is_zero(saved):
     architecture, _, folder = saved
     rows = AutoModelForSequenceClassification.from_pretrained(folder).get_input_embeddings().weight
@@ -313,13 +331,19 @@ def test_saved_model_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_ho
     with torch.no_grad():
         theirs = classifier(input_ids=tokens, attention_mask=tokens != 30).logits.squeeze(1)
         assert_close(theirs, reward_model(tokens, 30), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="pad"):  # a new token would be in the hole
+        load_tokenizer(str(tmp_path))(["a", "ab"], padding=True)
 
 
-def test_saved_tokenizer_is_unchanged(tiny_models, tiny_tokenizer, tmp_path):
-    save_reward_model(tmp_path, tiny_reward_model(tiny_models), tiny_tokenizer, {})
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert len(tokenizer) == len(tiny_tokenizer)
-    assert tokenizer.encode("ab. c") == tiny_tokenizer.encode("ab. c")
+def test_saved_tokenizer_is_unchanged_but_for_its_padding(tiny_models, tiny_tokenizer, tmp_path):
+    """Saved twice, as with a critic that starts from a reward model, too."""
+    tokenizer = tiny_tokenizer
+    for name in ("reward", "value"):
+        save_reward_model(tmp_path / name, tiny_reward_model(tiny_models), tokenizer, {})
+        tokenizer = load_tokenizer(str(tmp_path / name))
+        assert (tokenizer.pad_token_id, vocabulary_size(tokenizer)) == (PAD, VOCAB)
+        assert tokenizer.encode("ab. c") == tiny_tokenizer.encode("ab. c")
+    assert len(tiny_tokenizer) == VOCAB
 
 
 def test_folder_without_a_reward_head(tiny_models, tmp_path):

@@ -155,9 +155,9 @@ def test_conversations_made_by_hand(monkeypatch, tiny_models):
 
 ARGUMENTS = (
     "--preset sums-tools --dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --save_interval 1 "
-    "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 24 "
-    "--trace_interval 1 --ppo.advantage gae --ppo.samples_per_prompt 2 --ppo.lam 0.9 --ppo.gamma 0.95 "
-    "--ppo.critic_lr 1e-3 --rewards.kl_coef 0.1 --rewards.verifier letters:letters --ppo.lr 1e-3"
+    "--keep_checkpoints 2 --log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 "
+    "--task.response_length 24 --trace_interval 1 --ppo.advantage gae --ppo.samples_per_prompt 2 --ppo.lam 0.9 "
+    "--ppo.gamma 0.95 --ppo.critic_lr 1e-3 --rewards.kl_coef 0.1 --rewards.verifier letters:letters --ppo.lr 1e-3"
 )
 LETTERS = """
 def letters(prompts, responses, answers):

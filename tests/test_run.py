@@ -51,6 +51,7 @@ class FakeArgs:
     seed: int = 3
     resume: str = ""
     track: bool = False
+    keep_checkpoints: int | None = None
     part: PartArgs = field(default_factory=PartArgs)
 
 
@@ -76,8 +77,8 @@ def metrics_at(step: int) -> dict[str, float]:
     return {"loss": 1 / (step + 3), "objective/kl": 0.1 * step - 1e-12}
 
 
-def start(accelerator, folder: Path | str = "", first_step: int = 0) -> Run:
-    run = Run(FakeArgs(resume=str(folder)), accelerator, {"batch": 8})
+def start(accelerator, folder: Path | str = "", first_step: int = 0, **arguments) -> Run:
+    run = Run(FakeArgs(resume=str(folder), **arguments), accelerator, {"batch": 8})
     run.start_logging(first_step)
     return run
 
@@ -214,6 +215,21 @@ def test_a_sample_that_was_cut_off_is_dropped(accelerator):
     assert [sample["step"] for sample in read_samples(before.folder)] == list(range(5))
 
 
+def test_the_commit_is_this_projects_own(tmp_path, monkeypatch):
+    """Not that of the user's repository in which the package is installed, whether or not git tracks it there."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@example.com"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for root in (tmp_path, tmp_path / "site-packages"):
+        file = root / "ppo_rlhf/lib/run.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+        monkeypatch.setattr(run_module, "ROOT", root)
+        assert run_module.commit() == ""
+        subprocess.run([*git, "add", "-f", str(file)], check=True)
+        subprocess.run([*git, "commit", "-qm", "x"], check=True)
+        assert bool(run_module.commit()) == (root == tmp_path)
+
+
 # ---- Checkpoints -----------------------------------------------------------------------------------------------
 
 
@@ -248,12 +264,21 @@ def test_without_a_checkpoint_a_run_begins_anew(run, accelerator):
     assert run.load_checkpoint() is None  # this run does not resume
 
 
-def test_the_newest_two_checkpoints_are_kept(run, accelerator):
+@pytest.mark.parametrize(
+    ("keep", "running", "finished"), [(None, ["10", "11"], ["11"]), (1, ["11"], ["11"]), (3, ["10", "11", "9"], None)]
+)
+def test_the_newest_checkpoints_are_kept(keep, running, finished, accelerator, capsys):
+    """Two by default, and one once the run has finished. The first says how large it is: 500,000 float64 and more."""
+    run = start(accelerator, keep_checkpoints=keep)
     for step in (2, 9, 10, 11):
-        run.save_checkpoint(step, {"x": torch.full((2,), float(step))}, {})
-    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["10", "11"]
+        run.save_checkpoint(step, {"x": torch.full((500_000,), float(step), dtype=torch.float64)}, {})
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == running
     tensors, state = load(accelerator, run.folder)
-    assert (state["step"], tensors["x"].tolist()) == (11, [11.0, 11.0])
+    assert (state["step"], tensors["x"][0].item()) == (11, 11.0)
+    assert capsys.readouterr().out.count("a checkpoint has 4.0 MB") == 1
+    run.log(0, {"x": 1.0})
+    run.finish({})
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == (finished or running)
 
 
 def test_a_checkpoint_is_replaced_by_one_of_the_same_step(run, accelerator):

@@ -3,6 +3,7 @@
 Both run on tiny worlds, with constants and flags that let each part of the algorithm act within a few updates.
 """
 
+import dataclasses
 import json
 import math
 import random
@@ -23,7 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
 from ppo_rlhf import rlvr_policy, train_both
-from ppo_rlhf.lib import label_files, problems, rewards, run, texts
+from ppo_rlhf.lib import label_files, lm, problems, rewards, run, texts
 from ppo_rlhf.worlds import sums, tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"
@@ -321,6 +322,51 @@ def test_the_gold_score_is_that_of_tales():
     )
 
 
+def last_lines(world: Path, monkeypatch, capsys, *mistakes: Mistake) -> tuple[list[str], list[str]]:
+    """What ppo.py prints after the training, and what it should print by the big scripts' functions.
+
+    Its trained policy is the language model with other weights.
+    """
+    module, (tokenizer, model) = small_file("ppo", PPO, *mistakes), start(world)
+    policy = start(world)[1]
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.3)
+    monkeypatch.setattr(module, "train_reward_model", lambda *_: None)
+    monkeypatch.setattr(module, "train_policy", lambda *_: policy)
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--world", str(world), "--seed", "7"])
+    module.main()
+    task = dataclasses.replace(texts.TASKS["tales"], query_dataset=str(world))
+    ids = texts.task_ids(task, tokenizer)
+    queries = texts.QueryStream(task, tokenizer, split="test").next_batch(400, ids.pad)
+    noise = torch.rand(400, task.response_length, generator=lm.keyed_generator(7, "held-out"), dtype=torch.float64)
+    expected = [f"A held-out story: {texts.to_texts(tokenizer, queries[:1], ids.pad)[0]}"]
+    for name, writer in (("The language model", model), ("The policy", policy)):
+        responses = lm.generate(writer, queries, noise, ids.pad, ids.vocab_size, task.temperature)[0]
+        shown = texts.to_texts(tokenizer, lm.truncate_at(responses, ids.stop, task.truncate_after, ids.pad), ids.pad)
+        gold = tales.sentiment.gold_scores(shown, shown)
+        expected.append(f"{name} continues: {shown[0]}")
+        expected.append(f"    Mean gold score over 400 held-out stories: {sum(gold) / 400:.2f}")
+    return capsys.readouterr().out.splitlines(), ["", *expected]
+
+
+LAST_MISTAKES: dict[str, Mistake] = {
+    "not truncated": (
+        'truncate(generate(model, queries, args.seed, "held-out")[0], tokenizer.encode(".")[0])',
+        'generate(model, queries, args.seed, "held-out")[0], None',
+    ),
+    "training stories": ("400, held_out=True", "400, held_out=False"),
+    "the same model twice": ('"The policy": policy}', '"The policy": language_model}'),
+}
+
+
+@pytest.mark.parametrize("mistake", [None, *LAST_MISTAKES])
+def test_what_ppo_prints_at_the_end(mistake, tiny_world, monkeypatch, capsys):
+    mistakes = [LAST_MISTAKES[mistake]] if mistake else []
+    shown, expected = last_lines(tiny_world, monkeypatch, capsys, *mistakes)
+    assert (shown == expected) == (mistake is None)
+
+
 # ---- Chapter 3 -------------------------------------------------------------------------------------------------
 
 
@@ -462,7 +508,7 @@ def test_the_verifier_is_gsm8k_strict(response, right):
     assert small_file("grpo", {}).is_right(response, "9") is right is bool(rewards.gsm8k_strict(response, "9"))
 
 
-# ---- A world that is not there ---------------------------------------------------------------------------------
+# ---- A world that is not there, or is too small ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "world"), [("ppo", "tales"), ("grpo", "sums")])
@@ -477,3 +523,20 @@ def test_a_world_that_is_not_there_is_one_line(name, world, given, tmp_path, mon
         small_file(name, {}).main()
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith(f"no world in {folder}; build one with python ppo_rlhf/worlds/{world}.py")
+
+
+TOO_SMALL = {
+    "ppo": "has 96 choices; 4992 to train on and some to hold out are needed",
+    "grpo": "has 64 problems; 70 updates of 32 need more",
+}
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_a_world_that_is_too_small_is_refused_before_training(name, tiny_world, tiny_sums, monkeypatch, capsys):
+    module, world = small_file(name, {}), {"ppo": tiny_world, "grpo": tiny_sums}[name]
+    module.UPDATES = 70
+    module.evaluate = module.normalize = lambda *_: pytest.fail("it has begun")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--world", str(world)])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert TOO_SMALL[name] in f"{ended.value} {capsys.readouterr().err}"

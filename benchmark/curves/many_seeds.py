@@ -424,7 +424,10 @@ def command_line(commands: dict[str, Callable[[Any], int]], args: type, descript
     """Run the command that the first argument names, with the other arguments as `args`; otherwise print the help."""
     command, words = (argv[0], argv[1:]) if argv else ("", [])
     if command in commands:
-        return commands[command](tyro.cli(args, args=words, description=description))
+        read = tyro.cli(args, args=words, description=description)
+        if read.seeds < (least := min(1, args().seeds)):
+            raise InputError(f"--seeds is {read.seeds}; it must be at least {least}")
+        return commands[command](read)
     print(description)
     return 0 if command in ("-h", "--help") else 2
 

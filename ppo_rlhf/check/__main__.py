@@ -302,7 +302,10 @@ def exercise(number: int, timeout: float) -> int:
     command = f"python -m ppo_rlhf.check --exercise {number}"
     if not path.exists():
         text = f"# Exercise {number}: {fault.function} is broken. Fix it, then run: {command}\n\n{source_of(fault)}"
-        path.write_text(text)
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise InputError(f"{path.absolute()}: {error.strerror}") from error
         print(f"{text}\nThis is in {path}. Fix it there, then run the command again.")
         return 0
     (report,), _ = ask(path, timeout, [fault.function])
@@ -342,6 +345,8 @@ def main() -> int:
     )
     parser.add_argument("--exercise", type=int, metavar="N", help="write broken function N, or check your correction")
     args = parser.parse_args()
+    if not 0 < args.timeout < math.inf:
+        parser.error(f"--timeout {args.timeout}: must be above 0 and finite")
     if args.list:
         print_list(args.json)
         return 0

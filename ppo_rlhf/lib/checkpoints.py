@@ -19,16 +19,16 @@ from torch import nn
 from ppo_rlhf.lib import files, processes
 from ppo_rlhf.lib.errors import InputError
 
-KEEP_CHECKPOINTS = 2
-
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in a run's folder, in order."""
     return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
 
 
-def write(run_folder: Path, run_id: str, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-    """Write checkpoints/<step> completely, then give it its name; keep the newest few [X05].
+def write(
+    run_folder: Path, run_id: str, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int
+) -> int:
+    """Write checkpoints/<step> completely, then give it its name; keep the newest few. Returns its bytes.
 
     run_id: the id in the run's meta.json, which the checkpoint keeps.
     """
@@ -49,8 +49,14 @@ def write(run_folder: Path, run_id: str, step: int, tensors: dict[str, torch.Ten
         ) from error
     shutil.rmtree(folder / str(step), ignore_errors=True)
     temporary.rename(folder / str(step))
-    for old in checkpoint_steps(run_folder)[:-KEEP_CHECKPOINTS]:
-        shutil.rmtree(folder / str(old))
+    remove_old(run_folder, keep)
+    return sum(file.stat().st_size for file in (folder / str(step)).iterdir())
+
+
+def remove_old(run_folder: Path, keep: int) -> None:
+    """Remove all checkpoints of a run but the newest few [X05]."""
+    for old in checkpoint_steps(run_folder)[:-keep]:
+        shutil.rmtree(run_folder / "checkpoints" / str(old))
 
 
 def read(run_folder: Path, run_id: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -46,6 +46,8 @@ class RunArgs:
     """folder of a run to resume: runs/<run>; its arguments are taken from there"""
     save_interval: int = 50
     """updates between checkpoints; 0: one at the end"""
+    keep_checkpoints: int | None = None
+    """how many of the newest checkpoints are kept; None: two, and one once the run has finished"""
     track: bool = False
     """log to Weights & Biases"""
     wandb_project_name: str = "ppo_rlhf"
@@ -82,6 +84,7 @@ MAY_CHANGE = {
     "hf_entity",
     "log_interval",
     "save_interval",
+    "keep_checkpoints",
     "trace_interval",
     "trace_episodes",
     "gradient_checkpointing",
@@ -318,8 +321,12 @@ def check_values(args: Any) -> None:
             raise InputError(f"{flag(name)} is {number}; it must be below 2^63")
         if isinstance(value, str) and value.encode(errors="replace").decode() != value:
             raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
+    if (folder := os.getcwd()).encode(errors="replace").decode() != folder:
+        raise InputError(f"the name of the current folder, {folder!r}, is not valid Unicode; start in another one")
     if args.seed < 0:
         raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
+    if values.get("keep_checkpoints") is not None:
+        at_least(1, "", args, "keep_checkpoints")
     if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
         raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
     if values.get("upload_model"):

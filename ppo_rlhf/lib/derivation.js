@@ -227,7 +227,10 @@ const momentsOfAdvantages = (found, s) =>
   momentsOf(found.map(x => x.raw_advantages), found.map(x => s.chapter === 2 ? x.learns : x.valued));
 
 function whatIf(episodes, s, changes, epoch) {
-  // What the same episodes would have taught. Without changes, these are the recorded numbers.
+  // What the same episodes would have taught. Without changes, these are the recorded numbers. A lambda of the critic's
+  // targets that was recorded is only kept if it is not the run's usual one, as in value pretraining.
+  const usual = s.critic_lam ?? s.lam, isUsual = x => Math.abs((x.statistics || {}).critic_lam - usual) < 1e-6;
+  episodes = episodes.map(x => isUsual(x) ? {...x, statistics: {...x.statistics, critic_lam: null}} : x);
   const found = episodes.map(episode => derive(episode, s, epoch,
     episodes.filter(other => other.numbers.groups === episode.numbers.groups)));
   const moments = {reward: momentsOfRewards(found), advantage: momentsOfAdvantages(found, s)};
@@ -249,10 +252,11 @@ function written(value) {  // four digits, in brackets if negative
 function numbersOf(found, s, t) {
   const numbers = {gamma: s.gamma, lam: s.lam, lam_alpha: s.lam_alpha, dual_clip: s.dual_clip,
     kl_loss_coef: s.kl_loss_coef, nll_coef: s.nll_coef};
+  const following = found.valued.findIndex((valued, later) => later > t && valued);  // -1: the token is the last
   for (const [name, value] of Object.entries(found)) {
     const row = Array.isArray(value) && name !== "totals";
     numbers[name] = row ? value[t] : value;
-    if (row) numbers[`next_${name}`] = t + 1 < value.length && found.valued[t + 1] ? value[t + 1] : 0;
+    if (row) numbers[`next_${name}`] = following < 0 ? 0 : value[following];
   }
   return {...numbers, equal: numbers.equal && numbers.valued, differ: !numbers.equal && numbers.valued};
 }

@@ -570,7 +570,7 @@ def losses_of(
 
 @dataclass(frozen=True)
 class Step:
-    """A line of a derivation. In `numbers`, {x} is a number of the token, {next_x} of the next one, else 0."""
+    """A line of a derivation. In `numbers`, {x} is of the token, {next_x} of the next one that has a value, or 0."""
 
     result: str  # what it gives, under the name that `derive` has for it
     title: str
@@ -996,15 +996,16 @@ def explain(
 
 
 def numbers_of(found: Mapping[str, Any], settings: Mapping[str, Any], t: int) -> dict[str, Any]:
-    """Numbers and flags of token t, of the next token, of its episode, and of the run."""
+    """Numbers and flags of token t, of the next token that has a value, of its episode, and of the run."""
     names = ("gamma", "lam", "lam_alpha", "dual_clip", "kl_loss_coef", "nll_coef")
     numbers = {name: settings[name] for name in names}
-    n = len(found["logprobs"])
+    # A tool's tokens have no values. The next number is that of the token after them.
+    following = next((later for later in range(t + 1, len(found["valued"])) if found["valued"][later]), None)
     for name, value in found.items():
         row = isinstance(value, list) and name != "totals"
         numbers[name] = value[t] if row else value
         if row:
-            numbers[f"next_{name}"] = value[t + 1] if t + 1 < n and found["valued"][t + 1] else 0.0
+            numbers[f"next_{name}"] = 0.0 if following is None else value[following]
     equal = bool(found.get("equal"))
     return numbers | {"equal": equal and numbers["valued"], "differ": not equal and numbers["valued"]}
 

@@ -61,12 +61,16 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
     return found
 
 
+PAD_TOKEN = "<|ppo_rlhf_pad|>"  # of the tokenizers that are saved with reward models and critics
+
+
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One above a tokenizer's largest id, which is its length unless its ids have holes; also our padding id.
 
     An id in a hole may be sampled, like any row of the output layer that has no text, and is decoded as nothing.
+    PAD_TOKEN, which has the padding id, doesn't count.
     """
-    return max(tokenizer.get_vocab().values()) + 1
+    return max(token for text, token in tokenizer.get_vocab().items() if text != PAD_TOKEN) + 1
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -458,14 +462,20 @@ def same_logits(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 # ---- Our own models --------------------------------------------------------------------------------------------
 
 
-def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
-    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
-    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+def find_head(folder: Path) -> Path:
+    """The file with the head of a reward model or critic."""
     head_file = folder / "reward_head.safetensors"
     if not folder.is_dir():
         raise InputError(f"reward model {folder}: no such folder")
     if not head_file.is_file():
         raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
+    return head_file
+
+
+def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
+    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
+    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+    head_file = find_head(folder)
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
     reward_model = lm.RewardModel(backbone)
     for own in (reward_model.gain, reward_model.bias, *reward_model.reward_head.parameters()):
@@ -725,10 +735,25 @@ def save_reward_model(
             classifier.get_input_embeddings().weight[rows:] = 0.0
     classifier.config.pad_token_id = pad_id
     classifier.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with_padding(tokenizer, pad_id).save_pretrained(folder)
     save_file(kept, folder / "reward_head.safetensors")
     files.give_usual_mode(folder)
     files.write_json(folder / "ppo_rlhf.json", info)
+
+
+def with_padding(tokenizer: PreTrainedTokenizerBase, pad_id: int) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer that pads texts on the right with our padding id, or refuses to pad.
+
+    A sequence classifier reads the score at the last token that isn't the padding id of its configuration. If its
+    tokenizer padded with another id, such as the end of text, the score would be that of a padding token.
+    """
+    padding = copy.deepcopy(tokenizer)
+    padding.padding_side = "right"
+    padding.add_special_tokens({"pad_token": PAD_TOKEN})
+    if padding.pad_token_id != pad_id:  # the ids have a hole, and the new token is in it
+        padding = copy.deepcopy(tokenizer)
+        padding.pad_token = None
+    return padding
 
 
 def save_policy(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, args: Any) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -285,11 +286,8 @@ def load_verifier(
 
         def function(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
             return [verifier(response, answer) for response, answer in zip(responses, answers, strict=True)]
-    elif ":" not in name:
-        raise InputError(f"{what}: unknown; there are {', '.join(VERIFIERS)} and package.module:name")
     else:
-        with contextlib.chdir("."):  # the import may change the current folder
-            function = scorers.import_function(name, field)
+        function = import_verifier(name, field)
 
     def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
         # [V21] A tag that the prompt's template opened is part of the response.
@@ -306,6 +304,25 @@ def load_verifier(
     with contextlib.chdir("."):
         score(["A prompt."] * 2, ["A response.", r"Another one: \boxed{5}"], ["4", "5"])
     return score
+
+
+def import_verifier(name: str, field: str) -> Callable:
+    """The user's function `package.module:name`."""
+    if ":" not in name:
+        raise InputError(f"{flag(field)} {name}: unknown; there are {', '.join(VERIFIERS)} and package.module:name")
+    return scorers.import_function(name, field)
+
+
+def import_functions(shaping: Any) -> None:
+    """Import the functions that these arguments of a script, its `rewards`, name, and drop them.
+
+    An InputError says which is not there, before a script loads or downloads anything else.
+    """
+    for field in ("function", "monitor", "verifier", "format"):
+        name = getattr(shaping, field, "")
+        if name and name not in VERIFIERS:
+            find = import_verifier if field in ("verifier", "format") else scorers.import_function
+            find(name, f"rewards.{field}")
 
 
 def keeps_nothing(*names: str) -> bool:

@@ -133,15 +133,26 @@ def seconds_since(started: float) -> float:
     return max(time.monotonic() - started, 1e-9)
 
 
-def commit() -> str:
-    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    command = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+ROOT = Path(__file__).parents[2]  # of a checkout; elsewhere the folder in which the package is installed
+
+
+def git(*words: str) -> str:
+    """The output of git in this project's checkout; empty elsewhere, as in another repository."""
+
+    def output(*words: str) -> str:
+        result = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, encoding="utf-8")
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    file = "ppo_rlhf/lib/run.py"
     try:
-        result = subprocess.run(command, capture_output=True, text=True)
+        return output(*words) if output("ls-files", "--full-name", file) == file else ""
     except OSError:  # no git
         return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def commit() -> str:
+    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
+    return git("describe", "--always", "--dirty", "--abbrev=40")
 
 
 def cpu_name() -> str:
@@ -186,7 +197,7 @@ class Run:
         self._closers: list[Callable[[], None]] = []
         self._unlock: Callable[[], None] = lambda: None
         self._progress: Any = None
-        self._told_to_stop = self._stopping = False
+        self._told_to_stop = self._stopping = self._told_size = False
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
@@ -525,6 +536,7 @@ class Run:
         plots.draw_learning_curves(self.folder, self.rows, panels)
         self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
+        checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
         print(f"finished {shown(self.folder)}; what it trained is in {shown(self.model_folder)}")
 
@@ -553,7 +565,12 @@ class Run:
             if not tensor.isfinite().all():
                 raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
         if self.is_main:
-            checkpoints.write(self.folder, self.meta["id"], step, tensors, state)
+            keep = self.args.keep_checkpoints
+            size = checkpoints.write(self.folder, self.meta["id"], step, tensors, state, keep or 2)
+            if not self._told_size:
+                kept = f"the newest {keep} are kept" if keep else "two are kept, and one once the run has finished"
+                print(f"a checkpoint has {size / 1e6:,.1f} MB; {kept} ({flag('keep_checkpoints')})", flush=True)
+            self._told_size = True
             files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
         if self._stopping:
             self._close_logs()

@@ -48,8 +48,7 @@ def text_scorer(
     all.
     """
     what = f"{flag(field)} {name}"
-    with contextlib.chdir("."):  # the import may change the current folder
-        function = import_function(name, field)
+    function = import_function(name, field)
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
         eos_id = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -96,15 +95,26 @@ def import_function(name: str, field: str) -> Callable:
     try:
         if importlib.util.find_spec(module.split(".")[0]) is None:
             sys.path.append("")
-        with contained():
+        with contextlib.chdir("."), contained():  # the import may change the current folder
             function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
-        raise InputError(
-            f"{flag(field)} {name}: {type(error).__name__}: {error}; write package.module:name"
-        ) from error
+        said = f"{type(error).__name__}: {error}"
+        if place := place_in_code(error):
+            raise InputError(f"{flag(field)} {name}: {module} could not be imported: {said} ({place})") from error
+        raise InputError(f"{flag(field)} {name}: {said}; write package.module:name") from error
     if not callable(function):
         raise InputError(f"{flag(field)} {name}: that is no function")
     return function
+
+
+def place_in_code(error: BaseException) -> str:
+    """File and line of the user's code that raised an error, or of its syntax error; empty if it is from here."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    machinery = ("<frozen ", __file__, importlib.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(machinery)]
+    return places[-1] if places else ""
 
 
 def score_texts(
@@ -132,8 +142,7 @@ def score_texts(
                 return [], f"{what} returned a {kind}; it must return a list, one number per response"
             scores = [float(none if score is None else score) for score in returned]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        where = f" ({place})" if (place := place_in_code(error)) else ""
         return [], f"{what} failed when called with {len(queries)} texts: {type(error).__name__}: {error}{where}"
     if len(scores) != len(responses):
         return [], f"{what} returned {len(scores)} scores for {len(responses)} responses"

@@ -157,7 +157,7 @@ def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]
 
 
 def main() -> None:
-    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache/ppo_rlhf")
+    cache = Path(os.environ.get("PPO_RLHF_CACHE") or os.path.expanduser("~/.cache/ppo_rlhf"))
     newest = max(cache.glob("sums-????????????"), key=os.path.getmtime, default=cache / "sums")
     parser = argparse.ArgumentParser()
     parser.add_argument("--world", type=Path, default=newest, help=f"folder of a sums world; default: {newest}")
@@ -165,10 +165,13 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.world / "problems_train.jsonl").is_file():
         parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py")
+    problems = read_problems(args.world, "train")
+    if len(problems) < UPDATES * PROMPTS:
+        parser.error(f"{args.world} has {len(problems)} problems; {UPDATES} updates of {PROMPTS} need more")
     tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
     policy = AutoModelForCausalLM.from_pretrained(args.world / "model")
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
-    train(policy, tokenizer, read_problems(args.world, "train"), args.seed)
+    train(policy, tokenizer, problems, args.seed)
     evaluate(policy, tokenizer, read_problems(args.world, "test")[:512])
 
 

@@ -192,6 +192,8 @@ def normalize(reward_model: RewardModel, language_model: PreTrainedModel, querie
 
 def train_reward_model(world: Path, tokenizer, language_model: PreTrainedModel, seed: int) -> RewardModel:
     rows = json.loads((world / "labels/sentiment/offline_5k.json").read_text())
+    if len(rows) <= RM_CHOICES:
+        raise SystemExit(f"{world} has {len(rows)} choices; {RM_CHOICES} to train on and some to hold out are needed")
     texts = torch.tensor([[row["query"] + row[f"sample{i}"] for i in range(4)] for row in rows])
     texts = texts.masked_fill(texts == 50259, PAD)  # (choices, 4, QUERY_LENGTH + RESPONSE_LENGTH); 50259 is padding
     best = torch.tensor([row["best"] for row in rows])  # (choices,), in 0..3
@@ -324,7 +326,7 @@ def train_policy(world: Path, tokenizer, reference: PreTrainedModel, reward_mode
 
 
 def main() -> None:
-    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache/ppo_rlhf")
+    cache = Path(os.environ.get("PPO_RLHF_CACHE") or os.path.expanduser("~/.cache/ppo_rlhf"))
     newest = max(cache.glob("tales-????????????"), key=os.path.getmtime, default=cache / "tales")
     parser = argparse.ArgumentParser()
     parser.add_argument("--world", type=Path, default=newest, help=f"folder of a tales world; default: {newest}")

@@ -11,7 +11,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import run, sources
+from ppo_rlhf.lib import hub, models, posts as readers, problems, rewards, run, sources
+from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.worlds import posts, reviews, smollm, sums, tales
 
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
@@ -48,6 +49,15 @@ OTHER_NAMES = {
     "task.problems": {"gsm8k"},
     "task.test_problems": {"gsm8k"},
 }
+# What reads the data that an argument names, and says what is wrong with a path to nothing.
+READERS: dict[str, Callable[[str], Any]] = {
+    "task.query_dataset": sources.load_texts,
+    "task.posts": lambda path: readers.load_rows(path, "posts", "train"),
+    "task.comparisons": lambda path: readers.load_rows(path, "comparisons", "train"),
+    "task.problems": lambda path: problems.load_rows(path, "problems", "train"),
+    "task.test_problems": lambda path: problems.load_rows(path, "test_problems", ""),
+}
+MAY_BE_EMPTY = ("task.test_problems", "rewards.trained_model", "rewards.value_model")
 
 
 def find_value(argument: str, value: str, root: Path) -> str:
@@ -75,6 +85,36 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
         return replace(group, **parts, **paths)
 
     return found(args, "")
+
+
+def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> None:
+    """Raise an InputError if a script's arguments name a model, data or a function that is not there.
+
+    It loads, builds and downloads nothing, so that a slip is found at once. The parameters are those of find_paths.
+    """
+    root, shaping = run.root_of(args.resume, joint), getattr(args, "rewards", None)
+    for argument in WORLDS:
+        part, _, field = argument.rpartition(".")
+        value = getattr(getattr(args, part, None) if part else args, field, None)
+        if value is not None and argument not in unused:
+            check_name(argument, value, root)
+    if hasattr(shaping, "function") and bool(shaping.function) == bool(shaping.trained_model):
+        raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
+    rewards.import_functions(shaping)
+
+
+def check_name(argument: str, value: str, root: Path) -> None:
+    """Raise an InputError if the value of an argument is neither a path to something nor a name."""
+    path = run.find_path(value, root)
+    if value in (*WORLDS[argument], *OTHER_NAMES.get(argument, ())) or (not value and argument in MAY_BE_EMPTY):
+        return
+    if argument == "base_model" and (path.is_dir() or not hub.HUB_NAME.fullmatch(value)):
+        with models.model_errors(str(path) if value else ""):
+            pass
+    elif argument.startswith("rewards."):
+        models.find_head(path)
+    elif argument in READERS and not path.exists():
+        READERS[argument](str(path))
 
 
 # The files that a run reads in a folder of data, by the argument that names the folder.

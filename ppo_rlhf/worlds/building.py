@@ -37,7 +37,9 @@ def find_trained(name: str, made_of: list[Any]) -> Path | None:
 
 def copy_trained(trained: Path, place: Path) -> dict[str, Any]:
     """Copy a trained language model and its tokenizer into a world. Returns the facts that belong to them."""
-    shutil.copytree(trained / "model", place / "model", copy_function=shutil.copyfile)
+    (place / "model").mkdir()
+    for file in (trained / "model").iterdir():  # copytree would raise an Error that hides a full disk
+        shutil.copyfile(file, place / "model" / file.name)
     return read_facts(trained)
 
 
@@ -47,7 +49,7 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
     It is in $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf. With several processes the first one builds and the others
     wait.
     """
-    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
+    cache = find_cache()
     trained = find_trained(name, made_of)
     weights = [hashlib.sha256((trained / WEIGHTS).read_bytes()).hexdigest()] if trained else []
     folder = cache / name_with_hash(name, [*made_of, *weights])
@@ -55,7 +57,40 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
         build(folder)
     while not folder.exists():
         time.sleep(1)
+    check_files(folder)
     return folder
+
+
+def find_cache() -> Path:
+    """The folder that holds worlds."""
+    try:
+        return Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
+    except RuntimeError as error:
+        raise InputError(
+            "there is no home folder for the cache of worlds; name a folder with the variable PPO_RLHF_CACHE"
+        ) from error
+
+
+SIZES = "sizes.json"  # a file of a world: the bytes of its files, by their paths
+
+
+def sizes_of(world: Path) -> dict[str, int]:
+    """The bytes of a world's files, except those of its description, by their paths."""
+    files_there = (path for path in world.rglob("*") if path.is_file() and path.name not in (SIZES, "world.json"))
+    return {path.relative_to(world).as_posix(): path.stat().st_size for path in sorted(files_there)}
+
+
+def check_files(world: Path) -> None:
+    """Raise an InputError if a file of a world is gone or has another size than when the world was built."""
+    if not (world / SIZES).is_file():  # it was built by an older version
+        return
+    try:
+        sizes, there = files.read_json(world / SIZES), sizes_of(world)
+        broken = [name for name, size in sizes.items() if there.get(name) != size]
+    except (OSError, ValueError, AttributeError):
+        broken = [SIZES]
+    if broken:
+        raise InputError(f"{world}/{broken[0]} is damaged or gone; remove {world}, and it is built again")
 
 
 @contextlib.contextmanager
@@ -65,6 +100,7 @@ def new_world(folder: Path, name: str) -> Iterator[Path]:
     place = begin_building(folder)
     try:
         yield place
+        files.write_json(place / SIZES, sizes_of(place))
         files.give_usual_mode(place)
         try:
             place.rename(folder)
