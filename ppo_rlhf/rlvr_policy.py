@@ -527,7 +527,9 @@ def rollout(
     mask, stopped = response_mask(responses, ids.stops)
     # [V101] A tool's tokens are context for later tokens, but they are in no loss, no KL and no advantage. Nor is the
     #        padding of a response that ends without a stop id, at one call too many.
-    mask = mask & ~sampler_logprobs.isnan() & (responses != ids.pad)
+    from_tool = sampler_logprobs.isnan()
+    sampler_logprobs = sampler_logprobs.masked_fill(from_tool, 0)
+    mask = mask & ~from_tool & (responses != ids.pad)
 
     # 3. Compute log-probs, values and the reference's log-probs.
     # [V76] [V82] The log-probs are those that the first step of training will compute again, so that the ratio starts
@@ -570,6 +572,7 @@ def rollout(
             ref_logprobs,
             values,
             sampler_logprobs,
+            from_tool,
             exact_kl,
         ),
         **{name: tensor.to(device) for name, tensor in per_row.items()},
@@ -1086,6 +1089,8 @@ def start_run(
     this_run = run.Run(setup.given, accelerator, dataclasses.asdict(setup.sizes), joint, inputs)
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
+    if surplus:  # of a checkpoint that an older version wrote
+        surplus.setdefault("from_tool", torch.zeros_like(surplus["mask"]))
     left_over = (
         Rollout(**{part.name: surplus[part.name] for part in dataclasses.fields(Rollout)}) if surplus else None
     )

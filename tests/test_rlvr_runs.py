@@ -8,19 +8,20 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from processes import launch, launch_together
 from runs import explained_metrics, metrics_of, only, samples_of
+from safetensors.torch import load_file
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, sample
+from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, rlvr_tools, sample
 from ppo_rlhf.lib import cli, lm, models, plots, problems, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
+from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
@@ -185,6 +186,42 @@ def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_f
         assert only(folder, f"models/*/{name}").read_bytes() == only(whole, f"models/*/{name}").read_bytes()
 
 
+HOSTILE = (
+    "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 32 --ppo.nminibatches 2 --save_interval 1 "
+    "--log_interval 0 --trace_interval 0 --eval_interval 1 --eval_samples 2 --task.test_problems one.jsonl "
+    "--task.kind_column kind --task.prompt_format plain --task.prompt_length 64 --task.response_length 24 "
+    "--rewards.overlong_buffer 0 --task.prompt_suffix"
+)
+HELD_OUT = {"question": "Petra has 7 apples. How many?", "answer": "#### 7", "kind": "one\u2028line\ror\ntwo"}
+FAMILIES = {**PRESETS, **rlvr_tools.PRESETS}
+IN_ROUNDS = "--ppo.filter_groups --ppo.prompts_per_round 24"
+MAY_BE_HELD = {name: (name, "") for name, args in FAMILIES.items() if not args.ppo.filter_groups}
+MAY_BE_HELD |= {
+    f"{name}, filtered": (name, IN_ROUNDS) for name, args in FAMILIES.items() if args.ppo.samples_per_prompt > 1
+}
+MAY_BE_HELD |= {f"{name}, no score": (name, "--rewards.verifier letters:silent") for name in ("sums", "sums-tools")}
+MAY_BE_HELD |= {"remax": ("gsm8k", "--ppo.advantage remax"), "pretraining": ("sums", "--ppo.critic_explains 0.5")}
+
+
+@pytest.mark.parametrize(("family", "more"), MAY_BE_HELD.values(), ids=MAY_BE_HELD)
+def test_a_checkpoint_takes_whatever_a_run_may_hold(tiny_sums, tiny_tools, in_folder, monkeypatch, family, more):
+    """One held-out problem, of an odd kind; responses without a score; groups that are left over; a tool's tokens."""
+    n, with_tool = min(FAMILIES[family].ppo.samples_per_prompt, 4), family in rlvr_tools.PRESETS
+    world, folder = tiny_tools if with_tool else tiny_sums, in_folder()
+    (folder / "one.jsonl").write_text(json.dumps(HELD_OUT) + "\n")
+    common = f"--preset {family} --base_model {world}/model --task.problems {world} --ppo.samples_per_prompt {n} "
+    words = f"{common} --rewards.verifier letters:some_of_three {more} {HOSTILE}".split()
+    module = rlvr_tools if with_tool else rlvr_policy
+    rows = run_in(folder, monkeypatch, *words, "\n", module=module)
+    newest = only(folder, "runs/*/checkpoints/2")
+    shutil.rmtree(newest)
+    tensors = load_file(newest.with_name("1") / "tensors.safetensors")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    if IN_ROUNDS in more:
+        assert len(tensors["surplus/mask"]) > 0 and tensors["surplus/from_tool"].any() == with_tool
+    assert len(rows) == 2 and run_in(folder, monkeypatch, "--resume", str(newest.parents[1]), module=module) == rows
+
+
 CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -234,13 +271,15 @@ def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, mo
 # ---- Estimators, losses and rewards, each through its own flag -------------------------------------------------
 
 
-def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[dict[str, float]]:
-    """train() in this process: the rows of its metrics.csv."""
+def run_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, module: ModuleType = rlvr_policy
+) -> list[dict[str, float]]:
+    """train() of a script in this process: the rows of its metrics.csv."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "letters", raising=False)
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
-    train(cli.parse_args(PRESETS, list(words)))
+    module.train(cli.parse_args(module.PRESETS, list(words)))
     return metrics_of(max(folder.glob("runs/*"), key=lambda folder: folder.stat().st_mtime))
 
 

@@ -195,6 +195,19 @@ def test_logs_are_cut_back_to_the_checkpoint(accelerator, first_step):
     assert len(list(after.folder.glob("events.out.tfevents.*"))) == 1
 
 
+@pytest.mark.parametrize("kind", ["a\nb", "a\r\nb", "\u2028\x85\f", '","'])
+def test_a_name_may_hold_line_breaks(accelerator, kind):
+    before = start(accelerator)
+    for step in range(4):
+        before.log(step, {f"eval/{kind}": step / 7})
+    before.finish({})
+    after = start(accelerator, before.folder, first_step=3)
+    after.log(3, {f"eval/{kind}": 3 / 7})
+    after.finish({})
+    rows = [{name: float(value) for name, value in row.items()} for row in read_csv(before.folder)]
+    assert rows == [{"step": step, f"eval/{kind}": step / 7} for step in range(4)] == after.rows
+
+
 @pytest.mark.parametrize("torn", ["3,0.1", "1"])
 def test_a_row_that_was_cut_off_is_dropped(accelerator, torn):
     before = start(accelerator)

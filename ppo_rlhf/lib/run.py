@@ -22,6 +22,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
@@ -106,6 +107,20 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if broken := [name for name, value in values.items() if not files.fits(value, kinds[name])]:
         raise InputError(f"{folder / 'meta.json'} was damaged: {broken[0]} is {values[broken[0]]!r}")
     return meta
+
+
+def read_records(path: Path) -> list[list[str]]:
+    """The header and the rows of a metrics.csv, without a last row that was cut off. Raises OSError or ValueError.
+
+    The header may have several lines, because a metric's name may hold any text.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        text = file.read()
+    try:
+        records = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    return records if text.endswith("\n") else records[:-1]
 
 
 def lock_folder(folder: Path) -> int | None:
@@ -277,17 +292,18 @@ class Run:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
         metrics_file, samples_file = self.folder / "metrics.csv", self.folder / "samples.jsonl"
         try:
-            lines = metrics_file.read_text().splitlines(keepends=True) if first_step else []
+            header, *rows = read_records(metrics_file) if first_step else [[]]
             samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
-            rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
-            kept = [row for row in rows if float(row["step"]) < first_step]
-            self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
+            numbers = [dict(zip(header, map(float, row), strict=True)) for row in rows]
+            self.rows = [row for row in numbers if row["step"] < first_step]
             samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
         if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
             raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
-        files.replace_file(metrics_file, "".join(lines[: first_step + 1] if first_step else []))
+        kept = io.StringIO(newline="")
+        csv.writer(kept, lineterminator="\n").writerows([header, *rows[:first_step]] if first_step else [])
+        files.replace_file(metrics_file, kept.getvalue())
         files.replace_file(samples_file, "".join(samples))
         traces.cut(self.folder, first_step)
 
