@@ -105,20 +105,23 @@ def update_metrics(
         accelerator=accelerator,
     )
     # [V55] A minibatch in which no token counts is in no mean either.
-    live_steps = (accelerator.reduce(steps["tokens"], "sum") > 0).nonzero()[:, 0]  # numbers of steps
-    shares = {
-        name: x[live_steps].sum() / max(len(live_steps), 1)
-        for name, x in steps.items()
-        if not name.endswith("grad_norm")
-    }
+    counts = {name: accelerator.reduce(steps[name], "sum") for name in ("tokens", "right_tokens") if name in steps}
+    live_steps = {name: (count > 0).nonzero()[:, 0] for name, count in counts.items()}  # numbers of steps
+    shares = {}
+    for name, x in steps.items():
+        if not name.endswith("grad_norm"):
+            inds = live_steps["right_tokens" if name == "loss/nll_avg" else "tokens"]
+            shares[name] = x[inds].sum() / max(len(inds), 1)
     m |= processes.sum_over_processes(shares | {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0]}, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
-    off = m["val/ratio"] - 1 if len(live_steps) else 0
+    off = m["val/ratio"] - 1 if len(live_steps["tokens"]) else 0
     m |= {"val/ratio_var": m[SQUARED_RATIO_GAP] - off**2, "val/first_ratio_gap": math.sqrt(m[FRESH_RATIO_GAP])}
     if critic:
         variance_of_errors = m["square_of_error"] - m["error"] ** 2
         variance_of_returns = m["square_of_return"] - m["val/returns"] ** 2
-        m["val/explained_var"] = 1 - variance_of_errors / max(variance_of_returns, 1e-12)
+        # Returns that differ by no more than rounding have nothing that a critic could explain.
+        vary = variance_of_returns > 1e-12 * (m["square_of_return"] + m["square_of_error"])
+        m["val/explained_var"] = 1 - variance_of_errors / variance_of_returns if vary else 0.0
     everyone = accelerator.gather(lengths)
     m |= {"val/sequence_lengths_min": everyone.min().item(), "val/sequence_lengths_max": everyone.max().item()}
     of_critic = () if critic else ("loss/value_avg", "val/clipfrac_avg")

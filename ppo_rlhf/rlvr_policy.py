@@ -48,6 +48,7 @@ from ppo_rlhf import rlvr_checks, rlvr_metrics, worlds
 from ppo_rlhf.lib import (
     checkpoints,
     cli,
+    errors,
     lm,
     models,
     networks,
@@ -553,6 +554,12 @@ def rollout(
     parts, raw_scores = parts.nan_to_num(0), raw_scores.nan_to_num(0)
     lengths = (responses != ids.pad).sum(1)  # (rows,), with a tool's tokens, as response_length
     scores = punish(raw_scores, lengths, stopped, shaping, task.response_length)
+    # [V109] Only scores of 0 and 1 have a mean that is the share of correct responses.
+    if args.ppo.advantage == "maxrl" and (scores < 0).any():
+        errors.say_once(
+            f"{cli.flag('ppo.advantage')} maxrl: there are negative scores; it divides by the mean of the scores, "
+            f"which ought to be the share of right responses, and leaves out groups in which that is not above 0"
+        )
     baselines = torch.zeros_like(scores)
     for likeliest, _ in greedy:
         greedy_lengths, greedy_stopped = (likeliest != ids.pad).sum(1), response_mask(likeliest, ids.stops)[1]
@@ -760,7 +767,7 @@ def micro_batch_loss(
         # [V108] The mean is over the tokens of correct responses in the minibatch. The weights above are not in it.
         nll = aggregate(-new_logprobs, mb.right_mask, "token-mean", tokens=right_tokens)
         loss = loss + ppo.nll_coef * nll
-        share |= {"objective/loss": loss, "loss/nll_avg": nll}
+        share |= {"objective/loss": loss, "loss/nll_avg": nll, "right_tokens": mb.right_mask.sum()}
     flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below, "val/clipfrac_avg": v_clipped}
     flags |= {"async/masked_share": factors == 0} if reweigh else {}
     share |= rlvr_metrics.token_statistics(mb, new_logprobs, entropies, counts["tokens"], **flags)

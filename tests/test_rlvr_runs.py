@@ -45,6 +45,9 @@ def silent(prompts, responses, answers):
 
 def never(prompts, responses, answers):
     return [0.0] * len(responses)
+
+def first(prompts, responses, answers):
+    return [float(i == 0) for i in range(len(responses))]
 """
 
 
@@ -370,6 +373,33 @@ def test_a_minibatch_without_a_token_is_in_no_mean(tiny_sums, in_folder, monkeyp
     assert row["val/ratio"] == pytest.approx(1, abs=1e-9) and 1 < row["policy/entropy_avg"] < math.log(400)
     assert row["policy/entropy_avg"] == pytest.approx(row["loss/entropy_avg"])
     assert row["objective/loss"] == pytest.approx(row["loss/policy_avg"] - 0.5 * row["loss/entropy_avg"])
+
+
+@pytest.mark.parametrize("verifier", ["never", "silent"])
+def test_a_critic_explains_nothing_where_all_returns_are_equal(tiny_sums, in_folder, monkeypatch, verifier):
+    """So value pretraining goes on, although no return differs from what the critic says."""
+    words = f"--rewards.verifier letters:{verifier} --ppo.critic_warmup 2 --ppo.critic_explains 0.3"
+    folder = in_folder()
+    rows = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    assert [row["val/explained_var"] for row in rows] == [0, 0]
+    assert json.loads(only(folder, "runs/*/checkpoints/2/state.json").read_text())["explained"] == 0
+
+
+def test_the_likelihood_loss_is_a_mean_over_minibatches_with_a_correct_response(tiny_sums, in_folder, monkeypatch):
+    """One of 16 responses is correct, in one of four minibatches. The policy does not move."""
+    words = "--rewards.verifier letters:first --ppo.nll_coef 0.1 --ppo.nminibatches 4 --ppo.total_episodes 16 "
+    words += "--trace_interval 1 --trace_episodes 16"
+    folder = in_folder()
+    (row,) = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    trace = traces.read(only(folder, "runs/*"), 0)
+    logprobs = trace.tokens["logprobs"][0][trace.tokens["mask"][0].bool()]
+    assert row["loss/nll_avg"] == pytest.approx(-logprobs.double().mean().item(), rel=1e-5) != 0
+
+
+def test_negative_scores_do_not_go_with_maxrl(tiny_sums, in_folder, monkeypatch, capsys):
+    words = f"{WAYS['maxrl']} --rewards.verifier answer_line --ppo.critic_warmup 0".split()
+    run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words)
+    assert capsys.readouterr().out.count("--ppo.advantage maxrl: there are negative scores") == 1
 
 
 def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(tiny_sums, in_folder, monkeypatch):
