@@ -339,6 +339,13 @@ def test_whitening_on_two_processes_is_that_on_one(keep_mean):
     assert_close(whole[MASK], expected.float(), atol=1e-6, rtol=1e-6)
 
 
+def test_the_epsilon_of_whitening_is_within_the_root():
+    """The variance is 1e-8, as is the epsilon: 1e-4 / (2e-8)^0.5."""
+    values = torch.tensor([[1e-4, -1e-4]], dtype=torch.float64)
+    whitened = whiten(values, torch.ones(1, 2).bool(), keep_mean=False)
+    assert whitened[0].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_whitening_of_one_value_or_none_is_0(count):
     mask = torch.zeros(2, 2, dtype=torch.bool)
@@ -608,11 +615,13 @@ def test_a_loss_of_0_has_a_gradient(loss):
     assert new_logprobs.grad.tolist() == [[-0.25, -0.25], [0.25, 0.25]]  # descent: the first up, the second down
 
 
-def test_an_overflowing_ratio_stays_finite():
-    new = torch.tensor([[80.0, -80.0]], dtype=torch.float64)
-    for loss in ("ppo", "gspo", "cispo"):
-        losses, _, _ = token_losses(new, -new, torch.ones(1, 2), torch.ones(1, 2).bool(), loss, low=0.2, high=0.2)
+@pytest.mark.parametrize(("loss", "largest"), [("ppo", math.exp(20)), ("gspo", math.exp(10)), ("cispo", 1.2 * 80)])
+def test_an_overflowing_ratio_stays_finite(loss, largest):
+    new, mask = torch.tensor([[80.0, 80.0], [-80.0, -80.0]]), torch.ones(2, 2).bool()
+    for sign in (1, -1):
+        losses, _, _ = token_losses(new, -new, sign * torch.ones(2, 2), mask, loss, low=0.2, high=0.2)
         assert losses.isfinite().all()
+    assert losses.max().item() == pytest.approx(largest)
 
 
 def test_values_without_a_clip_are_a_plain_square():
@@ -691,6 +700,13 @@ def test_blame_of_unlikely_responses_is_masked_by_hand():
                 some.append(out)
         assert any(some) == (delta < 4.0) and not all(some)
     assert off_policy_mask(sampler, sampler, advantages, MASK, 1e-9).all()
+
+
+@pytest.mark.parametrize(("delta", "kept"), [(0.5, True), (0.1, False)])
+def test_blame_is_masked_by_the_mean_over_tokens_not_by_the_sum(delta, kept):
+    """Three tokens, each of which became less likely by 0.2 nats."""
+    zeros, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    assert off_policy_mask(zeros - 0.2, zeros, zeros - 1, mask, delta).tolist() == [[kept] * 3]
 
 
 def test_mismatch_is_that_of_valid_tokens():

@@ -46,6 +46,9 @@ def silent(prompts, responses, answers):
 def never(prompts, responses, answers):
     return [0.0] * len(responses)
 
+def one_of_eight_is_none(prompts, responses, answers):
+    return [None if (len(responses), i) == (8, 0) else 1.0 for i in range(len(responses))]
+
 def first(prompts, responses, answers):
     return [float(i == 0) for i in range(len(responses))]
 """
@@ -360,6 +363,13 @@ def test_what_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch)
     assert 0 < rows[0]["val/unscorable"] < 1 and rows[0]["objective/scores"] == 1
 
 
+def test_a_group_whose_greedy_response_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch):
+    """The first of eight greedy responses, each of which is the baseline of two others."""
+    words = f"{WAYS['remax']} --ppo.critic_warmup 0 --rewards.verifier letters:one_of_eight_is_none".split()
+    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words)
+    assert [row["val/unscorable"] for row in rows] == [2 / 16] * 2
+
+
 @pytest.mark.parametrize("verifier", ["some", "silent"])
 def test_a_minibatch_without_a_token_is_in_no_mean(tiny_sums, in_folder, monkeypatch, verifier):
     """The critic warms up: the policy does not move, and all ratios are 1."""
@@ -458,6 +468,8 @@ def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_
     assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
     ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]
     assert [row["train/staleness_mean"] for row in rows] == ages and ages[1] > 0
+    # The ratio of groups that were left over doesn't start at 1, and so they are not in this number.
+    assert all(row["val/first_ratio_gap"] < 1e-9 for row in rows)
     words = words.replace("letters:letters", "letters:never")
     with pytest.raises(InputError, match=r"--ppo.max_generation_rounds 10 did not fill a batch: only 0 of 16"):
         run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
