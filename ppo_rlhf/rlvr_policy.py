@@ -413,7 +413,8 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
         lr = set_learning_rates(optimizers, args.ppo, number, sizes.updates)
         if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
             samples = args.eval_samples if number == 0 else 0
-            progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
+            with this_run.before_update(number):
+                progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
 
         with actor_critic.sampling():
             while not pool.is_full():  # one round is enough, unless groups are filtered

@@ -649,7 +649,6 @@ BAD = {
     "--rewards.kl_loss_estimator k2": "--rewards.kl_loss_estimator k2 does nothing without --rewards.kl_loss_coef",
     "--rewards.kl_estimator k3": "--rewards.kl_estimator k3 does nothing",
     "--rewards.adaptive_kl.horizon 99": "--rewards.adaptive_kl.horizon 99 does nothing",
-    "--eval_samples 0 --eval_temperature 0.5": "--eval_temperature 0.5 does nothing without --eval_samples",
     f"{RLOO} --ppo.filter_groups --rewards.trained_model x": "leave one of the two out",
     f"{FULL} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full": "--ppo.whiten_advantages False",
     "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
@@ -687,6 +686,24 @@ def test_what_may_not_be_meant_is_said(words):
     said = list(rlvr_checks.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
     assert DOUBTFUL[words] in "\n".join(said) and bool(said) == bool(DOUBTFUL[words])
     assert not any("\n" in line for line in said)
+
+
+@pytest.mark.parametrize("begun", ["1f2e3d", "here"])
+def test_a_run_of_an_older_version_is_called_that(tmp_path, begun):
+    """It lacks two arguments. If it was begun at this commit, it is a run of another script, or damaged."""
+    args = dataclasses.asdict(PRESETS["sums"])
+    del args["eval_temperature"], args["ppo"]["nll_coef"]
+    meta = {"args": args, "commit": run.commit() if begun == "here" else begun}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    words = "was begun at commit 1f2e3d, by a version or a script without eval_temperature, ppo.nll_coef; resume it"
+    with pytest.raises(InputError, match="or damaged" if begun == "here" else words):
+        cli.parse_args(PRESETS, ["--resume", str(tmp_path)])
+
+
+def test_a_temperature_of_samples_may_stay_when_they_are_switched_off():
+    rlvr_policy.check_arguments(
+        cli.parse_args(PRESETS, ["--preset", "sums", "--eval_samples", "0", "--eval_temperature", "0.7"])
+    )
 
 
 def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(tiny_sums, in_folder, monkeypatch):

@@ -401,6 +401,7 @@ def tool(call):
     if call == "sleep": time.sleep(60)
     if call == "power": return str(9 ** 9 ** 9)
     if call == "die": os._exit(0)
+    if call == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if call == "deaf":
         signal.alarm(0)
         while True: pass
@@ -439,6 +440,8 @@ def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
             "nothing",
             "bad_tools:tool failed on 'nothing': 'TypeError: it returns NoneType, not str'",
         ),
+        ("bad_tools:tool", "exit", "bad_tools:tool failed on 'exit': 'its process ended with status 3'"),
+        ("bad_tools:tool", "crash", "bad_tools:tool failed on 'crash': 'its process ended with status -11'"),
         ("bad_tools:broken", "7" * 200, f"bad_tools:broken failed on '{'7' * 100}': \"TypeError: broken() missing"),
         (
             "mean_tools:tool",
@@ -505,11 +508,23 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, w
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["max_calls", "max_answer", "time_limit"])
-def test_numbers_that_mean_nothing_are_refused(name):
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [(name, 0, f"^tools.{name} is 0; it must be") for name in ("max_calls", "max_answer", "time_limit")]
+    + [("time_limit", 1e10, r"^--tools.time_limit 1e\+10 is more than 86400 seconds, a day")],
+)
+def test_numbers_that_mean_nothing_are_refused(name, value, words):
     args = rlvr_tools.PRESETS["sums-tools"]
-    with pytest.raises(InputError, match=f"^tools.{name} is 0; it must be"):
-        rlvr_tools.train(dataclasses.replace(args, tools=dataclasses.replace(args.tools, **{name: 0})))
+    with pytest.raises(InputError, match=words):
+        rlvr_tools.train(dataclasses.replace(args, tools=dataclasses.replace(args.tools, **{name: value})))
+
+
+def test_the_longest_time_limit_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad_tools.py").write_text(BAD)
+    tool = tools.load_tool("bad_tools:tool", "tools.tool", seconds=tools.LONGEST_LIMIT)
+    assert tool("a") == "A"
+    tool.close()
 
 
 def test_a_tool_does_not_go_with_sharded_weights(monkeypatch):

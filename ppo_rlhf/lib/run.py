@@ -167,6 +167,9 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+SAME_SIGNAL = 2.0  # seconds in which a launcher passes a SIGTERM on to processes that a cluster has sent it already
+
+
 class Run:
     """The folder of one run, and everything that is written to it. Only the main process writes.
 
@@ -447,10 +450,18 @@ class Run:
 
     def updates(self, title: str, first: int, total: int) -> Iterator[int]:
         """The updates of a training loop, from `first` on, with a progress bar. Each ends with `end_of_update`."""
+        self._saved = first
         with self.progress(title, total, first) as self._advance:
             for update in range(first, total):
                 self._update_started = time.monotonic()
                 yield update
+
+    @contextlib.contextmanager
+    def before_update(self, update: int) -> Iterator[None]:
+        """Within the block, SIGTERM stops the run at once if there is nothing that a checkpoint doesn't hold."""
+        at_once = errors.handler_of(signal.SIGTERM, errors.stop_now)
+        with at_once if update == self._saved else contextlib.nullcontext():
+            yield
 
     def seconds_of_update(self) -> float:
         """Wall time since the current update began."""
@@ -486,11 +497,16 @@ class Run:
     def progress(self, title: str, total: int, done: int = 0):
         """For the time of a loop: a bar with the time left; and SIGTERM waits for the checkpoint after the step.
 
-        Yields advance(text), to be called once per step.
+        A second SIGTERM ends the process at once. Yields advance(text), to be called once per step.
         """
+        told = math.inf
 
         def on_sigterm(signal_number: int, frame: Any) -> None:
-            self._told_to_stop = True
+            nonlocal told
+            now = time.monotonic()
+            if now - told > SAME_SIGNAL:
+                errors.leave(0, errors.with_how_to_go_on("stopped by SIGTERM"))
+            told, self._told_to_stop = min(told, now), True
 
         try:
             with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
@@ -571,6 +587,7 @@ class Run:
         if self.is_main:
             checkpoints.write(self.folder, self.meta["id"], step, tensors, state)
             files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
+        self._saved = step
         if self._stopping:
             self._close_logs()
             self._unlock()
