@@ -10,7 +10,6 @@ shows where each of these numbers comes from.
     python ppo_rlhf/report.py --explain 20 1 5                    # where the numbers of one token come from, as text
 """
 
-import csv
 import functools
 import itertools
 import json
@@ -206,9 +205,9 @@ def read_run(folder: Path) -> OneRun:
     meta, path = run.read_meta(folder), folder / "metrics.csv"
     check_meta(folder / "meta.json", meta)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))  # the last may be half written
-        metrics = {name: [float(row[name]) for row in rows] for name in (rows[0] if rows else {})}
+        header, *rows = (run.read_records(path) if path.exists() else []) or [[]]
+        columns = [[*map(float, column)] for column in zip(*rows, strict=True)]
+        metrics = dict(zip(header, columns, strict=True)) if rows else {}
         if meta["args"].get("ppo", {}).get("samples_per_prompt") == 1:  # groups of one say nothing
             metrics = {name: values for name, values in metrics.items() if not name.startswith("val/groups_")}
         return OneRun(folder, meta, [int(step) for step in metrics.pop("step", [])], metrics)

@@ -97,7 +97,7 @@ class Args(rlvr_policy.Args):
     """leave tokens out of the loss whose ratio is out of bounds (masked importance sampling, MIS, as in IcePop), or
     responses whose ratios have a geometric mean (sequence) or a product out of bounds"""
     rejection_low: float = 0.5
-    """the smallest ratio that is kept"""
+    """the smallest ratio that is kept; 0: no lower bound"""
     rejection_high: float = 2.0
     """the largest ratio that is kept"""
     off_policy_mask: float | None = None
@@ -137,7 +137,8 @@ def train(args: Args) -> Path:
                 lr = rlvr_policy.set_learning_rates(optimizers, args.ppo, number, sizes.updates)
                 if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
                     samples = args.eval_samples if number == 0 else 0
-                    progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
+                    with this_run.before_update(number):
+                        progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
 
                 # c. Wait for the batch, and read and score it with the learner's own networks.
                 with actor_critic.sampling():
@@ -609,10 +610,10 @@ def is_on_policy(args: Args) -> bool:
 
 
 def check_arguments(args: Args) -> None:
-    cli.at_least(0, "", args, "staleness")
+    cli.at_least(0, "", args, "staleness", "rejection_low")
     cli.at_least(1, "", args, "workers")
     cli.at_least(1, "", args, "correction_cap")
-    cli.above_zero("", args, "time_out", "rejection_low")
+    cli.above_zero("", args, "time_out")
     cli.at_least(0, "", args, *(["gpus_per_worker"] if args.gpus_per_worker is not None else []))
     cli.above_zero("", args, *(["off_policy_mask"] if args.off_policy_mask is not None else []))
     if not args.rejection_low <= 1 - ROUNDING < 1 + ROUNDING <= args.rejection_high:

@@ -124,7 +124,6 @@ def without_effect(args: Any, usual: Any) -> Iterator[str]:
         ("rewards.kl_estimator", shaping.kl_coef or shaping.kl_loss_coef, flag("rewards.kl_coef")),
         ("rewards.kl_loss_estimator", shaping.kl_loss_coef, flag("rewards.kl_loss_coef")),
         ("rewards.adaptive_kl.horizon", shaping.adaptive_kl.target, flag("rewards.adaptive_kl.target")),
-        ("eval_temperature", args.eval_samples, flag("eval_samples")),
     ]
     for names, is_read, reader in readers:
         for name in names.split():

@@ -71,7 +71,8 @@ class Rows:
 class Rollout(Rows):
     """The samples, and what steps 1 to 4 found out about them."""
 
-    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn; NaN: a tool wrote the token
+    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn; 0 where a tool wrote
+    from_tool: Tensor  # (rows, response_length) bool, the tokens that a tool wrote
     exact_kl: Tensor  # (rows, response_length), where the reward needs it, otherwise 0
     parts: Tensor  # (rows, sources), what verifiers and reward model say
     raw_scores: Tensor  # (rows,), their weighted sum

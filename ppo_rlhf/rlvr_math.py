@@ -49,6 +49,8 @@ def read_logits(logits: Tensor, tokens: Tensor, *, entropy_learns: bool) -> tupl
 
 # ---- Step 5: the KL divergence from the reference, and rewards -------------------------------------------------
 
+ROUNDING = 1e-4  # nats by which float32 log-probs of one policy may differ from pass to pass
+
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str) -> Tensor:
     """Per-token estimates (batch, response_length) of KL(policy || reference) from sampled tokens, in nats.
@@ -57,6 +59,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str)
 
         k1 = d        abs = |d|        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
+    The slope of abs is the sign of d, and 0 where |d| is at most ROUNDING.
     The mean of k1 over sampled tokens is the KL; single tokens, and whole batches, may be negative.
     In the reward, k1 has the gradient of the whole response's KL, because the return of a token includes the KL of
     all tokens after it. As a loss, an estimate acts only through its slope, and only on the token that it was
@@ -66,7 +69,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str)
     the name and the slope of k2, and are to be multiplied by the detached ratio.
     """
     d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
-    forms = {"k1": (d, 1), "abs": (d.abs(), d.sign()), "k2": (d**2 / 2, d)}  # value and slope
+    forms = {"k1": (d, 1), "k2": (d**2 / 2, d)}  # value and slope
+    # Two passes of the same policy may round differently. That must not decide about a slope of 1 or -1.
+    forms["abs"] = d.abs(), d.sign() * (d.abs() > ROUNDING)
     # `expm1` is exact where d is near 0, where k3 is a difference of two almost equal numbers.
     inverse_ratio_less_1 = torch.expm1((-d).clamp(max=20))
     # [V52] Far below the reference, k3 keeps growing and pulls back with a slope of -10. verl clamps its value, which
@@ -156,7 +161,7 @@ def sums_of_errors(rewards: Tensor, mask: Tensor, values: Tensor, gamma: float, 
 def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
     """The sum (amax, amin) of x (batch,) over each row's group, at every row: (batch,)."""
     # [V08] A group has a number. The same prompt twice in a batch makes two groups.   ray_trainer.py#L1375-L1384
-    numbers = (groups.unsqueeze(1) == groups).byte().argmax(1)  # the first row of each row's group: (batch,)
+    numbers = groups.unique(return_inverse=True)[1]  # (batch,)
     return torch.zeros_like(x).scatter_reduce(0, numbers, x, reduce, include_self=False)[numbers]
 
 
@@ -195,11 +200,13 @@ def dr_grpo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
 
 
 def maxrl(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
-    """(R - mean) / (mean + 1e-6) in each group; 0 where the mean is not above 0."""
+    """(R - mean) / (mean + 1e-6) in each group; 0 where the mean is not above 0, except for rounding."""
     # [V109] With scores of 0 and 1, the mean is the share of correct responses, and this is the gradient of its
     #        logarithm. If one of 8 responses is right, it gets +7, and +1/7 if only one is wrong.
-    centred, _, mean = centred_scores(rewards, mask, groups)
-    return to_tokens((centred / (mean + 1e-6)).masked_fill(mean <= 0, 0), mask), None
+    centred, size, mean = centred_scores(rewards, mask, groups)
+    # Scores of both signs may cancel, except for rounding, which is then all that there is of the mean.
+    absolute = by_group((centred + mean).abs().masked_fill(~mask.any(1), 0), groups) / size.clamp(min=1)
+    return to_tokens((centred / (mean + 1e-6)).masked_fill(mean <= 1e-5 * absolute, 0), mask), None
 
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:

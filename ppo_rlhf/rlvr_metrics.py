@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
 from ppo_rlhf import rlvr_data, rlvr_math
-from ppo_rlhf.lib import lm, problems, processes, rewards, run, traces
+from ppo_rlhf.lib import lm, problems, processes, rewards, run, texts, traces
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -56,7 +55,7 @@ def update_metrics(
     returned. Raises a NumericalError if the numbers are impossible.
     """
     accelerator, generated = setup.accelerator, generated or [episodes]
-    names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores", "sampler_logprobs")
+    names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores", "from_tool", "responses")
     one = {name: torch.cat([getattr(part, name) for part in generated]) for name in names}
     live, lengths, right = one["mask"].any(1), one["mask"].sum(1), one["parts"][:, 0] > 0
     # [V79] Scores, lengths and the like are of all that was generated, as is the count of episodes.
@@ -71,9 +70,8 @@ def update_metrics(
         "val/groups_all_wrong": rlvr_math.by_group((~right | ~live).double(), one["groups"], "amin"),
     }
     if hasattr(setup.args, "tools"):  # of rlvr_tools.py
-        from_tool = one["sampler_logprobs"].isnan()
-        of_responses["val/tool_tokens"] = from_tool.sum(1)
-        of_responses["val/tool_calls"] = (from_tool & ~F.pad(from_tool, (1, 0))[:, :-1]).sum(1)
+        of_responses["val/tool_tokens"] = one["from_tool"].sum(1)
+        of_responses["val/tool_calls"] = answered_calls(setup, one["responses"], one["from_tool"])
     # [V55] A row without a token is in no mean.
     of_episodes = {
         "objective/kl": batch.kl.sum(1),
@@ -107,26 +105,40 @@ def update_metrics(
         accelerator=accelerator,
     )
     # [V55] A minibatch in which no token counts is in no mean either.
-    live_steps = (accelerator.reduce(steps["tokens"], "sum") > 0).nonzero()[:, 0]  # numbers of steps
-    shares = {
-        name: x[live_steps].sum() / max(len(live_steps), 1)
-        for name, x in steps.items()
-        if not name.endswith("grad_norm")
-    }
+    counts = {name: accelerator.reduce(steps[name], "sum") for name in ("tokens", "right_tokens") if name in steps}
+    live_steps = {name: (count > 0).nonzero()[:, 0] for name, count in counts.items()}  # numbers of steps
+    shares = {}
+    for name, x in steps.items():
+        if not name.endswith("grad_norm"):
+            inds = live_steps["right_tokens" if name == "loss/nll_avg" else "tokens"]
+            shares[name] = x[inds].sum() / max(len(inds), 1)
     m |= processes.sum_over_processes(shares | {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0]}, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
-    off = m["val/ratio"] - 1 if len(live_steps) else 0
+    off = m["val/ratio"] - 1 if len(live_steps["tokens"]) else 0
     m |= {"val/ratio_var": m[SQUARED_RATIO_GAP] - off**2, "val/first_ratio_gap": math.sqrt(m[FRESH_RATIO_GAP])}
     if critic:
         variance_of_errors = m["square_of_error"] - m["error"] ** 2
         variance_of_returns = m["square_of_return"] - m["val/returns"] ** 2
-        m["val/explained_var"] = 1 - variance_of_errors / max(variance_of_returns, 1e-12)
+        # Returns that differ by no more than rounding have nothing that a critic could explain.
+        vary = variance_of_returns > 1e-12 * (m["square_of_return"] + m["square_of_error"])
+        m["val/explained_var"] = 1 - variance_of_errors / variance_of_returns if vary else 0.0
     everyone = accelerator.gather(lengths)
     m |= {"val/sequence_lengths_min": everyone.min().item(), "val/sequence_lengths_max": everyone.max().item()}
     of_critic = () if critic else ("loss/value_avg", "val/clipfrac_avg")
     metrics = {name: m[name] for name in m if "/" in name and name not in of_critic}
     processes.check_update(metrics, number, setup.args.dtype, gap="val/first_ratio_gap")
     return metrics
+
+
+def answered_calls(setup: Any, responses: Tensor, from_tool: Tensor) -> Tensor:
+    """How many calls the tool answered in each response (rows,), empty answers included.
+
+    responses: (rows, response_length); from_tool: of that shape, the tokens that the tool wrote.
+    """
+    call_end = texts.one_token(setup.tokenizer, setup.args.tools.call_end, "call_end")
+    ends = (responses == call_end) & ~from_tool  # (rows, response_length), each ends a call
+    # A call at the very end of a response has no room for an answer, and one after max_calls ends the response.
+    return ends[:, :-1].sum(1).clamp(max=setup.args.tools.max_calls)
 
 
 def run_metrics(
@@ -214,7 +226,7 @@ def keep_trace(
     of_episodes = {name: getattr(episodes, name) for name in ("scores", "raw_scores", "stopped", "groups")}
     of_episodes |= {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
     if hasattr(setup.args, "tools"):
-        of_tokens["tool"] = episodes.sampler_logprobs.isnan()
+        of_tokens["tool"] = episodes.from_tool
     tokens = episodes.query_responses.tensor_split([-episodes.mask.shape[1]], dim=1)
     answers = [setup.problems.answers[i] for i in episodes.problems.tolist()]
     told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens | found, of_episodes)

@@ -48,6 +48,7 @@ from ppo_rlhf import rlvr_checks, rlvr_metrics, worlds
 from ppo_rlhf.lib import (
     checkpoints,
     cli,
+    errors,
     lm,
     models,
     networks,
@@ -412,7 +413,8 @@ def train(args: Args, joint: dict | None = None, loader: Callable[..., tuple] | 
         lr = set_learning_rates(optimizers, args.ppo, number, sizes.updates)
         if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
             samples = args.eval_samples if number == 0 else 0
-            progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
+            with this_run.before_update(number):
+                progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
 
         with actor_critic.sampling():
             while not pool.is_full():  # one round is enough, unless groups are filtered
@@ -527,7 +529,9 @@ def rollout(
     mask, stopped = response_mask(responses, ids.stops)
     # [V101] A tool's tokens are context for later tokens, but they are in no loss, no KL and no advantage. Nor is the
     #        padding of a response that ends without a stop id, at one call too many.
-    mask = mask & ~sampler_logprobs.isnan() & (responses != ids.pad)
+    from_tool = sampler_logprobs.isnan()
+    sampler_logprobs = sampler_logprobs.masked_fill(from_tool, 0)
+    mask = mask & ~from_tool & (responses != ids.pad)
 
     # 3. Compute log-probs, values and the reference's log-probs.
     # [V76] [V82] The log-probs are those that the first step of training will compute again, so that the ratio starts
@@ -551,6 +555,12 @@ def rollout(
     parts, raw_scores = parts.nan_to_num(0), raw_scores.nan_to_num(0)
     lengths = (responses != ids.pad).sum(1)  # (rows,), with a tool's tokens, as response_length
     scores = punish(raw_scores, lengths, stopped, shaping, task.response_length)
+    # [V109] Only scores of 0 and 1 have a mean that is the share of correct responses.
+    if args.ppo.advantage == "maxrl" and (scores < 0).any():
+        errors.say_once(
+            f"{cli.flag('ppo.advantage')} maxrl: there are negative scores; it divides by the mean of the scores, "
+            f"which ought to be the share of right responses, and leaves out groups in which that is not above 0"
+        )
     baselines = torch.zeros_like(scores)
     for likeliest, _ in greedy:
         greedy_lengths, greedy_stopped = (likeliest != ids.pad).sum(1), response_mask(likeliest, ids.stops)[1]
@@ -570,6 +580,7 @@ def rollout(
             ref_logprobs,
             values,
             sampler_logprobs,
+            from_tool,
             exact_kl,
         ),
         **{name: tensor.to(device) for name, tensor in per_row.items()},
@@ -757,7 +768,7 @@ def micro_batch_loss(
         # [V108] The mean is over the tokens of correct responses in the minibatch. The weights above are not in it.
         nll = aggregate(-new_logprobs, mb.right_mask, "token-mean", tokens=right_tokens)
         loss = loss + ppo.nll_coef * nll
-        share |= {"objective/loss": loss, "loss/nll_avg": nll}
+        share |= {"objective/loss": loss, "loss/nll_avg": nll, "right_tokens": mb.right_mask.sum()}
     flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below, "val/clipfrac_avg": v_clipped}
     flags |= {"async/masked_share": factors == 0} if reweigh else {}
     share |= rlvr_metrics.token_statistics(mb, new_logprobs, entropies, counts["tokens"], **flags)
@@ -1087,6 +1098,8 @@ def start_run(
     this_run = run.Run(setup.given, accelerator, dataclasses.asdict(setup.sizes), joint, inputs)
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
+    if surplus:  # of a checkpoint that an older version wrote
+        surplus.setdefault("from_tool", torch.zeros_like(surplus["mask"]))
     left_over = (
         Rollout(**{part.name: surplus[part.name] for part in dataclasses.fields(Rollout)}) if surplus else None
     )

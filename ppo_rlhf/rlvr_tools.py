@@ -109,6 +109,11 @@ def load(args: Args, joint: dict | None = None) -> tuple:
     """As `load` of rlvr_policy.py, but the policy samples by `converse`."""
     cli.at_least(1, "tools.", args.tools, "max_calls", "max_answer")
     cli.above_zero("tools.", args.tools, "time_limit")
+    if args.tools.time_limit > tools.LONGEST_LIMIT:
+        raise InputError(
+            f"{cli.flag('tools.time_limit')} {args.tools.time_limit:g} is more than {tools.LONGEST_LIMIT:g} seconds, "
+            f"a day; a call that takes so long holds up the whole run"
+        )
     if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
         raise InputError("tools cannot be combined with FSDP")
     setup, actor_critic, reference = rlvr_policy.load(args, joint)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import launch
 from runs import (
+    TINY_TOOLS,
     TINY_WORLD,
     build_tiny_posts,
     build_tiny_sums,
@@ -67,6 +68,12 @@ def tiny_posts(tmp_path_factory):
 def tiny_sums(tmp_path_factory):
     """The folder of a very small world of sums: model/, 64 + 32 problems, world.json."""
     return build_tiny_sums(tmp_path_factory.mktemp("sums"))
+
+
+@pytest.fixture(scope="session")
+def tiny_tools(tmp_path_factory):
+    """The folder of a very small world with a calculator, whose model often writes the end of a call."""
+    return build_tiny_sums(tmp_path_factory.mktemp("tools"), TINY_TOOLS)
 
 
 VOCAB = 29  # tokens of tiny_tokenizer; its padding id

@@ -100,9 +100,7 @@ def value_loss(new_values, values, returns, mask, cliprange, tokens):
 
 
 def aggregate(losses, mask, mode, tokens, sequences, length):
-    lengths = mask.sum(1) > 0
-    episodes = lengths.sum() if sequences is None else sequences
-    counts = {"tokens": tokens, "sequences": sequences, "episodes": episodes, "length": length}
+    counts = {"tokens": tokens, "sequences": sequences, "episodes": sequences, "length": length}
     return rlvr_math.aggregate(losses, mask, mode, **counts)
 
 

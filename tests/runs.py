@@ -1,6 +1,7 @@
 """What tests of whole runs share: the arguments of small runs, and reading what a run left."""
 
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -48,6 +49,8 @@ TINY_SUMS = sums.SumsArgs(
     lm_batch_size=8,
     start_problems=32,
 )
+
+TINY_TOOLS = sums.ToolsArgs(**dataclasses.asdict(TINY_SUMS) | {"lm_steps": 40, "lm_lr": 1e-2, "calls": 1.0})
 
 TIMES = {"elapsed/fps", "elapsed/time", "eps", "time"}
 

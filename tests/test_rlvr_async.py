@@ -744,6 +744,7 @@ BAD = {
     "--rejection_high 3": "--rejection_high 3.0 does nothing with --rejection none; leave it at 2.0",
     "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
     "--correction bypass --ppo.loss reinforce --correction_normalised": "does nothing with --correction bypass",
+    "--rejection token --rejection_low -0.1": "rejection_low is -0.1; it must be at least 0",
     "--off_policy_mask 0": "off_policy_mask is 0.0; it must be above 0",
     "--staleness 0 --correction_level sequence": "--correction_level sequence does nothing with --correction none",
     "--gpus_per_worker -1": "gpus_per_worker is -1.0; it must be at least 0",
@@ -766,6 +767,7 @@ def test_presets_are_those_of_the_synchronous_script(capsys):
         names = [field.name for field in dataclasses.fields(other) if field.name != "exp_name"]
         assert all(getattr(args, field) == getattr(other, field) for field in names) and args.exp_name == "rlvr_async"
     assert not capsys.readouterr().out
+    rlvr_async.check_arguments(args_of(rejection="token", rejection_low=0.0))  # no lower bound
     rlvr_async.check_arguments(args_of(correction="none"))
     assert "nothing makes up for that" in capsys.readouterr().out
 

@@ -15,6 +15,7 @@ from test_tldr_math import on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_async
+from ppo_rlhf.check import forms
 from ppo_rlhf.rlvr_data import Rollout, make_batch, scores_differ
 from ppo_rlhf.rlvr_math import (
     ESTIMATORS,
@@ -236,8 +237,27 @@ def test_maxrl_of_eight_by_hand():
         advantages, _ = ESTIMATORS["maxrl"](rewards, torch.ones(8, 1).bool(), torch.zeros(8, dtype=torch.long))
         expected = [of_right] * right + [of_wrong] * (8 - right)
         assert advantages[:, 0].tolist() == pytest.approx(expected, rel=1e-5, abs=0)
-    negative, mask = torch.tensor([[-1.0], [0.0], [0.5]]).double(), torch.ones(3, 1).bool()  # no share of right ones
-    assert (ESTIMATORS["maxrl"](negative, mask, torch.zeros(3))[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "scores", [[-1, 0, 0.5], [-1, 1], [0.7, -0.4, -0.3], [0.1, 0.2, -0.3], [100.1, -40.05, -60.05]]
+)
+def test_maxrl_is_0_where_the_mean_is_not_above_0_but_for_rounding(scores, dtype):
+    """There is no share of correct responses: of [0.1, 0.2, -0.3], rounding leaves 1e-17."""
+    rewards = torch.tensor(scores, dtype=dtype)[:, None]
+    assert (ESTIMATORS["maxrl"](rewards, torch.ones_like(rewards).bool(), torch.zeros(len(scores)))[0] == 0).all()
+    rewards[0] += 0.01  # a mean that is small, but above rounding
+    expected = (rewards[:, 0] - rewards.mean()) / (rewards.mean() + 1e-6) if rewards.mean() > 0 else 0 * rewards[:, 0]
+    found = ESTIMATORS["maxrl"](rewards, torch.ones_like(rewards).bool(), torch.zeros(len(scores)))[0][:, 0]
+    assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_batch_of_no_responses_has_no_advantages(name):
+    nothing, mask = torch.zeros(0, 3), torch.zeros(0, 3).bool()
+    settings = {"values": nothing, "baselines": nothing[:, 0]}
+    assert ESTIMATORS[name](nothing, mask, torch.zeros(0), **settings)[0].shape == (0, 3)
 
 
 def test_maxrl_has_the_gradient_of_the_log_of_the_success_rate():
@@ -317,6 +337,13 @@ def test_whitening_on_two_processes_is_that_on_one(keep_mean):
     valid = values[MASK].double()
     expected = (valid - valid.mean()) / (valid.var(correction=0) + 1e-8).sqrt() + keep_mean * valid.mean()
     assert_close(whole[MASK], expected.float(), atol=1e-6, rtol=1e-6)
+
+
+def test_the_epsilon_of_whitening_is_within_the_root():
+    """The variance is 1e-8, as is the epsilon: 1e-4 / (2e-8)^0.5."""
+    values = torch.tensor([[1e-4, -1e-4]], dtype=torch.float64)
+    whitened = whiten(values, torch.ones(1, 2).bool(), keep_mean=False)
+    assert whitened[0].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -482,6 +509,14 @@ def test_near_the_reference_k2_and_k3_in_the_reward_do_not_pull_back(near):
         assert ratio.item() == pytest.approx(near[f"{name}_in_reward_over_true"], abs=1e-8)
 
 
+def test_rounding_does_not_choose_the_slope_of_abs():
+    """Two passes of one policy, of different shapes, differ by rounding either way."""
+    d = torch.tensor([[1e-6, -1e-6, 9e-5, -2e-4, 0.5, -0.5, 0.0]]).double().requires_grad_(True)
+    kl = kl_estimate(d, torch.zeros_like(d), torch.ones_like(d).bool(), "abs")
+    assert kl[0].tolist() == d.abs()[0].tolist()
+    assert torch.autograd.grad(kl.sum(), d)[0].tolist() == [[0, 0, 0, -1, 1, -1, 0]]
+
+
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
 def test_kl_estimates_do_not_see_what_is_masked(name):
     logprobs = spoiled(numbers(1)).requires_grad_(True)
@@ -580,11 +615,13 @@ def test_a_loss_of_0_has_a_gradient(loss):
     assert new_logprobs.grad.tolist() == [[-0.25, -0.25], [0.25, 0.25]]  # descent: the first up, the second down
 
 
-def test_an_overflowing_ratio_stays_finite():
-    new = torch.tensor([[80.0, -80.0]], dtype=torch.float64)
-    for loss in ("ppo", "gspo", "cispo"):
-        losses, _, _ = token_losses(new, -new, torch.ones(1, 2), torch.ones(1, 2).bool(), loss, low=0.2, high=0.2)
+@pytest.mark.parametrize(("loss", "largest"), [("ppo", math.exp(20)), ("gspo", math.exp(10)), ("cispo", 1.2 * 80)])
+def test_an_overflowing_ratio_stays_finite(loss, largest):
+    new, mask = torch.tensor([[80.0, 80.0], [-80.0, -80.0]]), torch.ones(2, 2).bool()
+    for sign in (1, -1):
+        losses, _, _ = token_losses(new, -new, sign * torch.ones(2, 2), mask, loss, low=0.2, high=0.2)
         assert losses.isfinite().all()
+    assert losses.max().item() == pytest.approx(largest)
 
 
 def test_values_without_a_clip_are_a_plain_square():
@@ -618,6 +655,7 @@ def test_parts_of_a_minibatch_add_up_to_it_and_empty_rows_count_as_they_should(m
     for sizes in ([1] * 6, [2, 4], [6], [3, 0, 3]):
         parts = zip(losses.split(sizes), MASK.split(sizes), strict=True)
         assert_close(sum(aggregate(*part, mode, **counts) for part in parts), whole, atol=1e-12, rtol=0)
+    assert_close(forms.aggregate(losses, MASK, mode), whole)  # what `python -m ppo_rlhf.check` expects of others
     divisor = {"token-mean": int(MASK.sum()), "seq-mean-token-sum": 5, "seq-mean-token-sum-norm": 30}.get(mode)
     if divisor:
         assert whole.item() == pytest.approx(losses[MASK].sum().item() / divisor)
@@ -662,6 +700,13 @@ def test_blame_of_unlikely_responses_is_masked_by_hand():
                 some.append(out)
         assert any(some) == (delta < 4.0) and not all(some)
     assert off_policy_mask(sampler, sampler, advantages, MASK, 1e-9).all()
+
+
+@pytest.mark.parametrize(("delta", "kept"), [(0.5, True), (0.1, False)])
+def test_blame_is_masked_by_the_mean_over_tokens_not_by_the_sum(delta, kept):
+    """Three tokens, each of which became less likely by 0.2 nats."""
+    zeros, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    assert off_policy_mask(zeros - 0.2, zeros, zeros - 1, mask, delta).tolist() == [[kept] * 3]
 
 
 def test_mismatch_is_that_of_valid_tokens():

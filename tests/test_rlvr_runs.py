@@ -8,19 +8,20 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from processes import launch, launch_together
 from runs import explained_metrics, metrics_of, only, samples_of
+from safetensors.torch import load_file
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, sample
+from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, rlvr_tools, sample
 from ppo_rlhf.lib import cli, lm, models, plots, problems, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS, train
+from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
@@ -44,6 +45,12 @@ def silent(prompts, responses, answers):
 
 def never(prompts, responses, answers):
     return [0.0] * len(responses)
+
+def one_of_eight_is_none(prompts, responses, answers):
+    return [None if (len(responses), i) == (8, 0) else 1.0 for i in range(len(responses))]
+
+def first(prompts, responses, answers):
+    return [float(i == 0) for i in range(len(responses))]
 """
 
 
@@ -185,6 +192,42 @@ def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_f
         assert only(folder, f"models/*/{name}").read_bytes() == only(whole, f"models/*/{name}").read_bytes()
 
 
+HOSTILE = (
+    "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 32 --ppo.nminibatches 2 --save_interval 1 "
+    "--log_interval 0 --trace_interval 0 --eval_interval 1 --eval_samples 2 --task.test_problems one.jsonl "
+    "--task.kind_column kind --task.prompt_format plain --task.prompt_length 64 --task.response_length 24 "
+    "--rewards.overlong_buffer 0 --task.prompt_suffix"
+)
+HELD_OUT = {"question": "Petra has 7 apples. How many?", "answer": "#### 7", "kind": "one\u2028line\ror\ntwo"}
+FAMILIES = {**PRESETS, **rlvr_tools.PRESETS}
+IN_ROUNDS = "--ppo.filter_groups --ppo.prompts_per_round 24"
+MAY_BE_HELD = {name: (name, "") for name, args in FAMILIES.items() if not args.ppo.filter_groups}
+MAY_BE_HELD |= {
+    f"{name}, filtered": (name, IN_ROUNDS) for name, args in FAMILIES.items() if args.ppo.samples_per_prompt > 1
+}
+MAY_BE_HELD |= {f"{name}, no score": (name, "--rewards.verifier letters:silent") for name in ("sums", "sums-tools")}
+MAY_BE_HELD |= {"remax": ("gsm8k", "--ppo.advantage remax"), "pretraining": ("sums", "--ppo.critic_explains 0.5")}
+
+
+@pytest.mark.parametrize(("family", "more"), MAY_BE_HELD.values(), ids=MAY_BE_HELD)
+def test_a_checkpoint_takes_whatever_a_run_may_hold(tiny_sums, tiny_tools, in_folder, monkeypatch, family, more):
+    """One held-out problem, of an odd kind; responses without a score; groups that are left over; a tool's tokens."""
+    n, with_tool = min(FAMILIES[family].ppo.samples_per_prompt, 4), family in rlvr_tools.PRESETS
+    world, folder = tiny_tools if with_tool else tiny_sums, in_folder()
+    (folder / "one.jsonl").write_text(json.dumps(HELD_OUT) + "\n")
+    common = f"--preset {family} --base_model {world}/model --task.problems {world} --ppo.samples_per_prompt {n} "
+    words = f"{common} --rewards.verifier letters:some_of_three {more} {HOSTILE}".split()
+    module = rlvr_tools if with_tool else rlvr_policy
+    rows = run_in(folder, monkeypatch, *words, "\n", module=module)
+    newest = only(folder, "runs/*/checkpoints/2")
+    shutil.rmtree(newest)
+    tensors = load_file(newest.with_name("1") / "tensors.safetensors")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    if IN_ROUNDS in more:
+        assert len(tensors["surplus/mask"]) > 0 and tensors["surplus/from_tool"].any() == with_tool
+    assert len(rows) == 2 and run_in(folder, monkeypatch, "--resume", str(newest.parents[1]), module=module) == rows
+
+
 CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -234,13 +277,15 @@ def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, mo
 # ---- Estimators, losses and rewards, each through its own flag -------------------------------------------------
 
 
-def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[dict[str, float]]:
-    """train() in this process: the rows of its metrics.csv."""
+def run_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, module: ModuleType = rlvr_policy
+) -> list[dict[str, float]]:
+    """train() of a script in this process: the rows of its metrics.csv."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "letters", raising=False)
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
-    train(cli.parse_args(PRESETS, list(words)))
+    module.train(cli.parse_args(module.PRESETS, list(words)))
     return metrics_of(max(folder.glob("runs/*"), key=lambda folder: folder.stat().st_mtime))
 
 
@@ -318,6 +363,13 @@ def test_what_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch)
     assert 0 < rows[0]["val/unscorable"] < 1 and rows[0]["objective/scores"] == 1
 
 
+def test_a_group_whose_greedy_response_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch):
+    """The first of eight greedy responses, each of which is the baseline of two others."""
+    words = f"{WAYS['remax']} --ppo.critic_warmup 0 --rewards.verifier letters:one_of_eight_is_none".split()
+    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words)
+    assert [row["val/unscorable"] for row in rows] == [2 / 16] * 2
+
+
 @pytest.mark.parametrize("verifier", ["some", "silent"])
 def test_a_minibatch_without_a_token_is_in_no_mean(tiny_sums, in_folder, monkeypatch, verifier):
     """The critic warms up: the policy does not move, and all ratios are 1."""
@@ -331,6 +383,33 @@ def test_a_minibatch_without_a_token_is_in_no_mean(tiny_sums, in_folder, monkeyp
     assert row["val/ratio"] == pytest.approx(1, abs=1e-9) and 1 < row["policy/entropy_avg"] < math.log(400)
     assert row["policy/entropy_avg"] == pytest.approx(row["loss/entropy_avg"])
     assert row["objective/loss"] == pytest.approx(row["loss/policy_avg"] - 0.5 * row["loss/entropy_avg"])
+
+
+@pytest.mark.parametrize("verifier", ["never", "silent"])
+def test_a_critic_explains_nothing_where_all_returns_are_equal(tiny_sums, in_folder, monkeypatch, verifier):
+    """So value pretraining goes on, although no return differs from what the critic says."""
+    words = f"--rewards.verifier letters:{verifier} --ppo.critic_warmup 2 --ppo.critic_explains 0.3"
+    folder = in_folder()
+    rows = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    assert [row["val/explained_var"] for row in rows] == [0, 0]
+    assert json.loads(only(folder, "runs/*/checkpoints/2/state.json").read_text())["explained"] == 0
+
+
+def test_the_likelihood_loss_is_a_mean_over_minibatches_with_a_correct_response(tiny_sums, in_folder, monkeypatch):
+    """One of 16 responses is correct, in one of four minibatches. The policy does not move."""
+    words = "--rewards.verifier letters:first --ppo.nll_coef 0.1 --ppo.nminibatches 4 --ppo.total_episodes 16 "
+    words += "--trace_interval 1 --trace_episodes 16"
+    folder = in_folder()
+    (row,) = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    trace = traces.read(only(folder, "runs/*"), 0)
+    logprobs = trace.tokens["logprobs"][0][trace.tokens["mask"][0].bool()]
+    assert row["loss/nll_avg"] == pytest.approx(-logprobs.double().mean().item(), rel=1e-5) != 0
+
+
+def test_negative_scores_do_not_go_with_maxrl(tiny_sums, in_folder, monkeypatch, capsys):
+    words = f"{WAYS['maxrl']} --rewards.verifier answer_line --ppo.critic_warmup 0".split()
+    run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words)
+    assert capsys.readouterr().out.count("--ppo.advantage maxrl: there are negative scores") == 1
 
 
 def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(tiny_sums, in_folder, monkeypatch):
@@ -389,6 +468,8 @@ def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_
     assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
     ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]
     assert [row["train/staleness_mean"] for row in rows] == ages and ages[1] > 0
+    # The ratio of groups that were left over doesn't start at 1, and so they are not in this number.
+    assert all(row["val/first_ratio_gap"] < 1e-9 for row in rows)
     words = words.replace("letters:letters", "letters:never")
     with pytest.raises(InputError, match=r"--ppo.max_generation_rounds 10 did not fill a batch: only 0 of 16"):
         run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
@@ -568,7 +649,6 @@ BAD = {
     "--rewards.kl_loss_estimator k2": "--rewards.kl_loss_estimator k2 does nothing without --rewards.kl_loss_coef",
     "--rewards.kl_estimator k3": "--rewards.kl_estimator k3 does nothing",
     "--rewards.adaptive_kl.horizon 99": "--rewards.adaptive_kl.horizon 99 does nothing",
-    "--eval_samples 0 --eval_temperature 0.5": "--eval_temperature 0.5 does nothing without --eval_samples",
     f"{RLOO} --ppo.filter_groups --rewards.trained_model x": "leave one of the two out",
     f"{FULL} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full": "--ppo.whiten_advantages False",
     "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
@@ -606,6 +686,24 @@ def test_what_may_not_be_meant_is_said(words):
     said = list(rlvr_checks.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
     assert DOUBTFUL[words] in "\n".join(said) and bool(said) == bool(DOUBTFUL[words])
     assert not any("\n" in line for line in said)
+
+
+@pytest.mark.parametrize("begun", ["1f2e3d", "here"])
+def test_a_run_of_an_older_version_is_called_that(tmp_path, begun):
+    """It lacks two arguments. If it was begun at this commit, it is a run of another script, or damaged."""
+    args = dataclasses.asdict(PRESETS["sums"])
+    del args["eval_temperature"], args["ppo"]["nll_coef"]
+    meta = {"args": args, "commit": run.commit() if begun == "here" else begun}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    words = "was begun at commit 1f2e3d, by a version or a script without eval_temperature, ppo.nll_coef; resume it"
+    with pytest.raises(InputError, match="or damaged" if begun == "here" else words):
+        cli.parse_args(PRESETS, ["--resume", str(tmp_path)])
+
+
+def test_a_temperature_of_samples_may_stay_when_they_are_switched_off():
+    rlvr_policy.check_arguments(
+        cli.parse_args(PRESETS, ["--preset", "sums", "--eval_samples", "0", "--eval_temperature", "0.7"])
+    )
 
 
 def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(tiny_sums, in_folder, monkeypatch):

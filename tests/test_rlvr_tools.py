@@ -11,22 +11,13 @@ import numpy as np
 import pytest
 import torch
 from processes import launch_together
-from runs import TINY_SUMS, build_tiny_sums, explained_metrics, metrics_of, only
+from runs import TINY_TOOLS, explained_metrics, metrics_of, only
 from transformers import AutoTokenizer
 
-from ppo_rlhf import report, rlvr_data, rlvr_math, rlvr_policy, rlvr_tools
+from ppo_rlhf import report, rlvr_data, rlvr_math, rlvr_metrics, rlvr_policy, rlvr_tools
 from ppo_rlhf.lib import cli, errors, lm, problems, processes, tools, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import sums
-
-TINY_TOOLS = sums.ToolsArgs(**dataclasses.asdict(TINY_SUMS) | {"lm_steps": 40, "lm_lr": 1e-2, "calls": 1.0})
-
-
-@pytest.fixture(scope="module")
-def tiny_tools(tmp_path_factory) -> Path:
-    """The folder of a very small world with a calculator, whose model often writes the end of a call."""
-    return build_tiny_sums(tmp_path_factory.mktemp("sums"), TINY_TOOLS)
-
 
 # ---- Conversations ---------------------------------------------------------------------------------------------
 
@@ -151,6 +142,15 @@ def test_conversations_made_by_hand(monkeypatch, tiny_models):
     assert called == [[7, END], [6, END], [8, END], [5, 5, 5, 5, 5, 9, END], [6, END]]
 
 
+def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools):
+    """At most max_calls, not the tool's own text, and not a call in the last place."""
+    setup = setup_with(tiny_tools, max_calls=2)
+    (end,) = setup.tokenizer.encode("]")
+    responses = torch.tensor([[end, 3, end, 5, end], [3, end, end, 5, 6], [3, 4, 5, 6, end], [end, 4, end, end, 6]])
+    from_tool = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    assert rlvr_metrics.answered_calls(setup, responses, from_tool).tolist() == [2, 1, 0, 2]
+
+
 # ---- What is trained on ----------------------------------------------------------------------------------------
 
 ARGUMENTS = (
@@ -214,7 +214,7 @@ def test_masks_scores_and_kl_of_conversations(episodes):
     for mask in (rollout.mask, rollout.loss_mask):
         assert torch.equal(mask[:2], expected)
     assert rollout.stopped[:2].tolist() == [True, False]
-    assert (rollout.sampler_logprobs[2:].isnan() & rollout.mask[2:]).sum() == 0
+    assert not (rollout.from_tool[2:] & rollout.mask[2:]).any()
     rewards, non_score_rewards, kl = rlvr_policy.token_rewards(rollout, 0.1, "k1")
     # The score is on the last token that the policy wrote: in the second row that is the end of its call.
     places = [int(row.nonzero()[-1]) for row in expected]
@@ -233,10 +233,11 @@ def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
     setup, actor_critic, reference, rollout, expected = episodes
     shaping = dataclasses.replace(setup.args.rewards, overlong_buffer=24, overlong_factor=3.0)
     setup = dataclasses.replace(setup, args=dataclasses.replace(setup.args, rewards=shaping))
-    draw, sampled = rlvr_policy.draw_problems(setup, 0, 0), [(rollout.responses, rollout.sampler_logprobs)]
+    recorded = rollout.sampler_logprobs.masked_fill(rollout.from_tool, math.nan)
+    draw, sampled = rlvr_policy.draw_problems(setup, 0, 0), [(rollout.responses, recorded)]
     again = rlvr_policy.rollout(setup, actor_critic, reference, draw, sampled, version=0)
     own = expected.sum(1).tolist()
-    from_tool = [2, int(rollout.sampler_logprobs[1].isnan().sum())]  # `12`, and an error or `7`
+    from_tool = [2, int(rollout.from_tool[1].sum())]  # `12`, and an error or `7`
     assert from_tool[1] >= 1
     for row in range(2):
         punishment = (again.raw_scores[row] - again.scores[row]).item()
@@ -400,6 +401,7 @@ def tool(call):
     if call == "sleep": time.sleep(60)
     if call == "power": return str(9 ** 9 ** 9)
     if call == "die": os._exit(0)
+    if call == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if call == "deaf":
         signal.alarm(0)
         while True: pass
@@ -438,6 +440,8 @@ def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
             "nothing",
             "bad_tools:tool failed on 'nothing': 'TypeError: it returns NoneType, not str'",
         ),
+        ("bad_tools:tool", "exit", "bad_tools:tool failed on 'exit': 'its process ended with status 3'"),
+        ("bad_tools:tool", "crash", "bad_tools:tool failed on 'crash': 'its process ended with status -11'"),
         ("bad_tools:broken", "7" * 200, f"bad_tools:broken failed on '{'7' * 100}': \"TypeError: broken() missing"),
         (
             "mean_tools:tool",
@@ -504,11 +508,23 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, w
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["max_calls", "max_answer", "time_limit"])
-def test_numbers_that_mean_nothing_are_refused(name):
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [(name, 0, f"^tools.{name} is 0; it must be") for name in ("max_calls", "max_answer", "time_limit")]
+    + [("time_limit", 1e10, r"^--tools.time_limit 1e\+10 is more than 86400 seconds, a day")],
+)
+def test_numbers_that_mean_nothing_are_refused(name, value, words):
     args = rlvr_tools.PRESETS["sums-tools"]
-    with pytest.raises(InputError, match=f"^tools.{name} is 0; it must be"):
-        rlvr_tools.train(dataclasses.replace(args, tools=dataclasses.replace(args.tools, **{name: 0})))
+    with pytest.raises(InputError, match=words):
+        rlvr_tools.train(dataclasses.replace(args, tools=dataclasses.replace(args.tools, **{name: value})))
+
+
+def test_the_longest_time_limit_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad_tools.py").write_text(BAD)
+    tool = tools.load_tool("bad_tools:tool", "tools.tool", seconds=tools.LONGEST_LIMIT)
+    assert tool("a") == "A"
+    tool.close()
 
 
 def test_a_tool_does_not_go_with_sharded_weights(monkeypatch):

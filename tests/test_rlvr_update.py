@@ -288,40 +288,97 @@ def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_
         assert_close(advantages, expected[rows[lengths[rows].argsort(descending=True, stable=True)]])
 
 
-def test_a_rejected_token_leaves_the_loss_but_not_the_advantages(tiny_models):
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_rejected_token_leaves_the_loss_but_not_the_advantages(tiny_models, name):
     actor_critic, reference = networks(tiny_models)
     episodes, rewards = make_episodes(actor_critic, reference)
     cut = dataclasses.replace(episodes, loss_mask=episodes.mask & (torch.arange(RESPONSE) < 2))
-    ppo = PpoArgs(advantage="grpo")
-    whole, narrowed = (rlvr_policy.compute_advantages(e, rewards, ppo, torch.clone)[0] for e in (episodes, cut))
-    assert whole.equal(narrowed)
+    for whitened in (False, True):
+        ppo = PpoArgs(advantage=name, whiten_advantages=whitened)
+        whole, narrowed = (rlvr_policy.compute_advantages(e, rewards, ppo, torch.clone)[0] for e in (episodes, cut))
+        assert whole.equal(narrowed) and whole.any()
 
 
-def test_right_answers_become_likelier_by_the_mean_over_their_tokens(tiny_models):
-    """Beside another loss, the gradient differs by that of a plain mean of -log p over all tokens of right rows."""
+# Terms of the policy's loss: the name in the log; an aggregation of losses, which that of nll_coef doesn't follow;
+# the term by hand, from log-probs, entropies and whether the response is correct, at the tokens of the loss.
+TERMS = {
+    "nll_coef": ("nll_avg", "seq-mean-token-sum", lambda logprobs, _, right: -logprobs[right].mean()),
+    "entropy_coef": ("entropy_avg", "token-mean", lambda _, entropies, right: -entropies.mean()),
+}
+
+
+@pytest.mark.parametrize("coef", TERMS)
+def test_a_term_of_the_loss_moves_the_policy_by_its_own_gradient(tiny_models, coef):
+    """Next to another loss. The likelihood loss is a plain mean of -log p over all tokens of correct responses."""
+    name, aggregation, by_hand = TERMS[coef]
     settings = {"advantage": "grpo", "nminibatches": 1, "noptepochs": 1, "max_grad_norm": 1e9, "lr": 0.1}
-    mean = "seq-mean-token-sum"  # of the other losses; the likelihood has its own divisor
-    ((with_it, steps),) = updated(tiny_models, nll_coef=0.3, loss_aggregation=mean, **settings)
-    ((without, plain),) = updated(tiny_models, loss_aggregation=mean, **settings)
+    settings["loss_aggregation"] = aggregation
+
+    def cut(episodes: Rollout, rewards: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
+        loss_mask = episodes.mask.clone()
+        loss_mask[3, :2] = loss_mask[5] = False  # both are correct
+        return dataclasses.replace(episodes, loss_mask=loss_mask), rewards
+
+    ((with_it, steps),) = updated(tiny_models, change=cut, **{coef: 0.3}, **settings)
+    ((without, plain),) = updated(tiny_models, change=cut, **settings)
     actor_critic, reference = networks(tiny_models, critic=False)
-    episodes, _ = make_episodes(actor_critic, reference)
-    tokens, losses = episodes.query_responses, []
-    for row in torch.nonzero(episodes.parts[:, 0] > 0)[:, 0].tolist():
-        logprobs = actor_critic(
-            tokens[row : row + 1], tokens[row : row + 1, CONTEXT:], episodes.mask[row : row + 1], PAD
-        )[0]
-        losses += [-x for x in logprobs[episodes.mask[row : row + 1]]]
-    nll = torch.stack(losses).mean()
-    nll.backward()
-    assert steps["loss/nll_avg"].item() == pytest.approx(nll.item(), rel=1e-9) and "loss/nll_avg" not in plain
-    assert (steps["objective/loss"] - plain["objective/loss"]).item() == pytest.approx(0.3 * nll.item(), rel=1e-9)
-    for name, parameter in actor_critic.named_parameters():
-        moved = with_it[name] - without[name]
+    episodes, _ = cut(*make_episodes(actor_critic, reference))
+    tokens, mask = episodes.query_responses, episodes.loss_mask
+    logprobs, _, entropies, _ = actor_critic(tokens, tokens[:, CONTEXT:], episodes.mask, PAD)
+    right = (episodes.parts > 0).expand(mask.shape)[mask]
+    term = by_hand(logprobs[mask], entropies[mask], right)
+    term.backward()
+    logged = steps[f"loss/{name}"].item() * (-1 if coef == "entropy_coef" else 1)
+    assert logged == pytest.approx(term.item(), rel=1e-9) and "loss/nll_avg" not in plain
+    assert (steps["objective/loss"] - plain["objective/loss"]).item() == pytest.approx(0.3 * term.item(), rel=1e-9)
+    for parameter_name, parameter in actor_critic.named_parameters():
+        moved = with_it[parameter_name] - without[parameter_name]
         expected = torch.zeros_like(moved) if parameter.grad is None else -0.1 * 0.3 * parameter.grad
         assert_close(moved, expected, atol=1e-9, rtol=1e-6)
+
+
+def test_without_a_correct_response_the_likelihood_loss_does_nothing(tiny_models):
+    settings = {"advantage": "grpo", "loss_aggregation": "seq-mean-token-sum"}
     wrong = lambda episodes, rewards: (dataclasses.replace(episodes, parts=0 * episodes.parts), rewards)  # noqa: E731
-    ((nothing, _),) = updated(tiny_models, change=wrong, nll_coef=0.3, loss_aggregation=mean, **settings)
+    ((nothing, _),) = updated(tiny_models, change=wrong, nll_coef=0.3, **settings)
+    ((without, _),) = updated(tiny_models, **settings)
     same_parameters(nothing, without)
+
+
+def test_each_step_has_the_gradient_of_its_own_minibatch(tiny_models):
+    """The networks do not move, so the order of two minibatches changes only the order of the gradients."""
+    actor_critic, reference = networks(tiny_models)
+    episodes, rewards = make_episodes(actor_critic, reference)
+    args, norms = Args(ppo=PpoArgs(batch_size=8, nminibatches=2)), []
+    optimizers = {"policy": torch.optim.SGD(actor_critic.lm_backbone.parameters(), lr=0.0)}
+    optimizers["value"] = torch.optim.SGD(actor_critic.critic.parameters(), lr=0.0)
+    for order in (torch.arange(8).view(2, 4), torch.arange(8).view(2, 4).flip(0)):
+        (steps,) = on_processes(
+            1,
+            lambda p, order=order: update(
+                *(
+                    actor_critic,
+                    optimizers,
+                    reference,
+                    batch_of(episodes, rewards, args.ppo, p),
+                    [order],
+                    args,
+                    PAD,
+                    p,
+                ),
+                policy_learns=True,
+            ),
+        )
+        norms.append([steps[f"{name}/grad_norm"] for name in optimizers])
+    for one, other in zip(*norms, strict=True):
+        assert_close(one, other.flip(0), rtol=1e-9, atol=0)
+        assert abs(one[0] / one[1] - 1) > 0.01
+
+
+def test_counts_of_a_minibatch_are_those_of_all_processes():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool()
+    counts = rlvr_policy.minibatch_counts(mask, lambda x: x + torch.tensor([10, 20, 30]))  # another process's
+    assert counts == {"tokens": 13, "sequences": 22, "episodes": 33, "length": 3}
 
 
 def test_value_pretraining_ends_when_the_critic_explains_enough():

@@ -31,7 +31,7 @@ from torch import nn
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
 from ppo_rlhf.lib import checkpoints, errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
-from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
+from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, run_script
 from ppo_rlhf.lib.run import Run
 from ppo_rlhf.lib.scorers import import_function
 
@@ -194,6 +194,19 @@ def test_logs_are_cut_back_to_the_checkpoint(accelerator, first_step):
     assert [step for step, _ in points] == list(range(6))
     assert [value for _, value in points] == pytest.approx(expected, rel=1e-6)
     assert len(list(after.folder.glob("events.out.tfevents.*"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["a\nb", "a\r\nb", "\u2028\x85\f", '","'])
+def test_a_name_may_hold_line_breaks(accelerator, kind):
+    before = start(accelerator)
+    for step in range(4):
+        before.log(step, {f"eval/{kind}": step / 7})
+    before.finish({})
+    after = start(accelerator, before.folder, first_step=3)
+    after.log(3, {f"eval/{kind}": 3 / 7})
+    after.finish({})
+    rows = [{name: float(value) for name, value in row.items()} for row in read_csv(before.folder)]
+    assert rows == [{"step": step, f"eval/{kind}": step / 7} for step in range(4)] == after.rows
 
 
 @pytest.mark.parametrize("torn", ["3,0.1", "1"])
@@ -712,6 +725,34 @@ def test_a_second_signal_does_not_wait_for_what_is_tidied_up(tmp_path, number, s
         os.kill(launched.process.pid, number)
     result = launched.wait(20)
     assert (result.status, result.stderr) == (status, f"{line}; resume with --resume runs/x\n")
+
+
+def test_a_second_sigterm_ends_a_loop_at_once(run, monkeypatch):
+    """Unless it follows so soon that a launcher may have passed on the first."""
+    left = []
+    monkeypatch.setattr(errors, "leave", lambda *how: left.append(how))
+    with pytest.raises(Stopped), run.progress("steps", 1):
+        for same, expected in ((math.inf, 0), (math.inf, 0), (-1, 1)):
+            monkeypatch.setattr(run_module, "SAME_SIGNAL", same)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert len(left) == expected
+    assert left == [(0, f"stopped by SIGTERM; resume with --resume runs/{run.folder.name}")]
+
+
+@pytest.mark.parametrize(
+    ("told_at", "saved_at", "stopped"),
+    [(5, None, "stopped by SIGTERM;"), (6, 6, "stopped by SIGTERM;"), (6, None, "stopped by SIGTERM after step 7,")],
+)
+def test_sigterm_does_not_wait_for_an_update_if_nothing_is_lost(run, monkeypatch, told_at, saved_at, stopped):
+    """In an evaluation before the first update of this process, or before the first one after a checkpoint."""
+    monkeypatch.setattr(errors, "leave_at_the_next_signal", lambda *_: None)
+    with pytest.raises(Stopped, match=f"^{stopped}"):
+        for update in run.updates("steps", 5, 7):
+            with run.before_update(update):
+                if update == told_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            if update + 1 == saved_at:
+                run.save_checkpoint(update + 1, {}, {})
 
 
 def test_a_fork_ends_when_it_is_told_to(request):

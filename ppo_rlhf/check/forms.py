@@ -279,12 +279,14 @@ def aggregate(
     token-mean: sum of s_i / tokens. seq-mean-token-sum: sum of s_i / sequences. seq-mean-token-mean: sum of
     s_i / n_i / sequences. seq-mean-token-sum-norm: sum of s_i / (sequences * length).
 
-    tokens, sequences: of the whole minibatch, if this is only a part of it. sequences: responses with a token.
+    tokens, sequences: of the whole minibatch, if this is only a part of it. sequences: responses with a token, but
+    all responses in seq-mean-token-sum-norm, where the weight of a token doesn't depend on the other responses.
     length: the longest that may be; None is the width. Without a token, the result is 0.
     """
     mask = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
     losses, lengths = losses.masked_fill(~mask, 0), mask.sum(1)
     tokens = max(lengths.sum(), 1) if tokens is None else tokens
+    sequences = len(mask) if sequences is None and mode == "seq-mean-token-sum-norm" else sequences
     sequences = max((lengths > 0).sum(), 1) if sequences is None else sequences
     length = mask.shape[1] if length is None else length
     if mode == "token-mean":

@@ -111,7 +111,8 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
     argv = sys.argv[1:] if argv is None else argv
     resume, preset = flag_value(argv, "--resume"), flag_value(argv, "--preset")
     if resume:
-        saved = saved_args(type(next(iter(presets.values()))), Path(resume), run.read_meta(Path(resume))["args"])
+        meta = run.read_meta(Path(resume))
+        saved = saved_args(type(next(iter(presets.values()))), Path(resume), meta["args"], meta.get("commit"))
         args = tyro.cli(
             type(saved), args=argv, default=dataclasses.replace(saved, resume=resume), description=description
         )
@@ -139,8 +140,15 @@ def flag_value(argv: list[str], name: str) -> str | None:
     return value
 
 
-def saved_args(cls: type[Args], folder: Path, values: dict[str, Any]) -> Args:
-    """The arguments that meta.json in a run's folder holds."""
+def saved_args(cls: type[Args], folder: Path, values: dict[str, Any], begun: str | None) -> Args:
+    """The arguments that meta.json in a run's folder holds. begun: the commit there."""
+    known, saved = argument_names(cls), set(files.flatten(values))
+    if saved < known and begun != run.commit():
+        new = sorted(known - saved)
+        raise InputError(
+            f"--resume {folder}: the run was begun at commit {begun or 'unknown'}, by a version or a script without "
+            f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''}; resume it with that"
+        )
     try:
         args = from_dict(cls, values)
         check_values(args)
@@ -149,6 +157,15 @@ def saved_args(cls: type[Args], folder: Path, values: dict[str, Any]) -> Args:
         raise InputError(
             f"--resume {folder}: meta.json is not that of this script's runs, or damaged: {error}"
         ) from error
+
+
+def argument_names(cls: type, prefix: str = "") -> set[str]:
+    """The names of all arguments, such as ppo.lr."""
+    names: set[str] = set()
+    for name, hint in typing.get_type_hints(cls).items():
+        nested = dataclasses.is_dataclass(hint)
+        names |= argument_names(hint, f"{prefix}{name}.") if nested else {prefix + name}
+    return names
 
 
 def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
@@ -249,10 +266,11 @@ class Stages:
 
 def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, description: str | None) -> Args:
     """The command line with --resume runs/<run>, one of several stages: the defaults are that script's arguments."""
-    joint = run.read_meta(folder).get("joint")
+    meta = run.read_meta(folder)
+    joint = meta.get("joint")
     if not joint:
         raise InputError(f"--resume {folder}: {script} did not start that run; resume it with its own script")
-    saved = saved_args(cls, folder, joint["args"])
+    saved = saved_args(cls, folder, joint["args"], meta.get("commit"))
     saved = dataclasses.replace(newest_args(saved, folder, joint["timestamp"]), resume=str(folder))
     args = tyro.cli(cls, args=argv, default=saved, description=description)
     check_same_arguments(saved, args)
@@ -271,8 +289,9 @@ def newest_args(saved: Args, folder: Path, timestamp: int) -> Args:
             newest = run.absolute(str(folder)).parent / run.run_name(stage, timestamp)
             if (newest / "meta.json").exists():
                 meta = run.read_meta(newest)
-                joint, own = meta.get("joint") or {}, saved_args(type(stage), newest, meta["args"])
-                saved = saved_args(type(saved), newest, joint.get("args"))
+                joint, begun = meta.get("joint") or {}, meta.get("commit")
+                own = saved_args(type(stage), newest, meta["args"], begun)
+                saved = saved_args(type(saved), newest, joint.get("args", {}), begun)
                 # A stage may have been resumed with its own script, too.
                 return dataclasses.replace(saved, **{part: with_changes(getattr(saved, part), own)})
     return saved

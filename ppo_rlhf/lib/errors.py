@@ -142,14 +142,15 @@ def with_how_to_go_on(line: str) -> str:
 
 def leave_at_the_next_signal(status: int, line: str = "") -> None:
     """Let a further signal end the process at once, with a line and a status: tidying up may take seconds."""
-
-    def leave(signal_number: int, frame: Any) -> None:
-        os.write(2, f"{visible(line)}\n".encode() if line and is_first_process() else b"")
-        os._exit(status)
-
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, leave)
+            signal.signal(number, lambda *_: leave(status, line))
+
+
+def leave(status: int, line: str = "") -> None:
+    """End the process at once."""
+    os.write(2, f"{visible(line)}\n".encode() if line and is_first_process() else b"")
+    os._exit(status)
 
 
 def thread_failed(failure: threading.ExceptHookArgs) -> None:

@@ -327,7 +327,8 @@ def evaluation(
     means["eval/length_max"] = greedy.lengths.max().item()
     for kind in sorted({*held_out.kinds} - {""}):
         of_kind = torch.tensor([other == kind for other in held_out.kinds])
-        means[f"eval/{names[0]}_{kind_column}_{kind}"] = greedy.right[of_kind, 0].mean().item()
+        printable = repr(kind)[1:-1]  # a line break becomes \\n
+        means[f"eval/{names[0]}_{kind_column}_{printable}"] = greedy.right[of_kind, 0].mean().item()
     columns = {"prompt": held_out.texts, "answer": held_out.answers, "kind": held_out.kinds}
     columns |= {"response": greedy.texts, "tokens": greedy.lengths.tolist()}
     columns |= {name: greedy.right[:, i].tolist() for i, name in enumerate(names)}
@@ -337,7 +338,8 @@ def evaluation(
         # [V98] The mean of all samples, and how often one of k would be correct.
         #       trainer/ppo/metric_utils.py#L420-L640
         means[f"eval/mean@{len(samples)}"] = right.mean().item()
-        means["eval/mean_standard_error"] = right.mean(1).std().item() / n**0.5
+        if n > 1:  # one problem has no spread
+            means["eval/mean_standard_error"] = right.mean(1).std().item() / n**0.5
         for k in (2**power for power in range(len(samples).bit_length())):
             means[f"eval/pass@{k}"] = sum(rewards.pass_at_k(len(samples), c, k) for c in correct) / n
         means["eval/sampled_length"] = torch.stack([one.lengths for one in samples]).double().mean().item()

@@ -22,6 +22,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
@@ -108,6 +109,20 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def read_records(path: Path) -> list[list[str]]:
+    """The header and the rows of a metrics.csv, without a last row that was cut off. Raises OSError or ValueError.
+
+    The header may have several lines, because a metric's name may hold any text.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        text = file.read()
+    try:
+        records = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    return records if text.endswith("\n") else records[:-1]
+
+
 def lock_folder(folder: Path) -> int | None:
     """Keep other processes from writing to a folder, until this one ends; None where the file system has no locks."""
     try:
@@ -161,6 +176,9 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+SAME_SIGNAL = 2.0  # seconds in which a launcher passes a SIGTERM on to processes that a cluster has sent it already
 
 
 class Run:
@@ -288,17 +306,18 @@ class Run:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
         metrics_file, samples_file = self.folder / "metrics.csv", self.folder / "samples.jsonl"
         try:
-            lines = metrics_file.read_text().splitlines(keepends=True) if first_step else []
+            header, *rows = read_records(metrics_file) if first_step else [[]]
             samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
-            rows = list(csv.DictReader(line for line in lines if line.endswith("\n")))
-            kept = [row for row in rows if float(row["step"]) < first_step]
-            self.rows = [{name: float(value) for name, value in row.items()} for row in kept]
+            numbers = [dict(zip(header, map(float, row), strict=True)) for row in rows]
+            self.rows = [row for row in numbers if row["step"] < first_step]
             samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
         if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
             raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
-        files.replace_file(metrics_file, "".join(lines[: first_step + 1] if first_step else []))
+        kept = io.StringIO(newline="")
+        csv.writer(kept, lineterminator="\n").writerows([header, *rows[:first_step]] if first_step else [])
+        files.replace_file(metrics_file, kept.getvalue())
         files.replace_file(samples_file, "".join(samples))
         traces.cut(self.folder, first_step)
 
@@ -442,10 +461,18 @@ class Run:
 
     def updates(self, title: str, first: int, total: int) -> Iterator[int]:
         """The updates of a training loop, from `first` on, with a progress bar. Each ends with `end_of_update`."""
+        self._saved = first
         with self.progress(title, total, first) as self._advance:
             for update in range(first, total):
                 self._update_started = time.monotonic()
                 yield update
+
+    @contextlib.contextmanager
+    def before_update(self, update: int) -> Iterator[None]:
+        """Within the block, SIGTERM stops the run at once if there is nothing that a checkpoint doesn't hold."""
+        at_once = errors.handler_of(signal.SIGTERM, errors.stop_now)
+        with at_once if update == self._saved else contextlib.nullcontext():
+            yield
 
     def seconds_of_update(self) -> float:
         """Wall time since the current update began."""
@@ -481,11 +508,16 @@ class Run:
     def progress(self, title: str, total: int, done: int = 0):
         """For the time of a loop: a bar with the time left; and SIGTERM waits for the checkpoint after the step.
 
-        Yields advance(text), to be called once per step.
+        A second SIGTERM ends the process at once. Yields advance(text), to be called once per step.
         """
+        told = math.inf
 
         def on_sigterm(signal_number: int, frame: Any) -> None:
-            self._told_to_stop = True
+            nonlocal told
+            now = time.monotonic()
+            if now - told > SAME_SIGNAL:
+                errors.leave(0, errors.with_how_to_go_on("stopped by SIGTERM"))
+            told, self._told_to_stop = min(told, now), True
 
         try:
             with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
@@ -572,6 +604,7 @@ class Run:
                 print(f"a checkpoint has {size / 1e6:,.1f} MB; {kept} ({flag('keep_checkpoints')})", flush=True)
             self._told_size = True
             files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
+        self._saved = step
         if self._stopping:
             self._close_logs()
             self._unlock()

@@ -4,7 +4,7 @@ Whatever goes wrong becomes a short error text, which the policy reads like any 
 understood, a tool that raises an exception, never returns, ends its process, or answers at great length. The
 calculator is safe by itself. A user's function runs in a process of its own, tool_worker.py, which the kernel ends
 when a call takes too long; the next call starts another. The first exception that it raises is shown to the user, who
-may have made a mistake in the function.
+may have made a mistake in the function. So is the end of its process, if that comes first.
 """
 
 import ast
@@ -61,6 +61,8 @@ def compute(node: ast.expr) -> Fraction:
 
 # ---- The user's ------------------------------------------------------------------------------------------------
 
+LONGEST_LIMIT = 86_400.0  # seconds that a call may be given; the kernel's timers take no number however large
+
 
 class OwnTool:
     """The function `package.module:name` in a process of its own; the module may be in the current folder."""
@@ -98,14 +100,22 @@ class OwnTool:
                 reply = self.answers.readline()
         if reply.endswith(b"\n"):
             text, problem = json.loads(reply)
-            if problem and not self.told:
-                self.told = True
-                print(f"{self.name} failed on {call[:LONGEST_CALL]!r}: {problem!r}. Later failures are not shown.")
+            self.tell(call, problem)
             return text
         slow = time.monotonic() - asked >= self.seconds
+        if not slow:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)  # it has closed its end, but may not have ended yet
+            self.tell(call, f"its process ended with status {self.process.returncode}")
         self.close()
         self.start()
         return TOO_SLOW if slow else FAILED
+
+    def tell(self, call: str, problem: str) -> None:
+        """Show the first problem, if there is one."""
+        if problem and not self.told:
+            self.told = True
+            print(f"{self.name} failed on {call[:LONGEST_CALL]!r}: {problem!r}. Later failures are not shown.")
 
     def close(self) -> None:
         """End the process."""
