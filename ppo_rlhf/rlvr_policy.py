@@ -1139,6 +1139,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic) -> Path:
     this_run.write_evaluation("validation", rows)
     info = {"task": dataclasses.asdict(given.task), "monitor": "", "function": given.rewards.verifier}
     info |= {"base_model": given.base_model, "reward_model": given.rewards.trained_model}
+    info |= {"tool": args.tools.tool} if hasattr(args, "tools") else {}
     parts = (actor_critic.lm_backbone, actor_critic.critic, setup.adapters)
     told = (setup.tokenizer, info, args.trust_remote_code)
     models.save_policy_and_critic(this_run.model_folder, *parts, *told)

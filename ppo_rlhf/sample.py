@@ -240,6 +240,8 @@ class Comparison:
                 )
             if info[field] and info[field] not in kind.own_functions:
                 scorers.import_function(info[field], f"rewards.{field}")
+        if info.get("tool"):
+            run.say(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
         root = run.absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
         reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
         judges = {"--reward_model": reward_model, "--judge": args.judge}
@@ -288,7 +290,10 @@ class Comparison:
             self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                 torch.cat([queries, scored], dim=1), self.pad_id
             )
-        for name, field in ((self.texts.verdict, "function"), ("gold", "monitor")):
+        own_name = re.split("[:.]", info["monitor"])[-1]
+        taken = own_name in (*self.scorers, self.texts.verdict, "log-prob", "KL")
+        monitor = "gold" if info["monitor"].startswith("ppo_rlhf.") or taken else own_name
+        for name, field in ((self.texts.verdict, "function"), (monitor, "monitor")):
             if info[field]:
                 scorer = self.texts.scorer(info[field], f"rewards.{field}")
                 self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(

@@ -140,7 +140,9 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, tru
 
 def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]:
     """A sentence for each result. rows: queries with both continuations and their scores, as in comparison.jsonl."""
-    scorers = [name for name in ("score", "gold") if f"base {name}" in rows[0]]
+    told = [name.removeprefix("base ") for name in rows[0] if name.startswith("base ")]
+    monitor = next((name for name in told if name not in ("score", "judge", "log-prob")), None)
+    scorers = ["score", *([monitor] if monitor else [])]
     base, policy = ({key: [row[f"{name} {key}"] for row in rows] for key in scorers} for name in ("base", "policy"))
     before, after = ({key: statistics.fmean(values) for key, values in scores.items()} for scores in (base, policy))
     minutes = {name: meta["wall_time"] / 60 for name, meta in (("reward", reward_meta), ("policy", policy_meta))}
@@ -172,11 +174,12 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
         f"On {len(rows)} held-out {'query' if len(rows) == 1 else 'queries'}, PPO took its score from "
         f"{before['score']:+.2f} to {after['score']:+.2f}."
     )
-    if "gold" in base:
-        deviation = statistics.stdev(base["gold"]) if len(rows) > 1 else 0.0
-        gain = (after["gold"] - before["gold"]) / deviation if deviation else 0.0
+    if monitor:
+        deviation = statistics.stdev(base[monitor]) if len(rows) > 1 else 0.0
+        gain = (after[monitor] - before[monitor]) / deviation if deviation else 0.0
+        name = "The gold score" if monitor == "gold" else f"The function {monitor}"
         lines.append(
-            f"The gold score, which PPO never saw, went from {before['gold']:+.2f} to {after['gold']:+.2f}"
+            f"{name}, which PPO never saw, went from {before[monitor]:+.2f} to {after[monitor]:+.2f}"
             + (f": {gain:.1f} standard deviations of the language model's own." if deviation else ".")
         )
     if policy_meta["args"]["task"]["query_dataset"] == "tales":

@@ -17,6 +17,7 @@ import torch
 from benchmark.interoperability import others
 from ppo_rlhf.check import __main__ as command, calls, cases, child, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
+from ppo_rlhf.lib.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/check.md").read_text()
@@ -432,8 +433,19 @@ def test_the_list_can_be_cut_off_and_read_by_programs(tmp_path):
     assert done.stdout.startswith("truncate(") and not done.stderr
 
 
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_that_cannot_be_meant(timeout, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check", "adapter.py", "--timeout", timeout])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert f"--timeout {float(timeout)}: must be above 0 and finite" in capsys.readouterr().err
+
+
 def test_an_exercise_is_written_and_found_to_be_fixed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    Path("exercise_8.py").symlink_to("nowhere/exercise_8.py")
+    with pytest.raises(InputError, match=f"^{re.escape(str(tmp_path))}/exercise_8.py: No such file"):
+        command.exercise(8, 10.0)
     assert command.exercise(7, 10.0) == 0
     path, fault = Path("exercise_7.py"), command.EXERCISES[6]
     assert path.read_text() in capsys.readouterr().out and fault.says not in path.read_text()

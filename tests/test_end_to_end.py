@@ -16,7 +16,7 @@ from runs import both_arguments, metrics_of, only, policy_arguments, samples_of,
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_rlhf import train_both
+from ppo_rlhf import sample, train_both
 from ppo_rlhf.lib.models import load_reward_model
 
 
@@ -342,6 +342,22 @@ def test_sample_prints_and_writes_a_comparison(both_run: Path) -> None:
     assert all(set(row) == set(columns) for row in rows)
     prompt = ("--prompt", "Mara found a bell.", "--temperature", "0.5")
     assert "Mara found" in run_script("sample.py", *sample, *prompt, folder=both_run)
+
+
+def test_sample_calls_a_users_monitor_by_its_name(both_run: Path, tmp_path: Path, monkeypatch) -> None:
+    shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "my_rewards.py").write_text("def words(queries, responses):\n    return [2.0] * len(responses)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = only(tmp_path, "models/train_policy__*/policy")
+    info = json.loads((policy / "ppo_rlhf.json").read_text()) | {"monitor": "my_rewards:words"}
+    (policy / "ppo_rlhf.json").write_text(json.dumps(info))
+    rows = sample.sample(sample.Args(str(policy), n=2, trust_remote_code=True))
+    assert all(row["base words"] == row["policy words"] == 2.0 and "base gold" not in row for row in rows)
+    metas = (
+        json.loads(only(tmp_path, f"runs/train_{kind}__*/meta.json").read_text()) for kind in ("reward", "policy")
+    )
+    assert "The function words, which PPO never saw, went from +2.00 to +2.00." in train_both.summary(rows, *metas)
 
 
 def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import OFFLINE, SCRIPTS
 from runs import only, policy_arguments, posts_arguments, world_arguments
 from test_report import browser, data_of, opened  # noqa: F401, they are fixtures
 
 from ppo_rlhf import report, rlvr_math, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib import cli, derivation, traces
+from ppo_rlhf.lib.errors import InputError
 
 RUNS = {
     "1": "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 0.01 --ppo.gamma 0.9",
@@ -241,8 +246,8 @@ def invented(seed: int) -> dict[str, torch.Tensor]:
     return drawn | {"baselines": torch.rand(8, generator=generator).double()}
 
 
-def episodes_of(x: dict[str, torch.Tensor]) -> list[dict]:
-    """The batch as the page has it."""
+def episodes_of(x: dict[str, torch.Tensor], critic_lam: float = 0.95) -> list[dict]:
+    """The batch as the page has it. critic_lam: the lambda of the critic's targets that the run has recorded."""
     found = []
     for i in range(8):
         places = list(range(int(x["scored"][i].sum())))
@@ -251,6 +256,7 @@ def episodes_of(x: dict[str, torch.Tensor]) -> list[dict]:
         marks = {"scored": [1] * len(places), "mask": [1] * len(places)}
         epochs = {name: [told[name]] for name in ("new_logprobs", "new_values")}
         shared = {"kl_coef": 0.2, "baselines": x["baselines"][i].item(), "tokens": int(x["scored"].sum())}
+        shared["critic_lam"] = critic_lam
         numbers = {"scores": x["scores"][i].item(), "groups": int(x["groups"][i])}
         found.append({"places": places, "tokens": tokens | marks, "epochs": epochs, "statistics": shared})
         found[-1] |= {"numbers": numbers, "again": False}
@@ -298,6 +304,26 @@ def test_what_if_computes_what_the_scripts_compute(changes, trained, opened):  #
                 assert list(map(float, row[name])) == pytest.approx(wanted, rel=1e-6, abs=1e-6), (seed, name, i)
 
 
+def test_what_if_keeps_the_lambda_of_value_pretraining_and_shows_no_slider_without_effect(trained, opened):  # noqa: F811
+    folder = trained("critic")
+    report.report(report.Args(str(folder)))
+    page, x = opened(folder / "report.html"), invented(0)
+    page.locator("#what-if > summary").click()
+    page.locator("#what-gamma").wait_for()
+    assert page.locator("#what-lam").count() == 0  # it has --ppo.lam_alpha and --ppo.critic_lam
+    settings = derivation.settings_of({"ppo": {"samples_per_prompt": 4, "cliprange_low": None}})
+    settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None, "cliprange_value": 0.2}
+    told = [episodes_of(x, critic_lam=1.0), settings, {"lam": 0.3}, 0]
+    theirs = page.evaluate("([...told]) => whatIf(...told)", told)
+    expected = with_tensors(x, settings | {"lam": 0.3, "critic_lam": 1.0})
+    for name in ("returns", "advantages"):
+        for i, row in enumerate(theirs):
+            assert row[name] == pytest.approx(expected[name][i, : len(row[name])].tolist(), rel=1e-6, abs=1e-6)
+    found = {"valued": [True, False, False, True, False], "deltas": [1, 0, 0, 2, 0]}
+    following = page.evaluate("([...told]) => [0, 3].map(t => numbersOf(...told, t).next_deltas)", [found, settings])
+    assert following == [2, 0]
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rewards_too", [True, False])
 def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa: F811
@@ -335,6 +361,18 @@ RECORDED = """() => {
     return found.advantages.map((x, t) => [x, told[t]]).filter((_, t) => found.learns[t]);
   });
 }"""
+
+
+def test_an_explanation_may_be_cut_off_and_needs_a_token_that_counts(trained, monkeypatch):
+    folder = trained("gae")
+    command = f"{sys.executable} {SCRIPTS / 'report.py'} {folder} --explain 1 1 1 | true"
+    done = subprocess.run(command, shell=True, env=os.environ | OFFLINE, capture_output=True, text=True)
+    assert done.stderr == ""
+    one_run = report.read_run(folder)
+    unscored = {"episodes": [{"places": []}]}
+    monkeypatch.setattr(report.OneRun, "traced_update", lambda *_: unscored)
+    with pytest.raises(InputError, match=r"^--explain: episode 1 has no token that counts$"):
+        report.explained(one_run, (one_run.kept()[0][0][0], 1, 1))
 
 
 def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):  # noqa: F811

@@ -14,8 +14,8 @@ from processes import launch_together
 from runs import TINY_TOOLS, explained_metrics, metrics_of, only
 from transformers import AutoTokenizer
 
-from ppo_rlhf import report, rlvr_data, rlvr_math, rlvr_metrics, rlvr_policy, rlvr_tools
-from ppo_rlhf.lib import cli, errors, lm, problems, processes, tools, traces
+from ppo_rlhf import report, rlvr_data, rlvr_math, rlvr_metrics, rlvr_policy, rlvr_tools, sample
+from ppo_rlhf.lib import cli, derivation, errors, lm, problems, processes, tools, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import sums
 
@@ -347,6 +347,30 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
         map(errors.visible, texts)
     )  # the tool's words too
     assert [sum(episode["tokens"]["tool"]) for episode in shown] == trace.tokens["tool"].sum(1).tolist()
+
+
+def test_derivations_are_equations_across_a_tools_answer(whole_run):
+    """Before an answer, the next value is that of the token after it: the tool's tokens have none."""
+    settings = derivation.settings_of(json.loads((whole_run / "meta.json").read_text())["args"])
+    before_an_answer = 0
+    for episode in report.traced_episodes(traces.read(whole_run, 0), None):
+        wrote = episode["tokens"]["tool"]
+        for t in range(len(wrote) - 1):
+            lines, _ = derivation.explain(episode, settings, 0, t)
+            for line in (line for line in lines if line.step.result in ("deltas", "raw_advantages")):
+                computed = eval(line.numbers.replace("·", "*").replace("−", "-"))
+                assert computed == pytest.approx(line.value, abs=2e-3)
+                before_an_answer += wrote[t + 1]
+    assert before_an_answer
+
+
+def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
+    policy = only(whole_run.parent.parent, "models/*/policy")
+    with pytest.raises(InputError, match="names the function letters:letters"):
+        sample.Comparison(sample.Args(str(policy)))
+    sample.Comparison(sample.Args(str(policy)), trust_functions=True)
+    said = capsys.readouterr().out
+    assert "was trained with the tool" in said and "here nothing answers its calls" in said
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(whole_run, tiny_tools, tmp_path, monkeypatch):

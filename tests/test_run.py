@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.lib import checkpoints, errors, files, processes, run as run_module
+from ppo_rlhf.lib import checkpoints, cli, errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, run_script
 from ppo_rlhf.lib.run import Run
@@ -407,6 +407,14 @@ def test_a_checkpoint_of_another_model_is_refused(other):
     tensors = checkpoints.training_state(model, torch.optim.Adam(model.parameters()))
     message = error_line(checkpoints.restore_training_state, other, torch.optim.Adam(other.parameters()), tensors)
     assert "checkpoint" in message
+
+
+def test_a_current_folder_that_is_not_unicode_is_refused(tmp_path, monkeypatch):
+    os.mkdir(os.fsencode(tmp_path) + b"/bad\xff")
+    monkeypatch.chdir(os.fsencode(tmp_path) + b"/bad\xff")
+    message = error_line(cli.check_values, train_policy.Args())
+    folder = f"'{tmp_path}/bad\\udcff'"
+    assert message == f"the name of the current folder, {folder}, is not valid Unicode; start in another one"
 
 
 # ---- Paths and weights -----------------------------------------------------------------------------------------

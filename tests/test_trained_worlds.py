@@ -1,5 +1,6 @@
 """The language models of the small worlds that are part of the package."""
 
+import errno
 import random
 import statistics
 from pathlib import Path
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark import train_worlds
 from ppo_rlhf.lib import problems
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building, posts, sums, tales
 
 GENERATORS = {"sums": sums.SumsArgs(), "sums-long": sums.LongArgs(), "sums-tools": sums.ToolsArgs()}
@@ -82,6 +84,24 @@ def test_a_usual_world_gets_the_model_of_the_package(tmp_path, monkeypatch, modu
     computed = {"sentiment": {"ceiling": 0.5}} if name == "tales" else {}
     assert facts == {**recorded, **computed}
     AutoTokenizer.from_pretrained(world / "model")
+
+
+def test_a_full_disk_and_no_home_are_said(tmp_path, monkeypatch):
+    """As errors of which a script makes one line; shutil's own would hide what it is."""
+
+    def no_space(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(building.shutil, "copyfile", no_space)
+    with pytest.raises(OSError, match=r"No space left on device: .*/model/"):
+        building.copy_trained(trained("sums"), tmp_path)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("PPO_RLHF_CACHE")
+    with pytest.raises(InputError, match="PPO_RLHF_CACHE"):
+        building.find("x", [], Path.mkdir)
 
 
 def test_another_model_makes_another_world(tmp_path, monkeypatch):
