@@ -50,6 +50,7 @@ from ppo_rlhf.lib import (
     checkpoints,
     cli,
     lm,
+    memory,
     models,
     networks,
     packing,
@@ -1032,7 +1033,11 @@ def start_run(
     Returns the run, the first update to make, and the newest evaluation.
     """
     inputs = models.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
-    this_run = run.Run(setup.given, setup.accelerator, dataclasses.asdict(setup.sizes), joint, inputs)
+    task, local_minibatch = setup.args.task, setup.sizes.local_batch // setup.args.ppo.nminibatches
+    minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
+    of_pass = memory.limit_passes(setup.args, setup.accelerator, actor_critic, **minibatch)
+    sizes = dataclasses.asdict(setup.sizes) | of_pass
+    this_run = run.Run(setup.given, setup.accelerator, sizes, joint, inputs)
     state = this_run.resume(actor_critic, optimizer)
     controller.value = state.get("kl_coef", controller.value)
     this_run.start_logging(state["step"])

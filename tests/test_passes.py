@@ -5,6 +5,7 @@ padding that they were given. What the networks read is counted.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -17,7 +18,7 @@ from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.lib import label_files, lm, passes, posts
+from ppo_rlhf.lib import label_files, lm, memory, passes, posts
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
@@ -232,13 +233,27 @@ def networks_in(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found + [module.lm_backbone for module in model.children() if hasattr(module, "lm_backbone")]
 
 
+# For each token, a layer of these networks keeps 8 * (11 * 16 + 4 * 64) bytes: times 1.2 and two layers and one more,
+# 12.4 kB. With the logits, 128 tokens fit, or 64 of policy and critic: at least one row, and four at most.
+@pytest.mark.parametrize("budget", [math.inf, 2e6])
 @pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.__name__)
-def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, case):
+def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, case, budget):
     update, model, real = case(tiny_models)
-    monkeypatch.setattr(passes, "cost_of_pass", lambda model: 32)  # of models so small, one pass would pay
+    # Of models so small, one pass would pay. So it does where the budget divides it.
+    monkeypatch.setattr(passes, "cost_of_pass", lambda model: 32 if budget == math.inf else 10**6)
+    monkeypatch.setattr(memory, "budget", budget)
+    plans, plan_passes = [], passes.plan_passes
+
+    def kept_plan(*arguments, **settings) -> list[passes.Pass]:
+        plans.append(plan_passes(*arguments, **settings))
+        return plans[-1]
+
+    monkeypatch.setattr(passes, "plan_passes", kept_plan)
     read = Read(*networks_in(model))
     stats, gradients = update(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
     in_passes = read.tokens
+    sizes = [len(one.rows) * one.longest for plan in plans for one in plan if len(one.rows) > 1]
+    assert budget == math.inf or (max(sizes, default=0) <= 128 and all(len(plan) > 10 for plan in plans))
     monkeypatch.setattr(passes, "plan_passes", everything_at_once)
     monkeypatch.setattr(lm, "read_before_responses", as_it_is)
     expected, wanted = update(), [p.grad for p in model.parameters() if p.grad is not None]

@@ -12,7 +12,7 @@ from test_tldr_math import on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy
-from ppo_rlhf.lib import lm, passes, problems
+from ppo_rlhf.lib import lm, memory, passes, problems
 from ppo_rlhf.rlvr_data import Pool, Rollout
 from ppo_rlhf.rlvr_policy import (
     ESTIMATORS,
@@ -61,7 +61,7 @@ def tokens_and_mask(lengths: list[int] = LENGTHS) -> tuple[torch.Tensor, torch.T
 def test_what_is_read_is_what_the_library_says_of_the_row_alone(
     tiny_models, monkeypatch, architecture, tokens_of_a_piece
 ):
-    monkeypatch.setattr(passes, "MOST_LOGITS", tokens_of_a_piece * PAD)
+    monkeypatch.setattr(memory, "MOST_LOGITS", tokens_of_a_piece * PAD)
     actor_critic, reference = networks(tiny_models, architecture)
     tokens, mask = tokens_and_mask()
     responses, longest = tokens[:, CONTEXT:], int((tokens != PAD).sum(1).max())
@@ -88,7 +88,7 @@ def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
     tokens, mask = tokens_and_mask()
     found = []
     for tokens_of_a_piece in (4_096, 3):
-        monkeypatch.setattr(passes, "MOST_LOGITS", tokens_of_a_piece * PAD)
+        monkeypatch.setattr(memory, "MOST_LOGITS", tokens_of_a_piece * PAD)
         actor_critic, reference = networks(tiny_models)
         logprobs, values, entropies, kl = actor_critic(tokens, tokens[:, CONTEXT:], mask, PAD, reference)
         (logprobs * numbers(1, *mask.shape) + values + entropies - 2 * kl).sum().backward()
@@ -226,11 +226,15 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_micro_batches_and_processes_change_nothing(tiny_models, variant):
+def test_micro_batches_and_processes_change_nothing(tiny_models, variant, monkeypatch):
     settings = VARIANTS[variant]
     ((whole, steps),) = updated(tiny_models, **settings)
     ((in_parts, _),) = updated(tiny_models, local_micro_batch_size=1, **settings)
     same_parameters(whole, in_parts)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "budget", 1.0)  # byte: each row has a pass of its own
+        ((divided, _),) = updated(tiny_models, **settings)
+    same_parameters(whole, divided)
     shares = updated(tiny_models, processes=2, local_micro_batch_size=2, **settings)
     for parameters, _ in shares:
         same_parameters(whole, parameters)

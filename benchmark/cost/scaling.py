@@ -61,7 +61,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPTNeoXCon
 from benchmark.cost import memory, speed
 from benchmark.curves.compare import markdown
 from ppo_rlhf.lib import models
-from ppo_rlhf.lib.passes import MOST_LOGITS
+from ppo_rlhf.lib.memory import MOST_LOGITS
 
 RESULTS = speed.ROOT / "benchmark/results/speed"
 PAGE = Path(__file__).with_name("scaling.md")

@@ -42,6 +42,8 @@ class RunArgs:
     gradient_checkpointing: bool = False
     """keep only the inputs of each layer of a trained network and compute the rest again in the backward pass; saves
     memory, costs a forward pass"""
+    max_memory: float = 0.0
+    """GiB that a process may take, on its GPU if it has one; a memory knob; 0: as much as is free at the start"""
     resume: str = ""
     """folder of a run to resume: runs/<run>; its arguments are taken from there"""
     save_interval: int = 50
@@ -88,6 +90,7 @@ MAY_CHANGE = {
     "trace_interval",
     "trace_episodes",
     "gradient_checkpointing",
+    "max_memory",
     "ppo.local_micro_batch_size",
     "ppo.local_micro_batch_tokens",
     "ppo.local_rollout_batch_size",
@@ -342,6 +345,8 @@ def check_values(args: Any) -> None:
             raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
     if (folder := os.getcwd()).encode(errors="replace").decode() != folder:
         raise InputError(f"the name of the current folder, {folder!r}, is not valid Unicode; start in another one")
+    if "max_memory" in values:
+        at_least(0, "", args, "max_memory")
     if args.seed < 0:
         raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
     if values.get("keep_checkpoints") is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib import passes, precision
+from ppo_rlhf.lib import memory, passes, precision
 
 LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
@@ -211,9 +211,16 @@ def generate_until(
 ) -> tuple[Tensor, Tensor]:
     """Sample responses as `generate` does, but only up to the first stop id of each; without any, all of them.
 
-    Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length).
+    Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length). If
+    keys and values would not fit into memory, a few rows are sampled at a time.
     """
     width = contexts.shape[1]
+    tokens = memory.tokens_that_fit(lm_backbone, memory.budget / 2, "sampling")
+    most = max(1, tokens / (width + uniforms.shape[1]))  # rows
+    if len(contexts) > most:
+        settings = {"pad_id": pad_id, "vocab_size": vocab_size, "temperature": temperature, "stop_ids": stop_ids}
+        sample = partial(generate_until, lm_backbone, **settings)
+        return passes.few_rows_at_a_time(sample, int(most), contexts, uniforms)
     hidden, mask, cache = read_contexts(lm_backbone, left_pad(contexts, pad_id), pad_id, uniforms.shape[1])
     states = [(layer.keys, layer.values) for layer in cache.layers]
     position_ids = mask.sum(1, keepdim=True)  # of the next token: (rows, 1)

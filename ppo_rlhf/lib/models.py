@@ -593,6 +593,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 
     for layer in layers(network):
         layer.forward = checkpointed(layer.forward)
+        layer.is_checkpointed = True  # for lib/memory.py
 
 
 def compile_backbone(lm_backbone: PreTrainedModel) -> None:

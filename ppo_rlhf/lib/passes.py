@@ -7,6 +7,7 @@ them read the rows of a pass without any padding.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib import processes
+from ppo_rlhf.lib import memory, processes
 
 
 def by_length(
@@ -31,7 +32,7 @@ def by_length(
     """Call function(model, tokens, *others, pad_id=..., **settings) on a few rows of similar length at a time.
 
     tokens: (batch, length) token ids with padding anywhere; the function gets them packed, in fewer columns. others:
-    tensors with a row for each row of tokens. rows, most_tokens: of a pass, at most; 0: as many as are fast.
+    tensors with a row for each row of tokens. rows, most_tokens: of a pass, at most; 0: as many as are fast and fit.
     new_tokens: how many the function appends to each row, if it generates. Returns what the function returns, a
     tensor or several, with the rows in the order in which they were given.
     """
@@ -63,7 +64,7 @@ def micro_batches(
     """Divide a minibatch into passes: yields the packed tokens of each pass, and its rows of the other tensors.
 
     tokens: (minibatch, length) token ids. lengths: as count_tokens gives them (minibatch,). rows, most_tokens: of a
-    pass, at most; 0: as many as are fast.
+    pass, at most; 0: as many as are fast and fit.
     """
     shared = find_shared(model, tokens, tokens != pad_id)
     for one in plan_passes(lengths, model, rows, most_tokens, shared=shared):
@@ -96,27 +97,29 @@ def plan_passes(
     """Divide rows into passes of similar length, the longest first, or into passes of rows that begin alike.
 
     lengths: tokens of each row (rows,), on the CPU. rows, tokens: how many a pass has at most, padding included; with
-    neither, there are as many passes as pay, and one where no padding is read. model: what reads them. uses: how
-    often it is called in a pass, for each token if it generates. shared: from find_shared. Where weights are sharded,
-    every process makes equally many passes, and all must call this.
+    neither, there are as many passes as pay, and one where no padding is read. A pass that would hold more than
+    memory.budget is divided further. model: what reads them. uses: how often it is called in a pass, for each token
+    if it generates. shared: from find_shared. Where weights are sharded, every process makes equally many passes, and
+    all must call this.
     """
     order = shared[1] if shared else lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
     if not count:
         return []
-    if tokens:  # masks and hidden states are padded, even where nothing else is
-        starts, longest = [0], 0
-        for row, length in enumerate(ordered):
-            longest, size = max(longest, length), row - starts[-1]  # of the pass so far
-            if size and (size == rows or (size + 1) * longest > tokens):
-                starts.append(row)
-                longest = length
+    if tokens:
+        starts = starts_within(ordered, tokens, rows)
     elif rows:
         starts = list(range(0, count, rows))
     elif shared or is_packed(model):
         starts = [0]
     else:
         starts = starts_that_pay(ordered, uses * cost_of_pass(model))
+    if torch.is_grad_enabled():
+        most = memory.tokens_that_fit(model, memory.budget, "training")
+    else:
+        most = memory.tokens_that_fit(model, memory.budget / 2, "reading")  # the other half is for a cache
+    parts = pairwise([*starts, count])
+    starts = [start + place for start, end in parts for place in starts_within(ordered[start:end], most)]
     plan = list(order.tensor_split(starts[1:]))
     if processes.sharding():
         counts = [0] * torch.distributed.get_world_size()
@@ -162,6 +165,20 @@ def prefix_tree(ids: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.arange(len(ids)).unsqueeze(1).where(new, 0).cummax(0).values  # in which row a token was new
     numbers = (new.flatten().cumsum(0) - 1).view_as(new).gather(0, first).masked_fill(ordered < 0, -1)
     return numbers[order.argsort()], order
+
+
+def starts_within(ordered: list[int], tokens: float, rows: int = 0) -> list[int]:
+    """Where to divide rows, so that a pass has at most so many rows and tokens, or is a single row that is longer.
+
+    ordered: tokens of each row. Masks and hidden states are padded, so padding counts. rows: 0 for any number.
+    """
+    starts, longest = [0], 0
+    for row, length in enumerate(ordered):
+        longest, size = max(longest, length), row - starts[-1]  # of the pass so far
+        if size and (size == rows or (size + 1) * longest > tokens):
+            starts.append(row)
+            longest = length
+    return starts
 
 
 # A pass costs more than its tokens: weights are read and kernels are launched, however few tokens there are. The
@@ -219,16 +236,13 @@ def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tenso
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-MOST_LOGITS = 2**28  # numbers that are held at a time: in float32, a gigabyte
-
-
 def few_logits_at_a_time(function: Callable, numbers: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Apply a function to a batch, a few rows at a time if it holds many numbers for each row, as for logits.
 
     numbers: how many, for each row. Tensors and what the function returns have the same rows. If the batch is
     divided, the backward pass computes each part again, so that only the numbers of one part are ever held.
     """
-    rows = max(1, MOST_LOGITS // max(1, numbers))
+    rows = max(1, memory.MOST_LOGITS // max(1, numbers))
     if rows >= len(tensors[0]):
         return function(*tensors)
     parts = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
