@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.lib import checkpoints, cli, errors, files, processes, run as run_module
+from ppo_rlhf.lib import checkpoints, cli, errors, files, precision, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, run_script
 from ppo_rlhf.lib.run import Run
@@ -949,3 +949,22 @@ def test_freed_memory_is_kept():
     result = subprocess.run([sys.executable, "-c", ALLOCATE], capture_output=True, check=True)
     without, kept = map(int, result.stdout.split())
     assert 5 * kept < without
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "flags", "is_slow"),
+    [
+        ("bfloat16", "cpu", "flags\t\t: fpu avx2 fma", True),
+        ("bfloat16", "cpu", "flags\t\t: fpu avx2 avx512_bf16", False),
+        ("bfloat16", "cpu", "flags\t\t: fpu amx_bf16 amx_tile", False),
+        ("bfloat16", "cpu", "Features\t: fp asimd bf16", False),
+        ("bfloat16", "cpu", "processor : 0", False),
+        ("float32", "cpu", "flags\t\t: fpu avx2", False),
+        ("bfloat16", "cuda", "flags\t\t: fpu avx2", False),
+    ],
+)
+def test_a_processor_without_bfloat16_is_named(dtype, device, flags, is_slow, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"model name : x\n{flags}\n")
+    line = precision.advice(dtype, torch.device(device), tmp_path / "cpuinfo")
+    assert ("no instructions for bfloat16" in line) == is_slow
+    assert precision.advice(dtype, torch.device(device), tmp_path / "none") == ""

@@ -45,7 +45,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import checkpoints, errors, files, plots, processes, traces
+from ppo_rlhf.lib import checkpoints, errors, files, plots, precision, processes, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 
@@ -291,8 +291,8 @@ class Run:
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
         print(f"run {shown(self.folder)}")
         print_table("", sizes, show_lines=False)
-        if note:
-            print(note)
+        for line in filter(None, (note, precision.advice(self.args.dtype, self.accelerator.device))):
+            print(line)
         self._open_csv()
         self._open_tensorboard()
         if self.args.track:
