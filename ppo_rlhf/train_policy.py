@@ -139,11 +139,11 @@ TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episo
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
 # A real language model and few episodes: two epochs of two minibatches, and a controller that reacts within them.
 REVIEWS = PpoArgs(
-    total_episodes=1_280,
+    total_episodes=1_536,
     batch_size=32,
     nminibatches=2,
     noptepochs=2,
-    lr=5e-5,
+    lr=4e-5,
     value_head_lr=3e-3,
     whiten_groups=2,
 )

@@ -68,7 +68,7 @@ TASKS = {
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
     # The first six words of a sentence from a review. The policy writes the rest of it, in at most 24 tokens.
     "reviews": TaskArgs(
-        query_dataset="reviews", query_length=12, start_text=None, end_text=None, response_length=24, truncate_after=4
+        query_dataset="reviews", query_length=12, start_text=None, end_text=None, response_length=24, truncate_after=8
     ),
 }
 
