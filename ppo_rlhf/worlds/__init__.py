@@ -59,8 +59,9 @@ READERS: dict[str, Callable[[str], Any]] = {
     "task.comparisons": lambda path: readers.load_rows(path, "comparisons", "train"),
     "task.problems": lambda path: problems.load_rows(path, "problems", "train"),
     "task.test_problems": lambda path: problems.load_rows(path, "test_problems", ""),
+    "task.examples": lambda path: readers.read_jsonl(Path(path), "examples"),
 }
-MAY_BE_EMPTY = ("task.test_problems", "rewards.trained_model", "rewards.value_model")
+MAY_BE_EMPTY = ("task.test_problems", "task.examples", "rewards.trained_model", "rewards.value_model")
 
 
 def find_value(argument: str, value: str, root: Path) -> str:
