@@ -173,7 +173,7 @@ def train(args: Args) -> Path:
                 metrics = rlvr_metrics.update_metrics(setup, episodes, generated, batch, steps, number)
                 metrics |= rlvr_metrics.run_metrics(setup, this_run, progress, number, lr, len(generated))
                 metrics |= mismatch | batches.seconds()
-                controller.update(metrics["objective/kl"], sizes.batch)
+                controller.update(metrics.get("objective/kl", 0.0), sizes.batch)
                 progress.explained = max(progress.explained, metrics.get("val/explained_var", 0.0))
                 this_run.end_of_update(
                     *(number, metrics | progress.evaluation),
@@ -184,6 +184,7 @@ def train(args: Args) -> Path:
                         *(rlvr_policy.training_state, actor_critic, optimizers, progress), batches.kept_versions
                     ),
                 )
+                rlvr_metrics.say_if_nothing_is_learned(setup, this_run)
             this_run.meta |= batches.workers_used()
     return rlvr_policy.finish(setup, this_run, actor_critic)
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ppo_rlhf import rlvr_data, rlvr_math
-from ppo_rlhf.lib import lm, problems, processes, rewards, run, texts, traces
+from ppo_rlhf.lib import cli, lm, problems, processes, rewards, run, texts, traces
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -73,18 +73,18 @@ def update_metrics(
         of_responses["val/tool_tokens"] = one["from_tool"].sum(1)
         of_responses["val/tool_calls"] = answered_calls(setup, one["responses"], one["from_tool"])
     # [V55] A row without a token is in no mean.
-    of_episodes = {
-        "objective/kl": batch.kl.sum(1),
+    # Where there is no reference, nobody knows the KL: 0 would say that the policy does not move.
+    has_reference = has_penalty(setup.args.rewards)
+    of_episodes = {"objective/kl": batch.kl.sum(1)} if has_reference else {}
+    of_episodes |= {
         "objective/non_score_reward": batch.non_score_rewards.sum(1),
         "objective/rlhf_reward": batch.rewards.masked_fill(~episodes.mask, 0).sum(1),
         "objective/entropy": -episodes.logprobs.masked_fill(~episodes.mask, 0).sum(1),
     }
     if setup.args.ppo.filter_groups:  # [V78] groups that were left over come from an older policy
         of_episodes["train/staleness_mean"] = number - episodes.versions
-    of_tokens = {
-        "objective/kl_per_token": batch.kl,
-        "objective/sampler_gap": (episodes.logprobs - episodes.sampler_logprobs).abs(),
-    }
+    of_tokens = {"objective/sampler_gap": (episodes.logprobs - episodes.sampler_logprobs).abs()}
+    of_tokens |= {"objective/kl_per_token": batch.kl} if has_reference else {}
     of_advantages = {"val/advantages_mean": batch.advantages, "val/advantages_abs_mean": batch.advantages.abs()}
     errors = (batch.returns - batch.values).double()
     of_values = {
@@ -124,8 +124,9 @@ def update_metrics(
         m["val/explained_var"] = 1 - variance_of_errors / variance_of_returns if vary else 0.0
     everyone = accelerator.gather(lengths)
     m |= {"val/sequence_lengths_min": everyone.min().item(), "val/sequence_lengths_max": everyone.max().item()}
-    of_critic = () if critic else ("loss/value_avg", "val/clipfrac_avg")
-    metrics = {name: m[name] for name in m if "/" in name and name not in of_critic}
+    left_out = () if critic else ("loss/value_avg", "val/clipfrac_avg")
+    left_out += () if setup.args.rewards.kl_loss_coef else ("loss/kl_avg",)
+    metrics = {name: m[name] for name in m if "/" in name and name not in left_out}
     processes.check_update(metrics, number, setup.args.dtype, gap="val/first_ratio_gap")
     return metrics
 
@@ -139,6 +140,38 @@ def answered_calls(setup: Any, responses: Tensor, from_tool: Tensor) -> Tensor:
     ends = (responses == call_end) & ~from_tool  # (rows, response_length), each ends a call
     # A call at the very end of a response has no room for an answer, and one after max_calls ends the response.
     return ends[:, :-1].sum(1).clamp(max=setup.args.tools.max_calls)
+
+
+def has_penalty(rewards: Any) -> bool:
+    """Whether the KL is penalised, so that there is a reference."""
+    return bool(rewards.kl_coef or rewards.kl_loss_coef)
+
+
+PATIENCE = 3  # updates
+
+
+def say_if_nothing_is_learned(setup: Any, this_run: run.Run) -> None:
+    """Say once what to do if no response is ever correct, or if all responses to a problem always score the same."""
+    rows, args, flag = this_run.rows, setup.args, cli.flag
+    if len(rows) == PATIENCE and not any(row["objective/verifiable_correct_rate"] for row in rows):
+        ends = sum(row["val/stop_token_rate"] for row in rows) / PATIENCE
+        run.say(
+            f"No response was correct in {PATIENCE} updates, and {ends:.0%} of them ended: try easier problems, a "
+            f"longer {flag('task.response_length')} ({args.task.response_length}), {flag('task.examples')}, or "
+            f"another {flag('task.prompt_suffix')}; samples.jsonl has responses, and {flag('rewards.verifier')} "
+            f"{args.rewards.verifier} must be able to read them"
+        )
+        return
+    is_equal = [row["val/groups_zero_std"] == 1 for row in rows]
+    before = any(all(is_equal[i : i + PATIENCE]) for i in range(len(rows) - PATIENCE))
+    if args.ppo.samples_per_prompt > 1 and len(rows) >= PATIENCE and all(is_equal[-PATIENCE:]) and not before:
+        right = sum(row["objective/verifiable_correct_rate"] for row in rows[-PATIENCE:]) / PATIENCE
+        run.say(
+            f"In {PATIENCE} updates, all responses to a problem had the same score, so nothing was learned; "
+            f"{right:.0%} were correct. Try {'harder' if right > 0.5 else 'easier'} problems, a larger "
+            f"{flag('ppo.samples_per_prompt')} ({args.ppo.samples_per_prompt}), a higher {flag('task.temperature')} "
+            f"({args.task.temperature:g}), or {flag('ppo.filter_groups')}"
+        )
 
 
 def run_metrics(
@@ -243,15 +276,14 @@ def evaluate(setup: Any, actor_critic: Any, samples: int) -> tuple[dict[str, flo
     of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if task.answer_format == "hashes" else []
     names, field = list(dict.fromkeys([args.rewards.verifier, *of_hashes])), "rewards.verifier"
     verifiers = [rewards.load_verifier(name, field, task.response_prefix, on_all_processes=True) for name in names]
-    chunk, shape = setup.sizes.local_rollout_batch, (len(held_out), task.response_length)
+    chunk, shape = setup.sizes.local_rollout_batch, (len(held_out), 1, task.response_length)
     sample = partial(actor_critic.sample, setup.ids)
     by = partial(problems.solve, held_out, sample, verifiers, setup.tokenizer, setup.ids, chunk, setup.accelerator)
     with actor_critic.sampling():
-        greedy, sampled = by(problems.GREEDY, torch.full(shape, 0.5, dtype=torch.float64)), []
-        for number in range(samples):
-            generator = lm.keyed_generator(args.seed, "evaluate", number)
-            uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
-            sampled.append(by(args.eval_temperature, uniforms))
+        (greedy,) = by(problems.GREEDY, torch.full(shape, 0.5, dtype=torch.float64))
+        noise = [lm.keyed_generator(args.seed, "evaluate", number) for number in range(samples)]
+        uniforms = [torch.rand(shape, generator=generator, dtype=torch.float64) for generator in noise]
+        sampled = by(args.eval_temperature, torch.cat(uniforms, 1)) if samples else []
     return problems.evaluation(held_out, task.kind_column, names, greedy, sampled)
 
 

@@ -1,4 +1,4 @@
-"""benchmark/experiments/critic.py: what it runs, and its arithmetic."""
+"""benchmark/experiments/critic.py and arithmetic.py: what they run, and what they compute."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import shlex
 import pandas as pd
 from processes import launch
 
-from benchmark.experiments import critic, estimators
+from benchmark.experiments import arithmetic, critic, estimators
 from ppo_rlhf import rlvr_checks, rlvr_policy
 from ppo_rlhf.lib import cli
 
@@ -110,3 +110,55 @@ def test_bad_input(tmp_path):
         result = launch(critic.__file__, *words, folder=tmp_path)
         assert result.status == 2 and message in result.stderr and "Traceback" not in result.stderr, result
     assert launch(critic.__file__, folder=tmp_path).status == 2
+
+
+def test_arithmetic_is_learned_by_three_methods(tmp_path):
+    read = {}
+    for name in arithmetic.VARIANTS:
+        (job,) = arithmetic.jobs_of(arithmetic.Args(folder=tmp_path), name, [3])
+        _, script, *words = shlex.split(job.command)
+        assert (script, job.seed) == (rlvr_policy.__file__, 3)
+        read[name] = cli.parse_args(rlvr_policy.PRESETS, words)
+        rlvr_policy.check_arguments(read[name])
+        assert not [*rlvr_checks.doubts(read[name])] and read[name].rewards.kl_loss_coef > 0
+    plain = read["dr_grpo"]
+    assert plain == dataclasses.replace(rlvr_policy.PRESETS["arithmetic"], log_interval=0)
+    for name, change in {"gae": {"critic_warmup": 3}, "reinforce++": {}}.items():
+        ppo = dataclasses.replace(plain.ppo, advantage=name, **change)
+        assert read[name] == dataclasses.replace(plain, ppo=ppo), name
+
+
+def test_table_of_made_up_runs_of_arithmetic(tmp_path):
+    """Numbers by hand; a mean over two seeds that differ by 0.2 has an interval of 12.7062 times 0.1."""
+    for seed, right in {1: 0.5, 2: 0.7}.items():
+        run = tmp_path / f"bench/dr_grpo/seed{seed}/runs/made_up"
+        run.mkdir(parents=True)
+        after = {"eval/gsm8k_flexible": right, "eval/mean@4": right, "eval/pass@4": 0.9, "eval/stopped": 1.0}
+        args = {"base_model": "smollm2-135m"}
+        meta = {"finished": True, "commit": "0123456789", "args": args, "results": after, "wall_time": 120.0}
+        (run / "meta.json").write_text(json.dumps(meta))
+        columns = dict.fromkeys(after, [0.25] * 4) | {
+            "step": range(4),
+            "policy/entropy_avg": [1.0, 0.5, 0.25, 0.0],
+            "val/groups_zero_std": [0.0, 0.5, 0.5, 0.5],
+            "objective/kl": [0.0, 1.0, 2.0, 3.0],
+        }
+        pd.DataFrame(columns).to_csv(run / "metrics.csv", index=False)
+        said = ["12", "I don't know", "The answer is -3.", "4 or 5"]
+        (run / "evaluation.jsonl").write_text("".join(json.dumps({"response": text}) + "\n" for text in said))
+        answers = [{"question": "Who?", "before": "I.", "after": "12"}]
+        (run / "forgetting.json").write_text(json.dumps({"before": -0.5, "after": -1.5, "answers": answers}))
+    result = launch(arithmetic.__file__, "table", "--folder", "bench", "--output", "out", folder=tmp_path)
+    assert result.status == 0, result
+    _, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines() if "|" in line
+    ]
+    none = " ± 0.0"
+    after = f"75.0{none}", "0.25 ± 0.00", "2.00 ± 0.00", "-1.50 ± 0.00", f"2.0{none}"
+    assert rows == [
+        ["before", "2", *[f"25.0{none}"] * 4, f"0.0{none}", "", "1.00 ± 0.00", "0.00 ± 0.00", "-0.50 ± 0.00", ""],
+        ["`dr_grpo`", "2", *["60.0 ± 127.1"] * 2, f"90.0{none}", f"100.0{none}", f"50.0{none}", *after],
+    ]
+    kept = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").read_text().splitlines()]
+    assert kept == [{"variant": "dr_grpo", "seed": seed, **answers[0]} for seed in (1, 2)]
+    assert "commit: 0123456\n" in (tmp_path / "out/arithmetic.md").read_text()

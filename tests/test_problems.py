@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from ppo_rlhf.lib import problems
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.problems import TaskArgs
+from ppo_rlhf.worlds import arithmetic
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 DEFAULT = "<|im_start|>system\nBe good.<|im_end|>\n"
@@ -87,6 +89,52 @@ def error_line(*given, **changes) -> str:
 )
 def test_prompts(changes, expected):
     assert problems.render_prompt("Why?", task(**changes), TOKENIZER) == expected
+
+
+EXAMPLES = [("1+1?", "2"), ("2+2?", "4")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"system_prompt": "Add.", "prompt_suffix": "!", "response_prefix": "It is "},
+            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?!<|im_end|>\n<|im_start|>assistant\nIt is 2"
+            "<|im_end|>\n<|im_start|>user\n2+2?!<|im_end|>\n<|im_start|>assistant\nIt is 4<|im_end|>\n"
+            "<|im_start|>user\nWhy?!<|im_end|>\n<|im_start|>assistant\nIt is ",
+        ),
+        (
+            {"prompt_format": "plain", "prompt_suffix": "\n", "response_prefix": "It is "},
+            "1+1?\nIt is 2\n\n2+2?\nIt is 4\n\nWhy?\nIt is ",
+        ),
+    ],
+)
+def test_examples_look_as_a_question_and_a_response_do(tmp_path, changes, expected):
+    """From their file to every prompt of a split; 12 tokens more than the limit leave no room for a question."""
+    rows = [dict(zip(("question", "answer"), example, strict=True)) for example in EXAMPLES]
+    examples = {"examples": str(written(tmp_path, rows, "examples.jsonl"))}
+    assert problems.read_examples(task(**examples, **changes)) == EXAMPLES
+    assert problems.render_prompt("Why?", task(**changes), TOKENIZER, EXAMPLES) == expected
+    source = written(tmp_path, [{"question": "Why?", "answer": "#### 7"}]).parent
+    assert read(source, **examples, **changes).texts == [expected]
+    before = len(problems.encode_prompt(expected, task(**changes), TOKENIZER)) - len("Why?")
+    line = error_line(source, **examples, **changes, prompt_length=before)
+    assert f"--task.examples {examples['examples']}: a prompt with its 2 examples has {before} tokens" in line
+    assert len(read(source, **examples, **changes, prompt_length=before + 4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["{"], "examples.jsonl, line 1"),
+        ([], "examples.jsonl holds no example"),
+        ([{"question": "Why?"}], "examples.jsonl, line 1 has no text under 'answer'"),
+        ([{"question": "Why?", "answer": 7}], "line 1 has no text under 'answer'"),
+    ],
+)
+def test_bad_examples_are_named(tmp_path, lines, words):
+    line = error_line(GSM8K, examples=str(written(tmp_path, lines, "examples.jsonl")))
+    assert line.startswith("--task.examples") and words in line
 
 
 def test_the_ids_of_a_chat_are_those_of_the_template():
@@ -252,6 +300,25 @@ def test_a_limit_takes_the_first_rows(tmp_path):
 def test_bad_rows_are_named(tmp_path, rows, words):
     line = error_line(written(tmp_path, rows).parent)
     assert line.startswith("--task.problems") and words in line
+
+
+def test_arithmetic_is_correct_and_holds_sums_out_in_both_orders():
+    """Of 361 sums and 190 differences of numbers from 1 to 19, 50 each are held out, and no mirrored sum is left."""
+    splits, seen = arithmetic.split_problems(), {}
+    for split, rows in splits.items():
+        for row in rows:
+            left, sign, right = re.fullmatch(r"What is (\d+) ([+-]) (\d+)\?", row["question"]).groups()
+            left, right = int(left), int(right)
+            assert {left, right} <= set(range(1, 20))
+            assert int(row["answer"]) == (left + right if sign == "+" else left - right) >= 0
+            assert row["operation"] == ("sum" if sign == "+" else "difference")
+            seen.setdefault((sign, frozenset((left, right))), set()).add(split)
+    assert all(len(found) == 1 for found in seen.values())
+    assert len({row["question"] for rows in splits.values() for row in rows}) == sum(map(len, splits.values()))
+    assert [row["operation"] for row in splits["test"]].count("sum") == 50 == len(splits["test"]) / 2
+    train = [row["operation"] for row in splits["train"]]
+    assert train.count("difference") == 190 - 50 and 361 - 100 <= train.count("sum") <= 361 - 50
+    assert splits == arithmetic.split_problems() and train[:50] != sorted(train)[:50]
 
 
 @pytest.mark.parametrize("source", ["gsm9k", "no_such_folder", "texts.txt"])

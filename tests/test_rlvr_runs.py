@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy, rlvr_tools, sample
+from benchmark.experiments import forgetting
+from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_tools, sample
 from ppo_rlhf.lib import cli, lm, models, plots, problems, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS
@@ -350,6 +351,9 @@ def test_every_way_learns_something_through_its_flag(tiny_sums, in_folder, monke
     assert rows[0]["val/advantages_abs_mean"] > 0 and rows[0]["policy/grad_norm"] > 0
     assert abs(rows[1]["policy/kl_old_new"]) > 0
     assert ("value/grad_norm" in rows[0]) == ("--ppo.advantage" not in WAYS[way] or "advantage gae" in WAYS[way])
+    # A divergence is logged where something has computed it.
+    assert ("objective/kl" in rows[0]) == ("objective/kl_per_token" in rows[0]) == (way != "no kl")
+    assert ("loss/kl_avg" in rows[0]) == ("kl_loss_coef" in WAYS[way])
     said = capsys.readouterr().out
     assert ("gradient vanishes near the reference" in said) == (way == "k3 in the reward")
     assert ("both penalise the KL" in said) == ("in the" in way and "loss" in WAYS[way])
@@ -505,6 +509,33 @@ def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_fold
     prompt = json.loads(lines[0])["prompt"]
     assert prompt.startswith("<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n")
     assert "<|im_end|>\n<|im_start|>assistant\n" in prompt
+
+
+def test_what_is_forgotten_is_the_likelihood_of_the_base_model_s_answers(tiny_qwen, tmp_path, monkeypatch):
+    """Token by token, from passes over each text alone: under the base model, and under one with other weights."""
+    monkeypatch.setattr(forgetting, "QUESTIONS", ["Why?", "Who was it?", "When?"])
+    monkeypatch.setattr(forgetting, "LENGTH", 6)
+    base = AutoModelForCausalLM.from_pretrained(tiny_qwen)
+    other = AutoModelForCausalLM.from_pretrained(tiny_qwen)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    other.save_pretrained(tmp_path)
+    tokenizer, logprobs, count = byte_tokenizer(), [0.0, 0.0], 0
+    for question in forgetting.QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        answer = solve_slowly(base, prompt, [0.5] * 6, 258, 1e-6)
+        count += len(answer)
+        logprobs = [
+            so_far + text_logprob(model, prompt, answer, 1.0)
+            for so_far, model in zip(logprobs, (base, other), strict=True)
+        ]
+    found = forgetting.measure(str(tmp_path), str(tiny_qwen))
+    assert found["before"] == pytest.approx(logprobs[0] / count, abs=1e-4)
+    assert found["after"] == pytest.approx(logprobs[1] / count, abs=1e-4) != pytest.approx(found["before"], abs=0.01)
+    assert [row["question"] for row in found["answers"]] == forgetting.QUESTIONS
 
 
 # ---- Reading what a policy writes: sample.py -------------------------------------------------------------------
@@ -706,6 +737,29 @@ def test_a_temperature_of_samples_may_stay_when_they_are_switched_off():
     )
 
 
+def test_a_run_that_learns_nothing_says_so_once(capsys):
+    """Nothing correct in three updates; or nothing but groups of one score in three updates, first in a row."""
+
+    def said(words: str, right: list[float], equal: list[float]) -> list[str]:
+        args = cli.parse_args(PRESETS, ["--preset", "sums-grpo", *words.split()])
+        names = "objective/verifiable_correct_rate", "val/groups_zero_std", "val/stop_token_rate"
+        rows, this_run = [], SimpleNamespace(rows=[])
+        for row in zip(right, equal, [0.5] * len(right), strict=True):
+            this_run.rows.append(dict(zip(names, row, strict=True)))
+            rlvr_metrics.say_if_nothing_is_learned(SimpleNamespace(args=args), this_run)
+            rows.append(capsys.readouterr().out)
+        assert all(row.count("\n") == bool(row) for row in rows)
+        return [re.sub(r" .*", "", row.strip()) for row in rows]
+
+    assert said("", [0.0] * 6, [0.9] * 6) == ["", "", "No", "", "", ""]
+    assert said("", [0.0, 0.0, 0.1, 0.0, 0.0, 0.0], [0.9] * 6) == [""] * 6
+    assert said("", [1.0] * 8, [1, 1, 0.9, 1, 1, 1, 1, 1]) == ["", "", "", "", "", "In", "", ""]
+    assert said("", [1.0] * 8, [1, 1, 1, 0.5, 1, 1, 1, 1]) == ["", "", "In", "", "", "", "", ""]
+    alone = "--ppo.samples_per_prompt 1 --ppo.advantage gae"
+    assert said(alone, [0.5] * 4, [1] * 4) == [""] * 4
+    assert said(alone, [0.0] * 4, [1] * 4) == ["", "", "No", ""]
+
+
 def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(tiny_sums, in_folder, monkeypatch):
     def too_short(*_, **__):
         raise InputError(f"shorten {cli.flag('task.query_length')}")
@@ -743,7 +797,7 @@ def test_every_metric_is_explained(ppo_run):
     of_another_script = ("async/", "time/", "val/tool_")
     standing = {name for name in explained_metrics(3) if "<" not in name and not name.startswith(of_another_script)}
     of_others = {"objective/format_reward", "objective/reward_model_reward", "train/staleness_mean"}
-    of_others |= {"loss/nll_avg"}
+    of_others |= {"loss/nll_avg", "loss/kl_avg"}
     assert standing - names == of_others | {"eps", "time"}
 
 

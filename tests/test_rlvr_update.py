@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +128,34 @@ def test_a_prompt_is_read_once_for_all_its_responses(tiny_models, architecture):
     assert torch.equal(responses, torch.cat([one for one, _ in alone]))
     assert_close(logprobs, torch.cat([one for _, one in alone]), atol=1e-12, rtol=0)
     assert len(responses.unique(dim=0)) > 2
+
+
+def test_evaluations_read_a_prompt_once_for_all_its_samples(tiny_models):
+    """V100: three problems, four samples of each, at most ten rows at a time; the same as one sample at a time."""
+    model, tokens = tiny_models("llama", PAD).double(), tokens_and_mask()[0]
+    prompts = [row[row != PAD].tolist() for row in tokens[:3, :CONTEXT]]
+    held_out = problems.Problems(prompts, list("abc"), list("xyz"), [""] * 3, 0, 0, 0)
+    ids = problems.TaskIds(pad=PAD, stops=(STOP,))
+    tokenizer = SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row)))
+    verifiers = [lambda prompts, texts, answers: [len(text) + ord(a) for text, a in zip(texts, answers, strict=True)]]
+    verifiers.append(lambda prompts, texts, answers: [float(p == "b") for p in prompts])
+    sample = partial(lm.generate_until, model, pad_id=PAD, vocab_size=PAD, stop_ids=ids.stops)
+    process, rows = SimpleNamespace(num_processes=1, process_index=0, device="cpu", gather=lambda x: x), []
+    solve = partial(problems.solve, held_out, sample, verifiers, tokenizer, ids, 10, process, 1.0)
+    uniforms = torch.rand(3, 4, RESPONSE, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    alone = [solve(uniforms[:, [i]])[0] for i in range(4)]
+    hook = model.base_model.register_forward_pre_hook(
+        lambda _, args, inputs: rows.append((*args, *inputs.values())[0].shape), with_kwargs=True
+    )
+    together = solve(uniforms)
+    hook.remove()
+    assert sum(n for n, columns in rows if columns > 1) == 4  # one of them fills up the last pass
+    assert max(n for n, _ in rows) == 8
+    assert [one.texts for one in together] == [one.texts for one in alone]
+    assert len({text for one in together for text in one.texts}) > 6
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one.lengths, other.lengths) and torch.equal(one.stopped, other.stopped)
+        assert torch.equal(one.right, other.right) and one.right[:, 1].tolist() == [0, 1, 0]
 
 
 def test_what_the_sampler_recorded_is_not_read_again(tiny_models):

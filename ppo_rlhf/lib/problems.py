@@ -3,6 +3,7 @@
 --task.problems, --task.test_problems
     gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
     sums               a built-in world of worlds/sums.py; others are sums-long and sums-tools
+    arithmetic         sums and differences of two small numbers, worlds/arithmetic.py
     <folder>           problems_train.jsonl and problems_test.jsonl
     <file>.jsonl       one file; each 50th row is held out, unless --task.test_problems says what is
 
@@ -27,7 +28,7 @@ from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, run, source
 from ppo_rlhf.lib.errors import InputError, flag
 
 GSM8K_FILES = hub.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
-SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools")
+SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
 
@@ -35,7 +36,7 @@ SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools")
 @dataclass(frozen=True)
 class TaskArgs:
     problems: str = "gsm8k"
-    """where problems come from: gsm8k, sums, a folder with problems_<split>.jsonl, or a .jsonl file"""
+    """where problems come from: gsm8k, sums, arithmetic, a folder with problems_<split>.jsonl, or a .jsonl file"""
     test_problems: str = ""
     """where the held-out problems come from; empty: the test split of the same"""
     question_column: str = "question"
@@ -55,6 +56,9 @@ class TaskArgs:
     """text after each question"""
     response_prefix: str = ""
     """text that every response begins with, such as <think>: the policy reads it at the end of its prompt"""
+    examples: str = ""
+    """a .jsonl file of solved problems that every prompt shows before its question (few-shot), rows like those of
+    problems; empty: none"""
     prompt_length: int = 1_024
     """the most tokens of a prompt; longer ones are left out"""
     response_length: int = 512
@@ -76,6 +80,17 @@ TASKS = {
         problems="sums-long", kind_column="steps", **SUMS_TASK | {"prompt_length": 72, "response_length": 120}
     ),
     "sums-tools": TaskArgs(problems="sums-tools", kind_column="steps", **SUMS_TASK | {"response_length": 96}),
+    "arithmetic": TaskArgs(
+        problems="arithmetic",
+        kind_column="operation",
+        answer_format="whole",
+        system_prompt="You are a calculator. You answer with a number only.",
+        prompt_suffix="",
+        response_prefix="The answer is ",
+        prompt_length=64,
+        response_length=8,
+        temperature=0.7,  # at 1, this small and quantised model writes garbage
+    ),
 }
 
 
@@ -113,14 +128,30 @@ def task_ids(
 # ---- Prompts ---------------------------------------------------------------------------------------------------
 
 
-def render_prompt(question: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text that a response continues."""
+def read_examples(task: TaskArgs) -> list[tuple[str, str]]:
+    """Questions and answers of task.examples."""
+    if not task.examples:
+        return []
+    rows, keys = posts.read_jsonl(Path(task.examples), "examples"), (task.question_column, task.answer_column)
+    for where, row in rows:
+        posts.check_row(row, keys, f"{flag('task.examples')} {where}")
+    if not rows:
+        raise InputError(f"{flag('task.examples')} {task.examples} holds no example")
+    return [tuple(row[key] for key in keys) for _, row in rows]
+
+
+def render_prompt(
+    question: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, examples: Iterable[tuple[str, str]] = ()
+) -> str:
+    """The text that a response continues. examples: as read_examples gives them."""
     # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
     content = question + task.prompt_suffix
+    # An example looks as a question and a correct response do.
+    shown = [(asked + task.prompt_suffix, task.response_prefix + answer) for asked, answer in examples]
     if task.prompt_format == "plain":
         if task.system_prompt is not None:
             raise InputError(f"{flag('task.system_prompt')} is a message of a chat; the prompts here are plain")
-        return content + task.response_prefix
+        return "".join(f"{asked}{answer}\n\n" for asked, answer in shown) + content + task.response_prefix
     if tokenizer.chat_template is None:
         raise InputError(
             f"{flag('task.prompt_format')} chat: the tokenizer has no chat template; plain prompts need none"
@@ -128,9 +159,10 @@ def render_prompt(question: str, task: TaskArgs, tokenizer: PreTrainedTokenizerB
     # [V02] No system message is another thing than an empty one: for the first, some templates have a text.
     system = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
     # [V01] One message of the user's, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
-    messages = [*system, {"role": "user", "content": content}]
+    turns = [text for example in shown for text in example]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*turns, content])]
     try:
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template([*system, *messages], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program, and may raise anything
         raise InputError(
             f"the tokenizer's chat template fails on these messages: {type(error).__name__}: {error}; "
@@ -231,6 +263,13 @@ def read_problems(
         source, field, split = task.test_problems, "test_problems", ""
     elif split == "train" and task.test_problems and Path(source).suffix == ".jsonl":
         split = ""  # nothing of it is held out
+    examples = read_examples(task)
+    before = len(encode_prompt(render_prompt("", task, tokenizer, examples), task, tokenizer)) if examples else 0
+    if before >= task.prompt_length:
+        raise InputError(
+            f"{flag('task.examples')} {task.examples}: a prompt with its {len(examples)} examples has {before} "
+            f"tokens before its question; give fewer, or a {flag('task.prompt_length')} above {before}"
+        )
     kept, too_long, unscorable, empty = [], 0, 0, 0
     for where, row in islice(load_rows(source, field, split), limit or None):
         posts.check_row(row, (task.question_column, task.answer_column), f"{flag(f'task.{field}')} {where}")
@@ -239,7 +278,7 @@ def read_problems(
         if not answer or not rewards.can_be_right(verifier, answer):
             unscorable += 1
             continue
-        prompt = render_prompt(row[task.question_column], task, tokenizer)
+        prompt = render_prompt(row[task.question_column], task, tokenizer, examples)
         tokens = encode_prompt(prompt, task, tokenizer)
         if not tokens:  # there is nothing that the first token could follow
             empty += 1
@@ -282,7 +321,7 @@ def to_texts(tokenizer: PreTrainedTokenizerBase, responses: torch.Tensor, ids: T
 
 @dataclass(frozen=True)
 class Solved:
-    """One response to each problem."""
+    """A response to each problem."""
 
     texts: list[str]
     lengths: torch.Tensor  # (problems,), tokens with the stop id
@@ -300,18 +339,28 @@ def solve(
     accelerator: Accelerator,
     temperature: float,
     uniforms: torch.Tensor,
-) -> Solved:
-    """Sample a response to each problem, with uniforms (problems, response_length). Every process must call this."""
+) -> list[Solved]:
+    """Sample responses to each problem, with uniforms (problems, responses, response_length).
+
+    local_batch: how many responses at a time, on one process. Every process must call this.
+    """
+    n = uniforms.shape[1]
 
     def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        contexts = held_out.batch(inds.tolist(), ids.pad).to(accelerator.device)
-        responses, _ = sample(contexts, uniforms[inds].to(contexts.device), temperature=temperature)
-        prompts, answers = ([texts[i] for i in inds] for texts in (held_out.texts, held_out.answers))
+        # [V100] The responses to a prompt are next to each other, so it is read once for all of them.
+        rows = inds.repeat_interleave(n)
+        contexts = held_out.batch(rows.tolist(), ids.pad).to(accelerator.device)
+        responses, _ = sample(contexts, uniforms[inds].flatten(0, 1).to(contexts.device), temperature=temperature)
+        prompts, answers = ([texts[i] for i in rows] for texts in (held_out.texts, held_out.answers))
         texts = to_texts(tokenizer, responses, ids)
         right = torch.tensor([verifier(prompts, texts, answers) for verifier in verifiers]).T > 0  # (rows, verifiers)
-        return responses, right.double().to(responses.device)
+        return responses.unflatten(0, (-1, n)), right.double().to(responses.device).unflatten(0, (-1, n))
 
-    responses, right = processes.map_rows(of_rows, len(held_out), local_batch, accelerator)
+    found = processes.map_rows(of_rows, len(held_out), max(1, local_batch // n), accelerator)
+    return [solved(tokenizer, ids, *rows) for rows in zip(*(part.unbind(1) for part in found), strict=True)]
+
+
+def solved(tokenizer: PreTrainedTokenizerBase, ids: TaskIds, responses: torch.Tensor, right: torch.Tensor) -> Solved:
     stopped = torch.isin(responses, torch.tensor(ids.stops)).any(1)
     return Solved(to_texts(tokenizer, responses, ids), (responses != ids.pad).sum(1), stopped.double(), right)
 

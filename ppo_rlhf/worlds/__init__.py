@@ -13,7 +13,7 @@ from typing import Any
 
 from ppo_rlhf.lib import hub, models, posts as readers, problems, rewards, run, sources
 from ppo_rlhf.lib.errors import InputError, flag
-from ppo_rlhf.worlds import posts, reviews, smollm, sums, tales
+from ppo_rlhf.worlds import arithmetic, posts, reviews, smollm, sums, tales
 
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
 WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
@@ -30,15 +30,18 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "task.posts": {"posts": lambda: posts.find_world()},
     "task.comparisons": {"posts": lambda: posts.find_world()},
     "task.problems": {
+        "arithmetic": lambda: arithmetic.find_world(),
         "sums": lambda: sums.find_world(),
         "sums-long": lambda: sums.find_world(sums.LongArgs()),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
     },
     "task.test_problems": {
+        "arithmetic": lambda: arithmetic.find_world(),
         "sums": lambda: sums.find_world(),
         "sums-long": lambda: sums.find_world(sums.LongArgs()),
         "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
     },
+    "task.examples": {},
     "rewards.trained_model": {},
     "rewards.value_model": {},
 }
@@ -56,8 +59,9 @@ READERS: dict[str, Callable[[str], Any]] = {
     "task.comparisons": lambda path: readers.load_rows(path, "comparisons", "train"),
     "task.problems": lambda path: problems.load_rows(path, "problems", "train"),
     "task.test_problems": lambda path: problems.load_rows(path, "test_problems", ""),
+    "task.examples": lambda path: readers.read_jsonl(Path(path), "examples"),
 }
-MAY_BE_EMPTY = ("task.test_problems", "rewards.trained_model", "rewards.value_model")
+MAY_BE_EMPTY = ("task.test_problems", "task.examples", "rewards.trained_model", "rewards.value_model")
 
 
 def find_value(argument: str, value: str, root: Path) -> str:
@@ -132,7 +136,8 @@ def data_files(task: Any, *names: str) -> dict[str, list[Path]]:
     found = {}
     for argument, value in {f"task.{name}": getattr(task, name) for name in names}.items():
         path = Path(value).absolute()
-        local = bool(value) and value not in OTHER_NAMES[argument]
-        paths = sorted(path.glob(IN_FOLDERS[argument])) if path.is_dir() else [path]
+        local = bool(value) and value not in OTHER_NAMES.get(argument, ())
+        is_folder = argument in IN_FOLDERS and path.is_dir()
+        paths = sorted(path.glob(IN_FOLDERS[argument])) if is_folder else [path]
         found[argument] = [path for path in paths if local and path.is_file()]
     return found
