@@ -140,6 +140,8 @@ class Summaries(Continuations):
         return summaries.queries, summaries.references.masked_fill(summaries.references == self.ids.eos, self.ids.pad)
 
     def query(self, prompt: str) -> list[int]:
+        if self.task.query_format == "plain":
+            return posts.Encoder(self.tokenizer, self.ids.eos).query({"post": prompt}, self.task)
         whole = re.fullmatch(posts.format_post("(.*?)", "(.*?)", "(.*)"), prompt, re.DOTALL)
         row = dict(zip(("subreddit", "title", "post"), whole.groups() if whole else ("", "", prompt), strict=True))
         return posts.Encoder(self.tokenizer, self.ids.eos).query(row, self.task)

@@ -25,11 +25,11 @@ from ppo_rlhf.lib.errors import InputError
 @dataclass(frozen=True)
 class Args:
     preset: str = "tldr"
-    """names a set of defaults: tldr, posts"""
+    """names a set of defaults: tldr, posts, reviews"""
     seed: int = 44413
     """seed of all three stages"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
-    """causal language model that SFT starts from: a folder, a name on the hub, or `posts`"""
+    """causal language model that SFT starts from: a folder, a name on the hub, `posts` or `smollm2-135m`"""
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     resume: str = ""

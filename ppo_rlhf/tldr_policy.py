@@ -76,6 +76,9 @@ class RewardsArgs:
     with a third parameter it also gets the reference answers, here the summaries of the data"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
+    normalize_samples: int = 256
+    """summaries of the base model on which scores of `function` get mean 0 and deviation 1, the scale for which the
+    KL coefficient and the critic are meant; 0: scores stay as the function gives them"""
     value_model: str = ""
     """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
     kl_coef: float = 0.05
@@ -133,7 +136,7 @@ class PpoArgs:
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
-    """names a set of defaults: tldr, posts"""
+    """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_policy"
     seed: int = 44413
     """seed of the sampling noise, the order of the posts and the minibatches"""
@@ -178,6 +181,24 @@ PRESETS = {
         task=posts.TASKS["posts"],
         rewards=RewardsArgs(monitor="ppo_rlhf.worlds.posts:gold_scores", kl_coef=0.6),
         ppo=PpoArgs(total_episodes=3_840, batch_size=64, nminibatches=8, lr=1e-4),
+    ),
+    # A real language model and few episodes: adapters, two epochs of two minibatches, and a controller that reacts
+    # within them. Many sentences have scores below -1, so not to end must cost more.
+    "reviews": Args(
+        preset="reviews",
+        seed=1,
+        trace_interval=10,
+        eval_interval=10,
+        eval_posts=128,
+        task=posts.TASKS["reviews"],
+        rewards=RewardsArgs(
+            monitor="ppo_rlhf.worlds.reviews:vader",
+            kl_coef=0.05,
+            adaptive_kl=cli.AdaptiveKLArgs(target=6.0, horizon=300),
+            missing_eos_penalty=3.0,
+        ),
+        ppo=PpoArgs(total_episodes=1_280, batch_size=32, nminibatches=2, noptepochs=2, lr=1e-4),
+        lora=models.LoraArgs(rank=16, target_modules="all-linear"),
     ),
 }
 
@@ -280,6 +301,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
         # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
         monitored = {name: function(queries, responses, references) for name, function in setup.monitor.items()}
+        if shaping.function:
+            monitored["function_score"] = setup.scale.undo(raw_scores)
         told = (references, finished, raw_scores, scores, ref_logprobs, kl, non_score_rewards, sampler_gap)
         episodes = Episodes(*told, monitored, controller.value)
         metrics = update_metrics(this_run, update, rollout, episodes, steps, lr)
@@ -290,7 +313,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             f"{100 * metrics['objective/eos_rate']:.0f} % end",
             samples=partial(sample_rows, setup, rollout, episodes),
             trace=partial(trace, update, rollout, episodes, controller),
-            checkpoint=partial(training_state, actor_critic, optimizer, controller, evaluation),
+            checkpoint=partial(training_state, setup, actor_critic, optimizer, controller, evaluation),
         )
     return finish(setup, this_run, actor_critic, reference)
 
@@ -306,7 +329,8 @@ class Setup:
     ids: posts.TaskIds
     train_posts: posts.Posts
     held_out: dict[str, posts.Posts]  # of the splits validation and test
-    score: scorers.Scorer  # (queries, responses, references) -> (rows,)
+    score: scorers.Scorer  # (queries, responses, references) -> (rows,), on the scale below
+    scale: scorers.Scale  # of the scores of a function
     monitor: dict[str, scorers.Scorer]  # what is only logged, under its name
     accelerator: Accelerator
 
@@ -735,7 +759,7 @@ class Episodes:
 
     references: Tensor  # (local_batch, response_length), the summaries of the data
     finished: Tensor  # (local_batch,) bool, whether the summary ends
-    raw_scores: Tensor  # (local_batch,), of the reward model or function
+    raw_scores: Tensor  # (local_batch,), of the reward model or function, on the scale of a reward model
     scores: Tensor  # (local_batch,), after the end-of-text trick
     ref_logprobs: Tensor  # (local_batch, response_length)
     kl: Tensor  # (local_batch, response_length), nats
@@ -858,7 +882,8 @@ def trace_episodes(
     of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
     of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
     of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.finished}
-    told = (queries, responses, episodes.references[few], of_tokens, of_episodes | episodes.monitored)
+    of_episodes |= {name: episodes.monitored[name] for name in setup.monitor}
+    told = (queries, responses, episodes.references[few], of_tokens, of_episodes)
     keep(*told, *computed, again=False)
 
     watched, device = setup.held_out["validation"].first(traces.TRACED), logprobs.device
@@ -934,7 +959,7 @@ def check_arguments(args: Args) -> None:
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
     cli.at_least(1, "", args, "eval_prompts", "trace_episodes")
-    cli.at_least(0, "rewards.", args.rewards, "kl_coef", "missing_eos_penalty")
+    cli.at_least(0, "rewards.", args.rewards, "kl_coef", "missing_eos_penalty", "normalize_samples")
     cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam", "weight_decay")
     cli.at_least(0, "lora.", args.lora, "rank")
     cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "adam_eps")
@@ -962,9 +987,21 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     held_out = {split: read_posts(split, args.eval_posts) for split in ("validation", "test")}
     actor_critic, reference = load_networks(args, tokenizer, accelerator)
     score, monitor = load_scorers(args, tokenizer, ids, accelerator)
-    score = partial(passes.few_rows_at_a_time, score, sizes.local_rollout_batch)
-    told = (given, args, sizes, tokenizer, ids, train_posts, held_out, score, monitor, accelerator)
-    return Setup(*told), actor_critic, reference
+    few_rows, scale = partial(passes.few_rows_at_a_time, score, sizes.local_rollout_batch), scorers.Scale()
+    setup = Setup(
+        given=given,
+        args=args,
+        sizes=sizes,
+        tokenizer=tokenizer,
+        ids=ids,
+        train_posts=train_posts,
+        held_out=held_out,
+        score=lambda *tokens: scale.apply(few_rows(*tokens)),
+        scale=scale,
+        monitor=monitor,
+        accelerator=accelerator,
+    )
+    return setup, actor_critic, reference
 
 
 def load_networks(
@@ -991,7 +1028,7 @@ def load_networks(
 
 
 # Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
-TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "reference_scores", *posts.COLUMNS}
+TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
 
 
 def load_scorers(
@@ -1040,19 +1077,43 @@ def start_run(
     this_run = run.Run(setup.given, setup.accelerator, sizes, joint, inputs)
     state = this_run.resume(actor_critic, optimizer)
     controller.value = state.get("kl_coef", controller.value)
+    setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
+    if setup.args.rewards.function and setup.args.rewards.normalize_samples and state["step"] == 0:
+        setup.scale.fit(scores_of_base_model(setup, actor_critic), setup.accelerator)
     this_run.start_logging(state["step"])
     return this_run, state["step"], state.get("evaluation", {})
 
 
+def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
+    """Scores (n,) of the summaries that the policy samples of the first posts before it learns: this process's share."""
+    args, accelerator = setup.args, setup.accelerator
+    generator = lm.keyed_generator(args.seed, "scale of the function")
+    with actor_critic.sampling():
+        _, scores = posts.summarise(
+            actor_critic.sampler,
+            setup.train_posts.first(args.rewards.normalize_samples),
+            setup.ids,
+            args.task,
+            generator,
+            setup.sizes.local_rollout_batch,
+            accelerator,
+            measure=lambda *tokens: [setup.score(*tokens)],
+            temperature=args.task.temperature,
+        )
+    return scores[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+
+
 def training_state(
+    setup: Setup,
     actor_critic: ActorCritic,
     optimizer: torch.optim.Optimizer,
     controller: AdaptiveKLController,
     evaluation: dict[str, float],
 ) -> tuple[dict[str, Tensor], dict]:
-    """The content of a checkpoint: weights, Adam's moments, KL coefficient, the newest evaluation."""
+    """The content of a checkpoint: weights, Adam's moments, KL coefficient, scores' scale, the newest evaluation."""
     return checkpoints.training_state(actor_critic, optimizer), {
         "kl_coef": controller.value,
+        "score_scale": [setup.scale.mean, setup.scale.std],
         "evaluation": evaluation,
     }
 

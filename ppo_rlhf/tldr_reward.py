@@ -43,7 +43,7 @@ from ppo_rlhf.lib.errors import InputError
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
-    """names a set of defaults: tldr, posts"""
+    """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_reward"
     seed: int = 44413
     """seed of the head and of the order of the comparisons"""
@@ -78,6 +78,9 @@ class Args(cli.RunArgs):
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
     "posts": Args(preset="posts", seed=1, batch_size=8, lr=3e-4, normalize_posts=2_048, task=posts.TASKS["posts"]),
+    "reviews": Args(
+        preset="reviews", seed=1, batch_size=32, lr=5e-5, normalize_posts=512, task=posts.TASKS["reviews"]
+    ),
 }
 
 

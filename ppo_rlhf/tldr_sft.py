@@ -40,12 +40,12 @@ from ppo_rlhf.lib import checkpoints, cli, lm, memory, models, packing, passes, 
 @dataclass(frozen=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
-    """names a set of defaults: tldr, posts"""
+    """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_sft"
     seed: int = 44413
     """seed of the order of the posts and of the sampling noise"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
-    """causal language model to start from: a folder, a name on the hub, or `posts`"""
+    """causal language model to start from: a folder, a name on the hub, `posts` or `smollm2-135m`"""
     save_interval: int = 200
     """steps between checkpoints; 0: one at the end"""
     num_train: int = 0
@@ -84,6 +84,16 @@ PRESETS = {
         lr=5e-4,
         eval_posts=512,
         task=posts.TASKS["posts"],
+    ),
+    "reviews": Args(
+        preset="reviews",
+        seed=1,
+        base_model="smollm2-135m",
+        num_train=4_096,
+        batch_size=32,
+        lr=5e-5,
+        eval_posts=128,
+        task=posts.TASKS["reviews"],
     ),
 }
 

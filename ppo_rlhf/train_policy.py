@@ -243,7 +243,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     minibatch = {"rows": sizes.local_batch // ppo.nminibatches, "length": ids.context_length + task.response_length}
     of_pass = memory.limit_passes(args, accelerator, policy, **minibatch)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
-    scale = Scale()
+    scale = scorers.Scale()
     first_update = resume(this_run, policy, optimizer, controller, stream, scale)
     if args.rewards.function and first_update == 0:
         scale.fit(scores_of_language_model(args, ids, stream, reference, score, accelerator), accelerator)
@@ -957,33 +957,6 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.de
     return score
 
 
-class Scale:
-    """Puts scores of a function on the scale of a normalised reward model: (score - mean) / std."""
-
-    def __init__(self) -> None:
-        self.mean, self.std = 0.0, 1.0
-
-    def fit(self, scores: Tensor, accelerator: Accelerator) -> None:
-        """Take mean and biased deviation of scores (n,), on all processes together.
-
-        A function that gives all of them the same score keeps its deviation.
-        """
-        scores = scores.double()
-        sums = {"n": scores.new_tensor(len(scores)), "sum": scores.sum()}
-        sums = processes.sum_over_processes(sums, accelerator)
-        if sums["n"]:
-            self.mean = sums["sum"] / sums["n"]
-            squares = {"squares": ((scores - self.mean) ** 2).sum()}
-            variance = processes.sum_over_processes(squares, accelerator)["squares"] / sums["n"]
-            self.std = math.sqrt(variance) or 1.0
-
-    def apply(self, scores: Tensor) -> Tensor:
-        return (scores - self.mean) / self.std
-
-    def undo(self, scores: Tensor) -> Tensor:
-        return scores * self.std + self.mean
-
-
 @torch.no_grad()
 def scores_of_language_model(
     args: Args,
@@ -1029,7 +1002,7 @@ def resume(
     optimizer: torch.optim.Optimizer,
     controller: AdaptiveKLController,
     stream: texts.QueryStream,
-    scale: Scale,
+    scale: scorers.Scale,
 ) -> int:
     """Restore everything from the newest checkpoint, if there is one. Returns the first update to make."""
     state = this_run.resume(policy, optimizer)
@@ -1044,7 +1017,7 @@ def training_state(
     optimizer: torch.optim.Optimizer,
     controller: AdaptiveKLController,
     stream: texts.QueryStream,
-    scale: Scale,
+    scale: scorers.Scale,
 ) -> tuple[dict[str, Tensor], dict]:
     """The content of a checkpoint: weights, Adam's moments, KL coefficient, position in the texts, scores' scale."""
     # [D81] The counterpart of `resume`.   train_policy.py#L474-L508
@@ -1071,7 +1044,7 @@ def trace_episodes(
     policy: PolicyWithValueHead,
     reference: PreTrainedModel,
     score: scorers.Scorer,
-    scale: Scale,
+    scale: scorers.Scale,
     monitor: dict[str, scorers.Scorer],
     controller: AdaptiveKLController,
     update: int,

