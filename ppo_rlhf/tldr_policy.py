@@ -1085,7 +1085,7 @@ def start_run(
 
 
 def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
-    """Scores (n,) of the summaries that the policy samples of the first posts before it learns: this process's share."""
+    """Scores (n,) of summaries that the policy samples of the first posts before it learns; this process's share."""
     args, accelerator = setup.args, setup.accelerator
     generator = lm.keyed_generator(args.seed, "scale of the function")
     with actor_critic.sampling():
