@@ -353,7 +353,7 @@ def test_derivations_are_equations_across_a_tools_answer(whole_run):
     """Before an answer, the next value is that of the token after it: the tool's tokens have none."""
     settings = derivation.settings_of(json.loads((whole_run / "meta.json").read_text())["args"])
     before_an_answer = 0
-    for episode in report.traced_episodes(traces.read(whole_run, 0), None):
+    for episode in report.traced_episodes(traces.read(whole_run, 0), 0.1):
         wrote = episode["tokens"]["tool"]
         for t in range(len(wrote) - 1):
             lines, _ = derivation.explain(episode, settings, 0, t)
