@@ -336,7 +336,8 @@ def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa
         "gamma": 1.0,
         "lam": 1.0,
     }
-    theirs = page.evaluate("([...told]) => whatIf(...told)", [episodes_of(x), settings, changes, 0])
+    told = [episodes_of(x, critic_lam=1.0), settings, changes, 0]
+    theirs = page.evaluate("([...told]) => whatIf(...told)", told)
     rewards, _, _ = train_policy.compute_rewards(x["scores"], x["logprobs"], x["ref_logprobs"], 0.5)
     ppo = train_policy.PpoArgs(gamma=0.8, lam=0.6, whiten_rewards=rewards_too)
     [advantages], [returns] = train_policy.group_advantages(rewards[None], x["values"][None], ppo)
@@ -365,7 +366,7 @@ RECORDED = """() => {
 
 def test_an_explanation_may_be_cut_off_and_needs_a_token_that_counts(trained, monkeypatch):
     folder = trained("gae")
-    command = f"{sys.executable} {SCRIPTS / 'report.py'} {folder} --explain 1 1 1 | true"
+    command = f"{sys.executable} {SCRIPTS / 'report.py'} --run {folder} --explain 0 1 1 | true"
     done = subprocess.run(command, shell=True, env=os.environ | OFFLINE, capture_output=True, text=True)
     assert done.stderr == ""
     one_run = report.read_run(folder)
