@@ -50,7 +50,6 @@ from ppo_rlhf.lib import (
     cli,
     errors,
     lm,
-    memory,
     models,
     networks,
     packing,
@@ -1120,7 +1119,7 @@ def start_run(
     inputs = models.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
     length = args.task.prompt_length + args.task.response_length
     minibatch = {"rows": setup.sizes.local_minibatch, "length": length}
-    of_pass = memory.limit_passes(args, accelerator, actor_critic, **minibatch)
+    of_pass = passes.limit(args, accelerator, actor_critic, **minibatch)
     this_run = run.Run(setup.given, accelerator, dataclasses.asdict(setup.sizes) | of_pass, joint, inputs)
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}

@@ -50,7 +50,6 @@ from ppo_rlhf.lib import (
     checkpoints,
     cli,
     lm,
-    memory,
     models,
     networks,
     packing,
@@ -1072,7 +1071,7 @@ def start_run(
     inputs = models.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
     task, local_minibatch = setup.args.task, setup.sizes.local_batch // setup.args.ppo.nminibatches
     minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
-    of_pass = memory.limit_passes(setup.args, setup.accelerator, actor_critic, **minibatch)
+    of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
     sizes = dataclasses.asdict(setup.sizes) | of_pass
     this_run = run.Run(setup.given, setup.accelerator, sizes, joint, inputs)
     state = this_run.resume(actor_critic, optimizer)

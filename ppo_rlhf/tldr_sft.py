@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, memory, models, packing, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, processes, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     )
 
     inputs = models.weight_files(args) | worlds.data_files(task, "posts")
-    of_pass = memory.limit_passes(args, accelerator, model, rows=sizes.local_batch, length=length)
+    of_pass = passes.limit(args, accelerator, model, rows=sizes.local_batch, length=length)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
     first_step = this_run.resume(model, optimizer)["step"]
     this_run.start_logging(first_step)

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, memory, models, passes, precision, processes, run, scorers, texts, traces
+from ppo_rlhf.lib import checkpoints, cli, models, passes, precision, processes, run, scorers, texts, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
     inputs = models.weight_files(args) | worlds.data_files(task, "query_dataset")
     minibatch = {"rows": sizes.local_batch // ppo.nminibatches, "length": ids.context_length + task.response_length}
-    of_pass = memory.limit_passes(args, accelerator, policy, **minibatch)
+    of_pass = passes.limit(args, accelerator, policy, **minibatch)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
     scale = scorers.Scale()
     first_update = resume(this_run, policy, optimizer, controller, stream, scale)

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, label_files, memory, models, passes, precision, processes, run, texts
+from ppo_rlhf.lib import checkpoints, cli, label_files, models, passes, precision, processes, run, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     inputs = models.weight_files(args) | worlds.data_files(args.task, "query_dataset")
     inputs["label_dataset"] = [label_file]
     length = labels.samples.shape[1] * (labels.queries.shape[1] + labels.samples.shape[2])  # of a label at most
-    of_pass = memory.limit_passes(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
+    of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
     first_step = 0
     if checkpoint := this_run.load_checkpoint():

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import memory, processes
 
+limit = memory.limit_passes  # which the scripts find here
+
 
 def by_length(
     function: Callable,
