@@ -22,7 +22,7 @@ fi
 cd "$(dirname "$0")/../.."
 
 seeds() { # name, number of seeds, command
-    "${PYTHON:-.venv/bin/python}" benchmark/curves/many_seeds.py --name "$1" --num_seeds "$2" --command "$3" \
+    "${PYTHON:-python}" benchmark/curves/many_seeds.py --name "$1" --num_seeds "$2" --command "$3" \
         --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"} ${SHOW:+--show}
 }
 

@@ -20,7 +20,7 @@ fi
 cd "$(dirname "$0")/../.."
 
 seeds() { # name, first seed, distance of the seeds, command
-    "${PYTHON:-.venv/bin/python}" benchmark/curves/many_seeds.py --name "$1" --start_seed "$2" --seed_step "$3" --num_seeds 4 \
+    "${PYTHON:-python}" benchmark/curves/many_seeds.py --name "$1" --start_seed "$2" --seed_step "$3" --num_seeds 4 \
         --command "$4" --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"} ${SHOW:+--show}
 }
 of_the_paper() { seeds "tldr-$1" 44413 11100 "$2"; } # 44413, 55513, 66613, 77713
