@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_async
 from ppo_rlhf.check import forms
+from ppo_rlhf.lib import derivation
 from ppo_rlhf.rlvr_data import Rollout, make_batch, scores_differ
 from ppo_rlhf.rlvr_math import (
     ESTIMATORS,
@@ -247,6 +248,9 @@ def test_maxrl_is_0_where_the_mean_is_not_above_0_but_for_rounding(scores, dtype
     """There is no share of correct responses: of [0.1, 0.2, -0.3], rounding leaves 1e-17."""
     rewards = torch.tensor(scores, dtype=dtype)[:, None]
     assert (ESTIMATORS["maxrl"](rewards, torch.ones_like(rewards).bool(), torch.zeros(len(scores)))[0] == 0).all()
+    totals = rewards[:, 0].tolist()
+    derived = [derivation.group_advantage(total, totals, 1, [1] * len(totals), "maxrl") for total in totals]
+    assert derived == [0] * len(totals)
     rewards[0] += 0.01  # a mean that is small, but above rounding
     expected = (rewards[:, 0] - rewards.mean()) / (rewards.mean() + 1e-6) if rewards.mean() > 0 else 0 * rewards[:, 0]
     found = ESTIMATORS["maxrl"](rewards, torch.ones_like(rewards).bool(), torch.zeros(len(scores)))[0][:, 0]

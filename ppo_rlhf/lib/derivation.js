@@ -23,6 +23,10 @@ function discountedSums(numbers, factor) {  // x_t + factor * x_(t+1) + factor^2
   return found;
 }
 
+function leastMean(totals) {  // of maxrl: 0, but for rounding
+  return 1e-5 * sum(totals.map(Math.abs)) / totals.length;
+}
+
 function groupDeviation(totals) {
   const mean = sum(totals) / totals.length;
   return Math.sqrt(sum(totals.map(x => (x - mean) ** 2)) / Math.max(totals.length - 1, 1));
@@ -33,7 +37,7 @@ function groupAdvantage(total, totals, lengths, estimator) {
   const n = totals.length, mean = sum(totals) / n;
   if (estimator === "rloo") return n / (n - 1) * (total - mean);
   if (estimator === "grpo") return (total - mean) / (groupDeviation(totals) + 1e-6);
-  if (estimator === "maxrl") return mean > 0 ? (total - mean) / (mean + 1e-6) : 0;
+  if (estimator === "maxrl") return mean > leastMean(totals) ? (total - mean) / (mean + 1e-6) : 0;
   if (estimator === "opo") return total - sum(totals.map((x, i) => x * lengths[i])) / sum(lengths);
   return total - mean;
 }
@@ -150,7 +154,7 @@ function advantagesOf(episode, found, valued, s, group) {
   return {total, totals, group_size: totals.length, group_mean: sum(totals) / totals.length,
     group_weighted_mean: sum(lengths.map((k, i) => k * totals[i])) / Math.max(sum(lengths), 1),
     group_deviation: groupDeviation(totals),
-    equal: Math.max(...totals) <= Math.min(...totals) || (s.estimator === "maxrl" && sum(totals) <= 0),
+    equal: Math.max(...totals) <= Math.min(...totals) || (s.estimator === "maxrl" && sum(totals) / totals.length <= leastMean(totals)),
     raw_advantages: spread(valued.map(() => advantage))};
 }
 

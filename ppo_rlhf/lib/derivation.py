@@ -246,10 +246,15 @@ def group_advantage(total: float, totals: Row, length: int, lengths: Sequence[in
     if estimator == "grpo":
         return (total - mean) / (group_deviation(totals) + 1e-6)
     if estimator == "maxrl":
-        return (total - mean) / (mean + 1e-6) if mean > 0 else 0.0
+        return (total - mean) / (mean + 1e-6) if mean > least_mean(totals) else 0.0
     if estimator == "opo":
         return total - math.fsum(t * n for t, n in zip(totals, lengths, strict=True)) / sum(lengths)
     return total - mean  # dr_grpo, reinforce++-baseline
+
+
+def least_mean(totals: Row) -> float:
+    """What a mean must exceed for maxrl to divide by it: 0, but for rounding."""
+    return 1e-5 * math.fsum(map(abs, totals)) / len(totals)
 
 
 def group_deviation(totals: Row) -> float:
@@ -473,7 +478,7 @@ def advantages_of(
     mean = math.fsum(totals) / len(totals)
     weighted = math.fsum(t * k for t, k in zip(totals, lengths, strict=True)) / max(sum(lengths), 1)
     told = {"total": total, "group_size": len(totals), "group_mean": mean, "group_weighted_mean": weighted}
-    equal = max(totals) <= min(totals) or (estimator == "maxrl" and mean <= 0)
+    equal = max(totals) <= min(totals) or (estimator == "maxrl" and mean <= least_mean(totals))
     told |= {"totals": totals, "group_deviation": group_deviation(totals), "equal": equal}
     return told | {"raw_advantages": spread([advantage] * len(valued))}
 
