@@ -143,13 +143,13 @@ REVIEWS = PpoArgs(
     batch_size=32,
     nminibatches=2,
     noptepochs=2,
-    lr=4e-5,
+    lr=3e-5,
     value_head_lr=3e-3,
     whiten_groups=2,
 )
 REVIEWS_REWARDS = RewardsArgs(
     kl_coef=0.05,
-    adaptive_kl=cli.AdaptiveKLArgs(target=6.0, horizon=300),
+    adaptive_kl=cli.AdaptiveKLArgs(target=4.0, horizon=200),
     monitor="ppo_rlhf.worlds.reviews:vader",
 )
 PRESETS = {

@@ -66,9 +66,16 @@ TASKS = {
     "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
-    # The first six words of a sentence from a review. The policy writes the rest of it, in at most 24 tokens.
+    # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
+    # score is on the last token, so tokens behind a stop would get most of the credit for what came before it.
     "reviews": TaskArgs(
-        query_dataset="reviews", query_length=12, start_text=None, end_text=None, response_length=24, truncate_after=8
+        query_dataset="reviews",
+        query_length=12,
+        start_text=None,
+        end_text=None,
+        response_length=20,
+        truncate_text=None,
+        truncate_after=0,
     ),
 }
 
