@@ -780,6 +780,18 @@ def test_sample_takes_all_texts_of_a_file_that_ppo_never_read(source, tiny_token
     assert len(queries) == (53 if source == "other.txt" else 1)
 
 
+def test_changes_are_paired():
+    """Differences 1 and 2: mean 1.5, deviation sqrt(0.5), standard error 0.5."""
+    rows = [
+        {"query": "q", "base": "a A", "base score": 1.0, "policy": "a b", "policy score": 2.0, "kl": 3.0},
+        {"query": "q", "base": "c c", "base score": 3.0, "policy": "", "policy score": 5.0, "kl": 5.0},
+    ]
+    score, distinct = sample.changes(rows)
+    assert list(score.values()) == ["score", 2.0, 3.5, 1.5, pytest.approx(1.96 * 0.5)]
+    assert list(distinct.values()) == ["distinct words", 0.5, 0.5, 0.0, pytest.approx(1.96 * 0.5)]  # +0.5 and -0.5
+    assert math.isnan(sample.changes(rows[:1])[0]["± 95 %"])  # one difference has no deviation
+
+
 def test_sample_continues_held_out_queries_as_training_does(
     finished: Finished, tiny_world: Path, tiny_reward: Path, monkeypatch
 ):
