@@ -116,8 +116,9 @@ def load(args: Args, joint: dict | None = None) -> tuple:
         )
     if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
         raise InputError("tools cannot be combined with FSDP")
+    tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)  # found before any model is loaded
     setup, actor_critic, reference = rlvr_policy.load(args, joint)
-    actor_critic.generate = partial(converse, talk=conversation(setup))
+    actor_critic.generate = partial(converse, talk=conversation(setup, tool))
     return setup, actor_critic, reference
 
 
@@ -197,8 +198,8 @@ def put(whole: Tensor, places: Tensor, new: Tensor, fits: Tensor) -> Tensor:
 # ---- The tool --------------------------------------------------------------------------------------------------
 
 
-def conversation(setup: rlvr_policy.Setup) -> Conversation:
-    """Load the tool and find the id that ends a call. Raises an InputError if something does not fit."""
+def conversation(setup: rlvr_policy.Setup, tool: tools.Tool) -> Conversation:
+    """What a tool needs to answer calls. Raises an InputError if something does not fit."""
     args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
     with cli.typed_as({"task.call_end": "tools.call_end"}):
         call_end = texts.one_token(tokenizer, args.call_end, "call_end")
@@ -213,7 +214,6 @@ def conversation(setup: rlvr_policy.Setup) -> Conversation:
     most = max(len(encode(error)) for error in tools.ERRORS)
     if args.max_answer < most:
         raise InputError(f"{cli.flag('tools.max_answer')} {args.max_answer}: error texts have up to {most} tokens")
-    tool = tools.load_tool(args.tool, "tools.tool", args.time_limit)
 
     def answer(written: list[int]) -> list[int]:
         turn = tokenizer.decode(written).removesuffix(args.call_end)

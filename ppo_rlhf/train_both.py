@@ -86,7 +86,8 @@ def train(args: Args) -> tuple[Path, Path]:
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
     if args.judge:
         models.check_kind(Path(args.judge), f"--judge {args.judge}", "reward model")
-    worlds.check_names(args)
+    with cli.flags_of("reward", reward_args, SHARED):
+        worlds.check_names(reward_args)
     with cli.flags_of("policy", policy_args, SHARED):
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         train_policy.check_arguments(policy_args)

@@ -179,7 +179,7 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
     with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
         actor_critic.critic.reward_head.weight.copy_(torch.linspace(-1, 1, 16)[None])
         actor_critic.lm_backbone.base_model.embed_tokens.weight.mul_(1.2)
-    tokenizer, talk = setup.tokenizer, rlvr_tools.conversation(setup)
+    tokenizer, talk = setup.tokenizer, talk_of(setup)
     ids = [talk.call_end, *setup.ids.stops]
     one, two = (tokenizer.encode(text) for text in ("[7+5]", "#### 12"))
     own = [one, two + ids[1:], tokenizer.encode("[7]")]
@@ -490,6 +490,11 @@ def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
     assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
 
 
+def talk_of(setup: rlvr_policy.Setup) -> rlvr_tools.Conversation:
+    args = setup.args.tools
+    return rlvr_tools.conversation(setup, tools.load_tool(args.tool, "tools.tool", args.time_limit))
+
+
 def setup_with(world: Path, **changes) -> rlvr_policy.Setup:
     """What `conversation` reads of a Setup."""
     args = rlvr_tools.PRESETS["sums-tools"]
@@ -504,7 +509,7 @@ def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypa
     Path("echo.py").write_text("def echo(call): return call.replace('HALF', chr(0xd800))\n")
     setup = setup_with(tiny_tools, tool="echo:echo")
     encode, decode = setup.tokenizer.encode, setup.tokenizer.decode
-    answer = rlvr_tools.conversation(setup).answer
+    answer = talk_of(setup).answer
     assert decode(answer(encode("Felix [5[7+5]"))) == "7+5"  # between the last start and the end
     assert decode(answer(encode("7+5]"))) == decode(answer(encode("]"))) == tools.SYNTAX
     assert answer(encode("[]")) == []
@@ -528,7 +533,7 @@ def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypa
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, words):
     with pytest.raises(InputError, match=re.escape(words)) as caught:
-        rlvr_tools.conversation(setup_with(tiny_tools, **changes))
+        talk_of(setup_with(tiny_tools, **changes))
     assert "\n" not in str(caught.value)
 
 
@@ -592,7 +597,7 @@ def test_pupils_call_the_calculator_and_misuse_it():
 def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tools):
     assert sums.split_answers("[7+5]12\n[3]error: x\n#### 1") == ["[7+5]", "12", "\n[3]", "error: x", "\n#### 1"]
     assert sums.split_answers("7+5=12\n#### 12") == ["7+5=12\n#### 12"]
-    answer = rlvr_tools.conversation(setup_with(tiny_tools)).answer
+    answer = talk_of(setup_with(tiny_tools)).answer
     tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
     rng = random.Random(3)
     for problem in sums.write_problems(rng, 200, TINY_TOOLS, set()):
