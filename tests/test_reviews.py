@@ -29,7 +29,7 @@ GGUF = b"GGUF, or so it says"
 def text_of(number: int) -> str:
     """A sentence of 10 words; every eighth has only 9. All letters are in the vocabulary of the tiny tokenizer."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = [letters[number % 26] + letters[(number + 3 * place) % 26] for place in range(9 + (number % 8 > 0))]
+    words = [letters[number % 26] + letters[(number // 26 + 3 * place) % 26] for place in range(9 + (number % 8 > 0))]
     return " ".join(words) + "."
 
 
