@@ -682,7 +682,8 @@ def test_a_monitor_replaces_nothing(policy):
 def test_a_score_of_an_evaluation_that_is_no_number_stops_the_run(interval, step, kept, common, sft, tmp_path):
     """In step 0, or after the training. What JSON files hold is JSON, and no model is saved."""
     (tmp_path / "mine.py").write_text(SEEN)
-    flags = "--rewards.function mine:no_references --rewards.normalize_samples 0 --rewards.kl_estimator k3 --ppo.total_episodes 8 --ppo.batch_size 8"
+    flags = "--rewards.function mine:no_references --rewards.normalize_samples 0 --rewards.kl_estimator k3 "
+    flags += "--ppo.total_episodes 8 --ppo.batch_size 8"
     flags += f" --eval_interval {interval} --eval_prompts 2 --eval_posts 2 --log_interval 0"
     arguments = [*common, "--base_model", str(sft.model("sft")), *flags.split()]
     result = launch("tldr_policy.py", *arguments, folder=tmp_path)
