@@ -61,8 +61,9 @@ EXAMPLES = {
         tldr_policy,
         """\
 python ppo_rlhf/tldr_policy.py --preset posts --base_model models/<sft run>/sft
---rewards.function ppo_rlhf.worlds.posts:gold_scores --task.response_length 14 --ppo.batch_size 8
---ppo.nminibatches 1 --ppo.total_episodes 160 --trace_interval 1 --eval_interval 0 --eval_posts 8""",
+--rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.normalize_samples 0 --task.response_length 14
+--ppo.batch_size 8 --ppo.nminibatches 1 --ppo.total_episodes 160 --trace_interval 1 --eval_interval 0
+--eval_posts 8""",
         3,
         (2, 5),
     ),
