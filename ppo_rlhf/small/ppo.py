@@ -14,10 +14,9 @@ Each PPO update has eight steps, which are numbered in `train_policy`: (1) sampl
     python ppo_rlhf/worlds/tales.py    # writes the stories, trains the language model, makes the choices
     python ppo_rlhf/small/ppo.py       # about ten minutes; no GPU, no network
 
-`train_both.py --preset tales` is the same algorithm. The scripts that it runs, train_reward.py and train_policy.py,
-add other models and data, several GPUs, low precision, checkpoints, metrics and error checks. Marks such as [D54] in
-them lead to docs/details/chapter1.md, which explains each detail and where it comes from. tests/test_small.py runs
-both versions on a tiny world, each minibatch in a single pass: they train the same weights, bit for bit.
+`train_both.py --preset tales` is the same algorithm, in train_reward.py and train_policy.py, with other models, other
+data, several GPUs, checkpoints and error checks. Marks in them, such as [D54], lead to docs/details/chapter1.md. On a tiny
+world, with one pass per minibatch, both versions train the same weights, bit for bit (tests/test_small.py).
 """
 
 import argparse
@@ -36,8 +35,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 QUERY_LENGTH = 24  # tokens; shorter queries are padded
 RESPONSE_LENGTH = 24  # tokens; every response is sampled to this length
-STOP_AFTER = 16  # a response is then truncated after its first full stop at this index or later
-NO_STOP_SCORE = -1.0  # the score of a response that has no such full stop
+STOP_AFTER, NO_STOP_SCORE = 16, -1.0  # truncate after the first full stop from this index on; score if there is none
 TEMPERATURE = 0.7  # logits are divided by this; below 1, samples are less random
 PAD = -1  # our padding id
 GELU = {"activation_function": "gelu_pytorch_tanh"}  # the fastest version of GPT-2's activation
