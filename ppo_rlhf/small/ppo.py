@@ -15,8 +15,8 @@ Each PPO update has eight steps, which are numbered in `train_policy`: (1) sampl
     python ppo_rlhf/small/ppo.py       # about ten minutes; no GPU, no network
 
 `train_both.py --preset tales` is the same algorithm, in train_reward.py and train_policy.py, with other models, other
-data, several GPUs, checkpoints and error checks. Marks in them, such as [D54], lead to docs/details/chapter1.md. On a tiny
-world, with one pass per minibatch, both versions train the same weights, bit for bit (tests/test_small.py).
+data, several GPUs and checkpoints. Marks in them, such as [D54], lead to docs/details/chapter1.md. On a tiny world,
+with one pass per minibatch, both versions train the same weights, bit for bit (tests/test_small.py).
 """
 
 import argparse
