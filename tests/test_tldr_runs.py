@@ -295,8 +295,9 @@ def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeyp
         ids += [tokenizer.eos_token_id] * (trained["tokens"] - len(ids))  # the end of text counts, nothing after it
         logprobs = [text_logprob(path, row["query"], ids, 0.7) for path in (folder, sft.model("sft"))]
         assert row["kl"] == pytest.approx(logprobs[0] - logprobs[1], abs=1e-3)
+        assert row["policy log-prob"] == pytest.approx(logprobs[1] / len(ids), abs=1e-3)
         assert set(row) == {"query", "kl"} | {
-            f"{name}{what}" for name in ("base", "policy") for what in ("", " score", " gold")
+            f"{name}{what}" for name in ("base", "policy") for what in ("", " score", " gold", " log-prob")
         }
     assert any(row["base"] != row["policy"] for row in rows)
     assert sample.sample(sample.Args(str(folder), prompt=(rows[1]["query"],))) == [
