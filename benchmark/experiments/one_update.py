@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[2]
 RECORDING = Path("benchmark/results/one_update.json")
 COMMAND = """\
 python ppo_rlhf/train_policy.py --preset tales --rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores
---task.query_length 6 --task.end_text None --task.response_length 6 --task.truncate_after 2 --rewards.normalize_samples 0
+--task.query_length 6 --task.end_text None --task.response_length 6 --task.truncate_after 2
+--rewards.normalize_samples 0
 --ppo.batch_size 8 --ppo.whiten_groups 1 --ppo.total_episodes 320 --rewards.adaptive_kl.target 2 --trace_interval 0"""
 UPDATE = 7
 SHOWN = (1, 3)  # episodes with a table of their own
