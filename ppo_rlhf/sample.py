@@ -440,8 +440,6 @@ def sample(args: Args) -> list[dict[str, Any]]:
     cli.check_values(args)
     if args.n < 1:
         raise InputError(f"--n {args.n}: must be at least 1")
-    if args.out:
-        Path(args.out).open("a").close()  # fail now, not after the sampling
     comparison = Comparison(args)
     if args.interactive:
         rows = []
@@ -451,6 +449,8 @@ def sample(args: Args) -> list[dict[str, Any]]:
     else:
         prompts = args.prompt and comparison.prompt_queries(args.prompt)
         queries, references = (prompts, None) if args.prompt else comparison.task_queries(args.n)
+        if args.out:
+            Path(args.out).open("a").close()  # fail now, not after the sampling
         rows = comparison.rows(queries, references=references)
         print_rows(f"{args.policy}, temperature {comparison.temperature}", rows[:SHOWN])
         if len(rows) > SHOWN:

@@ -148,7 +148,7 @@ TALES = {
     "constant-learning-rate": Ablation(
         "D63",
         "the learning rate stays where it starts",
-        lines={"return ppo.lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))": "return ppo.lr"},
+        lines={"return first_lr * (1 - update / math.ceil(ppo.total_episodes / ppo.batch_size))": "return first_lr"},
         why="Smaller steps at the end average the noise away.",
     ),
     "random-value-head": Ablation(
