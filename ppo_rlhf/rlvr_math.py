@@ -161,7 +161,9 @@ def sums_of_errors(rewards: Tensor, mask: Tensor, values: Tensor, gamma: float, 
 def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
     """The sum (amax, amin) of x (batch,) over each row's group, at every row: (batch,)."""
     # [V08] A group has a number. The same prompt twice in a batch makes two groups.   ray_trainer.py#L1375-L1384
-    numbers = groups.unique(return_inverse=True)[1]  # (batch,)
+    if not len(groups):
+        return x
+    numbers = (groups.unsqueeze(1) == groups).byte().argmax(1)  # the first row of each row's group: (batch,)
     return torch.zeros_like(x).scatter_reduce(0, numbers, x, reduce, include_self=False)[numbers]
 
 

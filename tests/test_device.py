@@ -30,6 +30,8 @@ def run_both(
     for place in (here, there):
         place.mkdir(parents=True)
         (place / "letters.py").write_text(LETTERS)
+    part = "policy." if script in ("train_both.py", "tldr_all.py") else ""
+    words = [*words, f"--{part}keep_checkpoints", "2"]  # so that the finished run can be resumed
     path = str(SCRIPTS / script)
     runs = [
         Launched(*map(str, on_cpu), path, *words, folder=here, STAND_IN="no"),

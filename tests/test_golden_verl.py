@@ -611,7 +611,7 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
         [check_differing_reinforce_pp_hole],
     ),
     "std of a group with n": ("grpo", "(size - 1)", "size", [GRPO]),
-    "groups by position": ("by_group", "return_inverse=True)[1]", "return_inverse=True)[1] * 0", [GRPO]),
+    "groups by position": ("by_group", ".argmax(1)", ".argmax(1) * 0", [GRPO]),
     "rewards of masked tokens in groups": (
         "centred_scores",
         "rewards.masked_fill(~mask, 0)",

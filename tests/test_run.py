@@ -51,6 +51,7 @@ class FakeArgs:
     seed: int = 3
     resume: str = ""
     track: bool = False
+    dtype: str = "float32"
     keep_checkpoints: int | None = None
     part: PartArgs = field(default_factory=PartArgs)
 
@@ -502,7 +503,7 @@ def test_from_dict_refuses_what_it_does_not_know():
     assert "momentum" in error_line(
         from_dict, FakeArgs, dataclasses.asdict(FakeArgs()) | {"part": {"lr": 0.2, "momentum": 0.9}}
     )
-    assert "seed" in error_line(from_dict, FakeArgs, {"part": {"lr": 0.2}})
+    assert "preset" in error_line(from_dict, FakeArgs, {"part": {"lr": 0.2}})
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from ppo_rlhf.lib.posts import COMPARISON_FILES, POSTS_REPOSITORY
 from ppo_rlhf.lib.problems import GSM8K_FILES
 from ppo_rlhf.lib.sources import HUB_FILES, read_json_array
 
-WORLDS = ("tales", "posts")
+WORLDS = ("tales", "posts", "smollm2-135m")
 SHOWN = 60  # characters of a first row
 WHAT_MISSING_THINGS_RAISE = (
     *(OSError, EOFError, ValueError, KeyError, StopIteration),
