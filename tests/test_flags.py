@@ -262,7 +262,7 @@ ALL = set().union(
     )
 )
 EVERYWHERE = {"resume", "preset"}  # all scripts have them, under these names
-OF_OTHERS = {"nproc_per_node", "always", "dirty", "abbrev"}  # torchrun, git
+OF_OTHERS = {"nproc_per_node", "always", "dirty", "abbrev", "full"}  # torchrun, git
 
 
 @pytest.mark.parametrize("module", IN_STAGES)

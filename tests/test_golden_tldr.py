@@ -715,7 +715,7 @@ def post_cut_after_its_newline(post, format_query, encode, query_length):
     return tokens
 
 
-def summary_without_its_space(self, text):
+def summary_without_its_space(self, text, query_format):
     return [*self.encode(text.strip()), self.eos_id]
 
 
