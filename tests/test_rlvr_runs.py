@@ -195,9 +195,9 @@ def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_f
 
 HOSTILE = (
     "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 32 --ppo.nminibatches 2 --save_interval 1 "
-    "--log_interval 0 --trace_interval 0 --eval_interval 1 --eval_samples 2 --task.test_problems one.jsonl "
-    "--task.kind_column kind --task.prompt_format plain --task.prompt_length 64 --task.response_length 24 "
-    "--rewards.overlong_buffer 0 --task.prompt_suffix"
+    "--keep_checkpoints 2 --log_interval 0 --trace_interval 0 --eval_interval 1 --eval_samples 2 "
+    "--task.test_problems one.jsonl --task.kind_column kind --task.system_prompt None --task.prompt_format plain "
+    "--task.prompt_length 64 --task.response_length 24 --rewards.overlong_buffer 0 --task.prompt_suffix"
 )
 HELD_OUT = {"question": "Petra has 7 apples. How many?", "answer": "#### 7", "kind": "one\u2028line\ror\ntwo"}
 FAMILIES = {**PRESETS, **rlvr_tools.PRESETS}
@@ -623,7 +623,7 @@ def test_a_question_becomes_the_prompt_of_the_run(tiny_qwen, tmp_path):
     assert [token for token in tokens if token != comparison.pad_id] == chat["input_ids"]
     assert comparison.texts.ids.stops == (256, 258)  # those of the model's generation config
     (row,) = sample.sample(sample.Args(str(policy), prompt=("1+1?",)))
-    assert set(row) == {"query", "base", "policy", "kl"} and row["kl"] == 0
+    assert set(row) == {"query", "base", "policy", "base log-prob", "policy log-prob", "kl"} and row["kl"] == 0
     mine = [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(3)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
     rows = sample.sample(sample.Args(str(policy), query_dataset=str(tmp_path / "mine.jsonl")))
@@ -766,6 +766,7 @@ def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments
     def too_short(*_, **__):
         raise InputError(f"shorten {cli.flag('task.query_length')}")
 
+    monkeypatch.setattr(models, "find_head", lambda _: None)  # as if there were a reward model x
     monkeypatch.setattr(models, "load_scalar_model", too_short)
     words = [*sums_arguments(tiny_sums), *RLOO.split(), "--rewards.trained_model", "x"]
     with pytest.raises(InputError, match=r"shorten --task\.prompt_length"):

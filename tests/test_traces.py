@@ -317,9 +317,9 @@ def test_the_pieces_of_a_text_make_the_text(tiny_world):
 
 
 @pytest.mark.parametrize("script", [train_policy, tldr_policy, rlvr_policy])
-def test_only_the_small_worlds_leave_traces_unasked(script):
+def test_only_the_worlds_leave_traces_unasked(script):
     tracing = {name for name, args in script.PRESETS.items() if args.trace_interval}
-    assert tracing == {name for name in script.PRESETS if name.startswith(("tales", "posts", "sums"))}
+    assert tracing == {name for name in script.PRESETS if name.startswith(("tales", "posts", "sums", "reviews"))}
     args = dataclasses.replace(script.PRESETS[max(tracing)], base_model="any", trace_interval=-1)
     with pytest.raises(InputError, match="trace_interval is -1"):
         script.check_arguments(args)
