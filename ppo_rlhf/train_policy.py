@@ -245,7 +245,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
     scale = scorers.Scale()
     first_update = resume(this_run, policy, optimizer, controller, stream, scale)
-    if args.rewards.function and first_update == 0:
+    if args.rewards.function and args.rewards.normalize_samples and first_update == 0:
         scale.fit(scores_of_language_model(args, ids, stream, reference, score, accelerator), accelerator)
     this_run.start_logging(first_update, models.config_for_plots(given, args), stream.left_out())
     rows, groups = local_slices(sizes, accelerator.process_index)
