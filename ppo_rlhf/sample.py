@@ -296,7 +296,7 @@ class Comparison:
             )
         own_name = re.split("[:.]", info["monitor"])[-1]
         taken = own_name in (*self.scorers, self.texts.verdict, "log-prob", "KL")
-        monitor = "gold" if info["monitor"].startswith("ppo_rlhf.") or taken else own_name
+        monitor = "gold" if own_name == "gold_scores" or taken else own_name
         for name, field in ((self.texts.verdict, "function"), (monitor, "monitor")):
             if info[field]:
                 scorer = self.texts.scorer(info[field], f"rewards.{field}")

@@ -713,6 +713,15 @@ def test_a_scale_needs_scores_that_differ(scores: list[float], mean: float):
     assert scale.undo(scale.apply(torch.tensor([5.0]))).item() == pytest.approx(5.0)
 
 
+def test_without_samples_a_function_keeps_its_scale(args: Args, tmp_path: Path, monkeypatch):
+    rewards = dataclasses.replace(
+        args.rewards, trained_model="", function="test_train_policy:length_of", normalize_samples=0
+    )
+    run_in(tmp_path, dataclasses.replace(args, rewards=rewards, log_interval=0), monkeypatch)
+    rows = metrics_of(only(tmp_path, "runs/*"))
+    assert all(row["objective/function_score"] == row["objective/raw_score"] > 1000 for row in rows)
+
+
 # ---- One source of scores, one task ----------------------------------------------------------------------------
 
 
