@@ -113,7 +113,7 @@ def needs(source: str) -> set[str]:
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_small_file_is_short_and_imports_nothing_of_ours(name):
-    assert needs(SOURCES[name]) == {"torch", "transformers"}
+    assert needs(SOURCES[name]) - {"safetensors"} == {"torch", "transformers"}
     assert len(SOURCES[name].splitlines()) <= LINES[name]
 
 

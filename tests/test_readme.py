@@ -814,7 +814,8 @@ def test_flags_exist():
         for flag in re.findall(r"--([\w.]+)", words):
             assert flag in flags[script], (script, flag)
     launchers = {"num_processes", "nproc_per_node", "mixed_precision", "help"}
-    launchers |= set(re.findall(r'"--(\w+)"', (ROOT / "ppo_rlhf/check/__main__.py").read_text()))
+    for path in (*ROOT.glob("ppo_rlhf/small/*.py"), ROOT / "ppo_rlhf/check/__main__.py"):
+        launchers |= set(re.findall(r'"--(\w+)"', path.read_text()))
     for flag in re.findall(r"`--([\w.]+)", DOCS):
         known = everything | launchers
         assert flag in known or f"policy.{flag}" in known, flag

@@ -12,8 +12,6 @@ been written so far. An action is the next token, and the policy is the language
 probability. An episode is one response. Its reward is the score, which comes with the last action, less a penalty for
 actions that the language model would hardly have taken. PPO makes actions likelier that went better than expected.
 
-The reward model is kept: after the first run, 20 updates take less than a minute. --help lists what you can change.
-
     python ppo_rlhf/worlds/tales.py                          # once: the stories, the language model, the choices
     python ppo_rlhf/small/ppo.py                             # TIME
     python ppo_rlhf/small/ppo.py --updates 20                # BASE
@@ -220,6 +218,7 @@ def train_reward_model(args, choices: list[dict], queries: Tensor, language_mode
     key = hashlib.sha256(f"{args.seed} {args.choices} {choices} {queries.tolist()} {code}".encode())
     key.update((args.world / "model/model.safetensors").read_bytes())
     kept = CACHE / f"small-ppo-reward-{key.hexdigest()[:12]}.safetensors"
+    CACHE.mkdir(parents=True, exist_ok=True)
     reward_model = RewardModel(AutoModel.from_pretrained(args.world / "model", **GELU), args.seed)
     if kept.is_file():
         print(f"The reward model is that of an earlier run, {kept}.")
@@ -311,7 +310,7 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
             # 6. Advantages and returns. A return is the sum of the rewards from a token on, which the critic learns
             #    to predict. An advantage says how much better things went than predicted, so a token is credited with
             #    what it changed, not with an easy query. Whitening fits both to the clip ranges, whatever the scale
-            #    of scores. Rewards keep their mean: returns would depend on the tokens left.
+            #    of scores. Rewards keep their mean, or else returns would change with the number of tokens left.
             advantages, returns = compute_gae(whiten(rewards, keep_mean=True), values, args.gamma, args.lam)
             advantages = whiten(advantages, keep_mean=False)  # (batch, RESPONSE_LENGTH), like returns
 
