@@ -111,8 +111,8 @@ def train(args: argparse.Namespace, policy: PreTrainedModel, tokenizer, problems
         # 3. There is no reference: the verifier cannot be fooled, so the policy may move as far as it likes.
         # 4. Score each response: 1 if its answer is correct, otherwise 0.
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        right = [is_right(text, answer) for text, (_, answer) in zip(texts, drawn, strict=True)]
-        scores = torch.tensor(right).float().view(args.prompts, args.group)
+        right = [float(is_right(text, answer)) for text, (_, answer) in zip(texts, drawn, strict=True)]
+        scores = torch.tensor(right).view(args.prompts, args.group)
 
         # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
         # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy

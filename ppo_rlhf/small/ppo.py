@@ -309,8 +309,8 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
 
             # 6. Advantages and returns. A return is the sum of the rewards from a token on, which the critic learns
             #    to predict. An advantage says how much better things went than predicted, so a token is credited with
-            #    what it changed, not with an easy query. Whitening fits both to the clip ranges, whatever the scale
-            #    of scores. Rewards keep their mean, or else returns would change with the number of tokens left.
+            #    what it changed, not with an easy query. Whitening keeps returns, and the size of steps, on one scale
+            #    whatever that of scores. Rewards keep their mean: it is part of every return.
             advantages, returns = compute_gae(whiten(rewards, keep_mean=True), values, args.gamma, args.lam)
             advantages = whiten(advantages, keep_mean=False)  # (batch, RESPONSE_LENGTH), like returns
 
