@@ -556,8 +556,7 @@ def small_grpo(world: Path, *mistakes: Mistake) -> dict[str, Tensor]:
         arguments_of(module, words_of(GRPO, world, prompts=PROMPTS)),
         module.read_problems(world, "train"),
     )
-    with default_dtype(torch.float64):
-        (optimizer,) = optimizers_of(lambda: module.train(args, policy, tokenizer, problems))
+    (optimizer,) = optimizers_of(lambda: module.train(args, policy, tokenizer, problems))
     return state_of(optimizer, parameter_names(AutoModelForCausalLM, world / "model"))
 
 
@@ -568,8 +567,7 @@ def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(
     monkeypatch.setenv("PPO_RLHF_CACHE", str(easy_sums.parent))
     words = words_of(GRPO, easy_sums, prompts=PROMPTS)
     monkeypatch.setattr(sys, "argv", ["grpo.py", *(word for word in words if "--world" not in word)])
-    with default_dtype(torch.float64):
-        (optimizer,) = optimizers_of(small_file("grpo", GRPO).main)
+    (optimizer,) = optimizers_of(small_file("grpo", GRPO).main)
     state = state_of(optimizer, parameter_names(AutoModelForCausalLM, easy_sums / "model"))
     assert differences(state, big_grpo_state, ROUNDING) == []
     shown, this_run = capsys.readouterr().out, only(big_grpo, "runs/*")

@@ -88,7 +88,7 @@ def read_logprobs(policy: PreTrainedModel, tokens: Tensor, in_response: Tensor) 
     states = policy.model(tokens.masked_fill(~mask, 0), mask, positions, use_cache=False)[0]  # (rows, length, width)
     logits = policy.lm_head(states[:, :-1][in_response[:, 1:]])  # (response tokens, vocabulary)
     logprobs = logits.log_softmax(1).gather(1, tokens[in_response].unsqueeze(1)).squeeze(1)  # (response tokens,)
-    return torch.zeros(tokens.shape).masked_scatter(in_response, logprobs)
+    return logprobs.new_zeros(tokens.shape).masked_scatter(in_response, logprobs)
 
 
 def train(args: argparse.Namespace, policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:
@@ -111,8 +111,8 @@ def train(args: argparse.Namespace, policy: PreTrainedModel, tokenizer, problems
         # 3. There is no reference: the verifier cannot be fooled, so the policy may move as far as it likes.
         # 4. Score each response: 1 if its answer is correct, otherwise 0.
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        right = [float(is_right(text, answer)) for text, (_, answer) in zip(texts, drawn, strict=True)]
-        scores = torch.tensor(right).view(args.prompts, args.group)
+        right = [is_right(text, answer) for text, (_, answer) in zip(texts, drawn, strict=True)]
+        scores = torch.tensor(right).double().view(args.prompts, args.group)
 
         # 5. Per-token rewards: the last token gets the score. Without discount, it is the return of every token.
         # 6. Advantages: how much better is a response than its group? The group's mean tells how well the policy
