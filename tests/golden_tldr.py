@@ -395,10 +395,10 @@ def means_of_micro_batches_in_ppo(accumulation: int) -> list[Replaced]:
 
 def whitened_once() -> list[Replaced]:
     """Advantages are whitened over the whole rollout, before minibatches are drawn [X25]."""
-    right, make, rollouts = tldr_policy.compute_advantages, tldr_policy.Rollout, []
+    right, make, rollouts = tldr_policy.compute_advantages, tldr_policy.make_rollout, []
 
-    def rollout(*tensors):
-        rollouts.append(make(*tensors))
+    def make_rollout(*arguments):
+        rollouts.append(make(*arguments))
         return rollouts[-1]
 
     def compute_advantages(rewards, values, mask, value_mask, ppo, reduce):
@@ -407,7 +407,7 @@ def whitened_once() -> list[Replaced]:
         rows = (values.unsqueeze(1) == whole.values).all(2).int().argmax(1)  # of the minibatch in the rollout
         return tuple(tensor[rows] for tensor in found)
 
-    return [(tldr_policy, "Rollout", rollout), (tldr_policy, "compute_advantages", compute_advantages)]
+    return [(tldr_policy, "make_rollout", make_rollout), (tldr_policy, "compute_advantages", compute_advantages)]
 
 
 def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:

@@ -208,6 +208,10 @@ def check_update() -> None:
     """Weights and last gradients after two epochs of two minibatches of two micro-batches."""
     tokens = torch.arange(ROWS).unsqueeze(1).expand(ROWS, CONTEXT + LENGTH)
     stored = (tokens, numbers(1) + 0.2 * numbers(3), numbers(2) + 0.2 * numbers(4), numbers(5))
+    logprobs, values, rewards = stored[1:]
+    of_chapter_2 = tldr_policy.Rollout(
+        query_responses=tokens, logprobs=logprobs, values=values, rewards=rewards, mask=ALL, value_mask=ALL
+    )
     settings = {"batch_size": ROWS, "nminibatches": 2, "noptepochs": 2, "local_micro_batch_size": 2}
     settings |= {"whiten_rewards": True, "gamma": 0.9, "lam": 0.8, "vf_coef": 0.3}
     orders = torch.stack([torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
@@ -220,7 +224,7 @@ def check_update() -> None:
     on_processes(
         1,
         lambda process: tldr_policy.ppo_update(
-            *(second, torch.optim.SGD(second.parameters(), lr=0.5), tldr_policy.Rollout(*stored, ALL, ALL)),
+            *(second, torch.optim.SGD(second.parameters(), lr=0.5), of_chapter_2),
             *(orders.view(2, 2, ROWS // 2), tldr_policy.PpoArgs(**settings), -1, 1.0, process),
         ),
     )

@@ -20,12 +20,12 @@ from unittest.mock import patch
 import tyro
 
 from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import cli, run
+from ppo_rlhf.lib import cli, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 SCRIPTS = {
     "continuations": (train_policy, train_policy, "trace_episodes"),
-    "summaries": (tldr_policy, tldr_policy, "trace_episodes"),
+    "summaries": (tldr_policy, traces.Recorder, "record"),
     "rlvr": (rlvr_policy, rlvr_policy, "trace_episodes"),
 }
 

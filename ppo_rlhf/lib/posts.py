@@ -211,9 +211,12 @@ class Posts:
     def __len__(self) -> int:
         return len(self.queries)
 
+    def rows(self, inds: torch.Tensor | slice) -> "Posts":
+        return Posts(self.queries[inds], self.references[inds], 0)
+
     def first(self, n: int) -> "Posts":
         """The first n posts."""
-        return Posts(self.queries[:n], self.references[:n], 0)
+        return self.rows(slice(n))
 
     def lengths(self, pad_id: int) -> torch.Tensor:
         """Tokens of each post with its reference: (posts,)."""
