@@ -910,9 +910,7 @@ def make_recorder(
         rows = posts.evaluation_rows(setup.tokenizer, ids.pad, references, references, references)
         return {"reference": [row["reference"] for row in rows]}
 
-    return traces.Recorder(
-        this_run.folder,
-        setup.accelerator,
+    return this_run.recorder(
         setup.tokenizer,
         ids.pad,
         episodes=args.trace_episodes,

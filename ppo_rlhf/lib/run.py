@@ -421,6 +421,10 @@ class Run:
         every = self.args.trace_interval
         return every > 0 and (step % every == 0 or step + 1 == self.meta["sizes"]["updates"])
 
+    def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> traces.Recorder:
+        """What keeps episodes of updates in traces/. options: of traces.Recorder."""
+        return traces.Recorder(self.folder, self.accelerator, tokenizer, pad_id, **options)
+
     def trace(
         self,
         step: int,

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, rewards, scorers
+from ppo_rlhf.lib import files
 from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # queries that are answered again each time
@@ -335,13 +335,15 @@ def rows_of(numbers: Tensor | dict[str, Tensor], rows: slice) -> Tensor | dict[s
 # ---- What the scripts share -----------------------------------------------------------------------------------
 
 
-def scorer_of_traces(score: scorers.Scorer, function: str) -> scorers.Scorer:
+def scorer_of_traces(score: Callable[..., Tensor], function: str) -> Callable[..., Tensor]:
     """The scorer for responses that only a trace shows: `score`, or one that says NaN where that calls a user's code.
 
-    Such a function may count its calls or draw random numbers, and a trace must not change a run's scores.
+    function: what `score` calls, package.module:name, or an empty text. A function of the user's may count its calls
+    or draw random numbers, and a trace must not change a run's scores. Those of this package keep nothing.
     """
-    nothing = lambda queries, *_: torch.full((len(queries),), math.nan, device=queries.device)  # noqa: E731
-    return score if rewards.keeps_nothing(function) else nothing
+    if not function or function.startswith("ppo_rlhf."):
+        return score
+    return lambda queries, *_: torch.full((len(queries),), math.nan, device=queries.device)
 
 
 def after_update(
