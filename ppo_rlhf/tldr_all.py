@@ -22,7 +22,7 @@ from ppo_rlhf.lib import cli, posts, rewards, run
 from ppo_rlhf.lib.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
@@ -177,7 +177,9 @@ def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) 
     """Mean gold scores of reference, SFT and PPO on the first posts, and win rates of PPO, as sentences."""
     lines = []
     for baseline, name in (("reference", "the reference summaries"), (str(sft_run), "those after SFT")):
-        result = judge.judge(judge.Args(str(policy_run), baseline, n=posts, gold=function), quiet=True)
+        result = judge.judge(
+            judge.Args(candidate=str(policy_run), baseline=baseline, n=posts, gold=function), shown=False
+        )
         lines.append(
             f"Judged by {function.split(':')[-1]}, which PPO never saw, the policy's summaries win against {name} in "
             f"{result['win_rate']:.1%} of {result['rows']:,} posts (95% interval {result['win_rate_low']:.1%} to "

@@ -66,7 +66,7 @@ from ppo_rlhf.lib.networks import AdaptiveKLController
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     trained_model: str = ""
     """folder of the reward model that tldr_reward.py saved: models/<run>/reward"""
@@ -94,7 +94,7 @@ class RewardsArgs:
     """the penalty for that"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PpoArgs:
     total_episodes: int = 1_000_000
     """summaries to train on, over all updates; rounded down to whole updates"""
@@ -132,7 +132,7 @@ class PpoArgs:
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
@@ -212,7 +212,7 @@ PRESETS = {
 #     pass          a part of the minibatch, or micro-batch, that is read at a time; changes memory, not numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PpoSizes:
     """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
@@ -269,16 +269,25 @@ def train(args: Args, joint: dict | None = None) -> Path:
         uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
 
         # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.
-        episodes = make_rollout(setup, actor_critic, reference, batch, uniforms, controller.value)
+        episodes = make_rollout(
+            setup, actor_critic, reference, batch=batch, uniforms=uniforms, kl_coef=controller.value
+        )
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
         minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
         steps = ppo_update(
-            actor_critic, optimizer, episodes, minibatches, ppo, ids.pad, task.temperature, accelerator
+            actor_critic,
+            optimizer,
+            rollout=episodes,
+            minibatches=minibatches,
+            ppo=ppo,
+            pad_id=ids.pad,
+            temperature=task.temperature,
+            accelerator=accelerator,
         )
 
         # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
-        metrics = update_metrics(setup, this_run, update, episodes, steps, lr)
+        metrics = update_metrics(setup, this_run, update, episodes=episodes, steps=steps, lr=lr)
         controller.update(metrics["objective/kl"], sizes.batch)
         this_run.end_of_update(
             update,
@@ -292,11 +301,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return finish(setup, this_run, actor_critic, reference)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """The parts of a run that no update changes."""
 
-    given: Args  # as they were typed, with names such as `posts` that are not yet paths
+    typed_args: Args  # with names such as `posts` that are not yet paths
     args: Args
     sizes: PpoSizes
     tokenizer: PreTrainedTokenizerBase
@@ -371,6 +380,7 @@ def make_rollout(
     setup: Setup,
     actor_critic: ActorCritic,
     reference: networks.Reference,
+    *,
     batch: posts.Posts,
     uniforms: Tensor,
     kl_coef: float,
@@ -396,13 +406,20 @@ def make_rollout(
         # 4. Score the summaries; punish those that do not end.
         raw_scores = setup.score(queries, responses, references)  # (rows,)
         stopped = lm.has_stop(responses, ids.stop, 0)  # (rows,)
-        scores = punish_missing_eos(raw_scores, stopped, shaping.missing_eos, shaping.missing_eos_penalty)
+        scores = punish_missing_eos(
+            raw_scores, stopped, form=shaping.missing_eos, penalty=shaping.missing_eos_penalty
+        )
 
         # 5. Compute per-token rewards. The score judges the whole summary, so it comes once, when the summary is
         #    complete. The KL divergence is a sum over tokens, so each token pays for its own part.
         mask, value_mask = response_masks(responses, ids.pad)  # (rows, response_length)
         rewards, non_score_rewards, kl = compute_rewards(
-            scores, logprobs, ref_logprobs, mask, kl_coef, shaping.kl_estimator
+            scores,
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            kl_coef=kl_coef,
+            kl_estimator=shaping.kl_estimator,
         )
     return Episodes(
         query_responses=query_responses,
@@ -595,7 +612,7 @@ def ppo_update(
     """
     reduce, device = partial(accelerator.reduce, reduction="sum"), rollout.rewards.device
     lengths = passes.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
-    limits = {"rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
+    reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
     steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
     for epoch in minibatches:
         for inds in epoch:  # (local_minibatch,)
@@ -606,7 +623,12 @@ def ppo_update(
             mb_mask, mb_value_mask = rollout.mask[mb_inds], rollout.value_mask[mb_inds]  # (local_minibatch, length)
             mb_values = rollout.values[mb_inds]
             mb_advantages, mb_returns = compute_advantages(
-                rollout.rewards[mb_inds], mb_values, mb_mask, mb_value_mask, ppo, reduce
+                rollout.rewards[mb_inds],
+                values=mb_values,
+                mask=mb_mask,
+                value_mask=mb_value_mask,
+                ppo=ppo,
+                reduce=reduce,
             )
             rollout.seen.append((mb_inds, {"advantages": mb_advantages, "returns": mb_returns}))
 
@@ -616,28 +638,38 @@ def ppo_update(
             # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
             #       the same weight in whatever micro-batch and process it is.
             count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
-            mb_tokens = (
-                rollout.query_responses[mb_inds],
-                inds,
-                rollout.responses[mb_inds],
-                rollout.logprobs[mb_inds],
-            )
-            mb = (*mb_tokens, mb_values, mb_advantages, mb_returns, mb_mask, mb_value_mask)
             # [T47] [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
-            for micro_batch in passes.micro_batches(actor_critic, lengths[inds], *mb, pad_id=pad_id, **limits):
-                # tokens: (micro_batch, length); micro_inds: (micro_batch,); others: (micro_batch, response_length)
-                tokens, micro_inds, responses, logprobs, values, advantages, returns, mask, value_mask = micro_batch
-                new_logprobs, entropies, new_values = actor_critic(tokens, responses, pad_id, temperature)
-                told = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
-                rollout.seen.append((micro_inds, told))
+            mb_query_responses, mb_rows = rollout.query_responses[mb_inds], torch.arange(len(inds))
+            for tokens, rows in passes.micro_batches(
+                actor_critic, lengths[inds], mb_query_responses, mb_rows, **reading
+            ):
+                # tokens: (micro_batch, length); rows of the minibatch: (micro_batch,); others: (micro_batch,
+                # response_length)
+                micro_inds = mb_inds[rows]
+                logprobs, mask, value_mask = rollout.logprobs[micro_inds], mb_mask[rows], mb_value_mask[rows]
+                new_logprobs, entropies, new_values = actor_critic(
+                    tokens, rollout.responses[micro_inds], pad_id, temperature
+                )
+                seen = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
+                rollout.seen.append((micro_inds, seen))
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
-                    new_logprobs, logprobs, advantages, mask, ppo.cliprange, count
+                    new_logprobs,
+                    logprobs=logprobs,
+                    advantages=mb_advantages[rows],
+                    mask=mask,
+                    cliprange=ppo.cliprange,
+                    count=count,
                 )
                 vf_loss, vf_clipfrac = value_loss(
-                    new_values, values, returns, value_mask, ppo.cliprange_value, value_count
+                    new_values,
+                    values=mb_values[rows],
+                    returns=mb_returns[rows],
+                    mask=value_mask,
+                    cliprange_value=ppo.cliprange_value,
+                    count=value_count,
                 )
                 loss = pg_loss + ppo.vf_coef * vf_loss
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
@@ -645,7 +677,15 @@ def ppo_update(
                     {"pg_loss": pg_loss.detach(), "pg_clipfrac": pg_clipfrac, "approxkl": approxkl}
                     | {"vf_loss": vf_loss.detach(), "vf_clipfrac": vf_clipfrac}
                     | token_statistics(
-                        new_logprobs, entropies, new_values, logprobs, returns, mask, value_mask, count, value_count
+                        new_logprobs,
+                        entropies=entropies,
+                        new_values=new_values,
+                        logprobs=logprobs,
+                        returns=mb_returns[rows],
+                        mask=mask,
+                        value_mask=value_mask,
+                        count=count,
+                        value_count=value_count,
                     )
                 )
             processes.average_gradients(actor_critic, accelerator)
@@ -672,7 +712,7 @@ def compute_advantages(
     # [T44] Rewards are whitened if asked for, advantages always.   ppo.py#L235-L241, ppo.py#L687-L704
     if ppo.whiten_rewards:
         rewards = whiten(rewards, value_mask, keep_mean=True, reduce=reduce)
-    advantages, returns = compute_gae(rewards, values, value_mask, ppo.gamma, ppo.lam)
+    advantages, returns = compute_gae(rewards, values, value_mask, gamma=ppo.gamma, lam=ppo.lam)
     # [X25] Over the whole minibatch, on all processes.
     return whiten(advantages, mask, keep_mean=False, reduce=reduce), returns
 
@@ -815,7 +855,7 @@ OBJECTIVES: dict[str, Callable[[Episodes], Tensor]] = {
 
 
 def update_metrics(
-    setup: Setup, this_run: run.Run, update: int, episodes: Episodes, steps: dict[str, Tensor], lr: float
+    setup: Setup, this_run: run.Run, update: int, *, episodes: Episodes, steps: dict[str, Tensor], lr: float
 ) -> dict[str, float]:
     """The metrics of an update: means over all episodes, means over all optimiser steps, and how far the run is.
 
@@ -896,14 +936,19 @@ def make_recorder(
         # Whitened over the whole batch, not over one minibatch.
         advantages, returns = compute_advantages(
             episodes.rewards,
-            episodes.values,
-            episodes.mask,
-            episodes.value_mask,
-            args.ppo,
-            partial(setup.accelerator.reduce, reduction="sum"),
+            values=episodes.values,
+            mask=episodes.mask,
+            value_mask=episodes.value_mask,
+            ppo=args.ppo,
+            reduce=partial(setup.accelerator.reduce, reduction="sum"),
         )
         numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
         return numbers | {"advantages": advantages[rows], "returns": returns[rows]}
+
+    def again(kl_coef: float) -> Episodes:
+        return make_rollout(
+            without_user_code, actor_critic, reference, batch=held_out, uniforms=uniforms, kl_coef=kl_coef
+        )
 
     def texts(numbers: dict[str, Tensor]) -> dict[str, list[str]]:
         references = numbers["references"]
@@ -915,7 +960,7 @@ def make_recorder(
         ids.pad,
         episodes=args.trace_episodes,
         after_update=after_update,
-        again=lambda kl_coef: make_rollout(without_user_code, actor_critic, reference, held_out, uniforms, kl_coef),
+        again=again,
         cliprange=args.ppo.cliprange,
         texts=texts,
     )
@@ -947,7 +992,13 @@ def evaluate_policy(
         if not reference_scores:
             reference_scores |= posts.score_references(judges, held_out, rows_at_a_time, accelerator)
         responses, *scores = posts.summarise(
-            *(actor_critic.sampler, held_out, ids, args.task, generator, rows_at_a_time, accelerator),
+            actor_critic.sampler,
+            held_out,
+            ids=ids,
+            task=args.task,
+            generator=generator,
+            chunk=rows_at_a_time,
+            accelerator=accelerator,
             measure=lambda *tokens: [judge(*tokens) for judge in judges.values()],
         )
     numbers = {}
@@ -992,7 +1043,7 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     check_arguments(args)
     worlds.check_names(args, joint, unused=["task.comparisons"])
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
+    typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
@@ -1002,7 +1053,7 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     score, monitor = load_scorers(args, tokenizer, ids, accelerator)
     few_rows, scale = partial(passes.few_rows_at_a_time, score, sizes.local_rollout_batch), scorers.Scale()
     setup = Setup(
-        given=given,
+        typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
@@ -1087,7 +1138,7 @@ def start_run(
     minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
     of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
     sizes = dataclasses.asdict(setup.sizes) | of_pass
-    this_run = run.Run(setup.given, setup.accelerator, sizes, joint, inputs)
+    this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint, inputs=inputs)
     state = this_run.resume(actor_critic, optimizer)
     controller.value = state.get("kl_coef", controller.value)
     setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
@@ -1105,11 +1156,11 @@ def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
         _, scores = posts.summarise(
             actor_critic.sampler,
             setup.train_posts.first(args.rewards.normalize_samples),
-            setup.ids,
-            args.task,
-            generator,
-            setup.sizes.local_rollout_batch,
-            accelerator,
+            ids=setup.ids,
+            task=args.task,
+            generator=generator,
+            chunk=setup.sizes.local_rollout_batch,
+            accelerator=accelerator,
             measure=lambda *tokens: [setup.score(*tokens)],
             temperature=args.task.temperature,
         )
@@ -1140,11 +1191,18 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
         results |= {name.replace("eval", split, 1): value for name, value in means.items()}
         this_run.write_evaluation(split, rows)
     # [T51] Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
-    given = setup.given
-    info = {"base_model": given.base_model, "task": dataclasses.asdict(given.task), "monitor": given.rewards.monitor}
-    info |= {"function": given.rewards.function, "reward_model": given.rewards.trained_model}
-    parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
-    models.save_policy_and_critic(this_run.model_folder, *parts, setup.tokenizer, info, given.trust_remote_code)
+    args = setup.typed_args
+    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
+    info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
+    models.save_policy_and_critic(
+        this_run.model_folder,
+        lm_backbone=actor_critic.lm_backbone,
+        critic=actor_critic.critic,
+        adapters=reference.adapters,
+        tokenizer=setup.tokenizer,
+        info=info,
+        trust_remote_code=args.trust_remote_code,
+    )
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     this_run.finish(PANELS, **results, **last, too_long=setup.train_posts.too_long)
     this_run.upload("policy", "value")

@@ -117,7 +117,7 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, tru
     reward_run, policy_run = (runs / folder.parent.name for folder in (reward_folder, policy_folder))
     reward_meta, policy_meta = run.read_meta(reward_run), run.read_meta(policy_run)
     args = sample.Args(
-        str(policy_folder), reward_model=str(reward_folder), judge=judge, trust_remote_code=trust_remote_code
+        policy=str(policy_folder), reward_model=str(reward_folder), judge=judge, trust_remote_code=trust_remote_code
     )
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
     queries, _ = comparison.task_queries(EVALUATION_QUERIES)

@@ -354,7 +354,7 @@ def test_sample_calls_a_users_monitor_by_its_name(both_run: Path, tmp_path: Path
     policy = only(tmp_path, "models/train_policy__*/policy")
     info = json.loads((policy / "ppo_rlhf.json").read_text()) | {"monitor": "my_rewards:words"}
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    rows = sample.sample(sample.Args(str(policy), n=2, trust_remote_code=True))
+    rows = sample.sample(sample.Args(policy=str(policy), n=2, trust_remote_code=True))
     assert all(row["base words"] == row["policy words"] == 2.0 and "base gold" not in row for row in rows)
     metas = (
         json.loads(only(tmp_path, f"runs/train_{kind}__*/meta.json").read_text()) for kind in ("reward", "policy")

@@ -171,7 +171,7 @@ def check_losses(name: str) -> None:
     ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)  # the gradients stay where they are
     with pytest.MonkeyPatch.context() as patched, recorded(lm, "response_statistics") as forwards:
-        patched.setattr(tldr_policy, "compute_advantages", lambda *_: (given["advantages"], given["returns"]))
+        patched.setattr(tldr_policy, "compute_advantages", lambda *_, **__: (given["advantages"], given["returns"]))
         minibatches = torch.arange(len(mask)).view(1, 1, -1)
         update = partial(tldr_policy.ppo_update, actor_critic, optimizer, rollout, minibatches, ppo, -1)
         (steps,) = on_processes(1, lambda process: update(case["temperature"], process))

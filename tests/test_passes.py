@@ -198,8 +198,15 @@ def reward_model_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, i
     chosen, rejected = (ragged(seed, padding_inside=False) for seed in (0, 1))
     model = scalar_model(tiny_models("gpt2").base_model, tldr_reward.RewardModel)
     model.gain.requires_grad_(False)
-    sides = (chosen[:, CONTEXT:], rejected[:, CONTEXT:])
-    comparisons = posts.Comparisons(chosen[:, :CONTEXT], *sides, [], 0, 0, None)
+    comparisons = posts.Comparisons(
+        queries=chosen[:, :CONTEXT],
+        chosen=chosen[:, CONTEXT:],
+        rejected=rejected[:, CONTEXT:],
+        groups=[],
+        cut=0,
+        identical=0,
+        ceiling=None,
+    )
     inds, counts = torch.arange(ROWS), torch.arange(ROWS) != 5
 
     def update() -> dict[str, float]:

@@ -54,7 +54,18 @@ def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed:
         queries = ["the same query", f"query {update} {EVIL}"]
         texts = {"reference": [EVIL, "fine"]} if chapter == 2 else {}
         (folder / "traces").mkdir(exist_ok=True)
-        traces.write(folder, traces.Trace(update, False, queries, pieces, tokens, episodes, texts))
+        traces.write(
+            folder,
+            traces.Trace(
+                update=update,
+                again=False,
+                queries=queries,
+                responses=pieces,
+                tokens=tokens,
+                episodes=episodes,
+                texts=texts,
+            ),
+        )
     return folder
 
 
@@ -65,7 +76,7 @@ def data_of(page: str) -> dict:
 
 
 def write_report(folder: Path, **more: str) -> str:
-    return report.report(report.Args(str(folder), **more)).read_text()
+    return report.report(report.Args(run=str(folder), **more)).read_text()
 
 
 @pytest.mark.parametrize("chapter", [1, 2, 3])
@@ -335,7 +346,7 @@ def test_the_newest_run_is_taken_and_a_folder_that_is_none_is_refused(tmp_path, 
     make_run(tmp_path / "runs", "new")
     assert report.report(report.Args()) == Path("runs/new/report.html")
     with pytest.raises(InputError, match="is not the folder of a run"):
-        report.report(report.Args(str(tmp_path)))
+        report.report(report.Args(run=str(tmp_path)))
     (tmp_path / "runs/new/metrics.csv").write_text("step,objective/kl\n0,much\n")
     with pytest.raises(InputError, match=r"metrics\.csv is damaged"):
         report.report(report.Args())
@@ -467,7 +478,15 @@ def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
     folder = make_run(tmp_path, "a")
     tokens, episodes = {"kl": torch.ones(1, 2), "scored": torch.ones(1, 2).bool()}, {"scores": torch.tensor([0.5])}
     for update in UPDATES:
-        trace = traces.Trace(update, True, ["asked again"], [[" y", f" z{update}"]], tokens, episodes, {})
+        trace = traces.Trace(
+            update=update,
+            again=True,
+            queries=["asked again"],
+            responses=[[" y", f" z{update}"]],
+            tokens=tokens,
+            episodes=episodes,
+            texts={},
+        )
         traces.write(folder, trace)
     write_report(folder)
     page = opened(folder / "report.html")

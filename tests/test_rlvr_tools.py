@@ -93,7 +93,7 @@ def scripted(lines: dict[int, list[list[int]]], monkeypatch) -> list[list[int]]:
     """Let lm.generate_until write given tokens, for each first id of a prompt; returns what it will have read."""
     read, left = [], {first: list(turns) for first, turns in lines.items()}
 
-    def generate_until(model, contexts, uniforms, pad_id, *_):
+    def generate_until(model, contexts, uniforms, pad_id, *_, **__):
         responses = torch.full(uniforms.shape, pad_id)
         for row, context in enumerate(contexts.tolist()):
             tokens = [token for token in context if token != pad_id]
@@ -367,8 +367,8 @@ def test_derivations_are_equations_across_a_tools_answer(whole_run):
 def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
     policy = only(whole_run.parent.parent, "models/*/policy")
     with pytest.raises(InputError, match="names the function letters:letters"):
-        sample.Comparison(sample.Args(str(policy)))
-    sample.Comparison(sample.Args(str(policy)), trust_functions=True)
+        sample.Comparison(sample.Args(policy=str(policy)))
+    sample.Comparison(sample.Args(policy=str(policy)), trust_functions=True)
     said = capsys.readouterr().out
     assert "was trained with the tool" in said and "here nothing answers its calls" in said
 

@@ -718,7 +718,7 @@ def test_finished_metrics():
         steps = {name: found[process.process_index] for name, found in shares.items()} | {"gradient_norm": norms}
         steps["square_of_ratio_minus_1"] = steps["square_of_ratio_minus_1"] * torch.tensor([1e-8, 1, 1])
         setup = SimpleNamespace(args=Args(ppo=PpoArgs(batch_size=4)), accelerator=process)
-        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes, steps, 2e-6)
+        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes=episodes, steps=steps, lr=2e-6)
 
     first, second = on_processes(2, metrics_on)
     assert first == second
@@ -777,7 +777,7 @@ def test_numbers_too_large_to_be_squared_stop_the_run():
 
     def metrics_on(process) -> dict[str, float]:
         setup, steps = SimpleNamespace(args=Args(), accelerator=process), found | {"gradient_norm": torch.ones(1)}
-        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes, steps, 2e-6)
+        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes=episodes, steps=steps, lr=2e-6)
 
     with pytest.raises(NumericalError, match=r"^val/var is inf in step 2;"):
         alone(metrics_on)

@@ -66,7 +66,7 @@ def measure(train: Callable, args: Any, owner: Any, name: str, updates: int) -> 
 def main(args: Args) -> None:
     meta = run.read_meta(Path(args.run))
     saved, updates = meta["args"], meta["sizes"].get("updates", 0)
-    kind = report.OneRun(Path(args.run), {"args": saved}).kind
+    kind = report.OneRun(folder=Path(args.run), meta={"args": saved}).kind
     if kind not in SCRIPTS:
         raise InputError(f"{args.run} is no run of PPO")
     script, owner, name = SCRIPTS[kind]

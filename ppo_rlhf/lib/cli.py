@@ -23,7 +23,7 @@ from ppo_rlhf.lib.errors import InputError, flag, typed, typed_as
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunArgs:
     """The arguments that every training script has; a script adds its own, and other defaults."""
 

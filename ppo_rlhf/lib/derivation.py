@@ -140,7 +140,7 @@ def next_kl_coef(kl_coef: float, error: float, episodes: int, horizon: float) ->
 # ---- All steps -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Epoch:
     """The numbers of one pass over the episodes, before its optimiser step."""
 
@@ -152,7 +152,7 @@ class Epoch:
     total_loss: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """Every number of an update; lists have an entry for each episode."""
 
@@ -276,7 +276,7 @@ def is_masked(new_logprobs: Row, sampler_logprobs: Row, advantage: float, delta:
     return math.fsum(gaps) / max(len(gaps), 1) > delta
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenLoss:
     """A token's policy loss, before weights and divisor."""
 
@@ -573,7 +573,7 @@ def losses_of(
 # ---- Lines: formula, numbers, sentence -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """A line of a derivation. In `numbers`, {x} is of the token, {next_x} of the next one that has a value, or 0."""
 
@@ -954,7 +954,7 @@ def value_steps(s: Mapping[str, Any]) -> list[Step]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """A step with the numbers of one token."""
 

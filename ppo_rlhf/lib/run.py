@@ -455,11 +455,20 @@ class Run:
         an update computed of them, as lib/traces.py says.
         """
         if self.is_main:
-            ids = (tokenizer, pad_id, queries, responses)
-            traces.write(
-                self.folder,
-                traces.of_tokens(step, again, *ids, tokens, episodes, texts, epochs or {}, statistics or {}),
+            trace = traces.of_tokens(
+                step,
+                again,
+                tokenizer=tokenizer,
+                pad_id=pad_id,
+                queries=queries,
+                responses=responses,
+                tokens=tokens,
+                episodes=episodes,
+                texts=texts,
+                epochs=epochs or {},
+                statistics=statistics or {},
             )
+            traces.write(self.folder, trace)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -514,14 +523,14 @@ class Run:
 
         A second SIGTERM ends the process at once. Yields advance(text), to be called once per step.
         """
-        told = math.inf
+        first_signal = math.inf
 
         def on_sigterm(signal_number: int, frame: Any) -> None:
-            nonlocal told
+            nonlocal first_signal
             now = time.monotonic()
-            if now - told > SAME_SIGNAL:
+            if now - first_signal > SAME_SIGNAL:
                 errors.leave(0, errors.with_how_to_go_on("stopped by SIGTERM"))
-            told, self._told_to_stop = min(told, now), True
+            first_signal, self._told_to_stop = min(first_signal, now), True
 
         try:
             with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
@@ -553,14 +562,9 @@ class Run:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-        )
-        with Progress(*columns) as self._progress:
+        title_and_bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        left = (TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        with Progress(*title_and_bar, *left) as self._progress:
             task = self._progress.add_task(title, total=total, completed=done, text="")
             yield lambda text: self._progress.update(task, advance=1, text=text)
         self._progress = None

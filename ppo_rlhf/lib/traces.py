@@ -33,7 +33,7 @@ from ppo_rlhf.lib.errors import InputError
 TRACED = 8  # queries that are answered again each time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     """The episodes that are kept of an update (0-based)."""
 
@@ -100,7 +100,7 @@ def read(run_folder: Path, update: int, again: bool = False) -> Trace:
         for name, tensor in tensors.items():
             kind, column = name.split(".", 1)
             parts[kind][column] = tensor
-        return Trace(update, again, **parts, **texts)
+        return Trace(update=update, again=again, **parts, **texts)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
 
@@ -152,15 +152,15 @@ def of_tokens(
     """
     n = len(next(iter(tokens.values())))
     return Trace(
-        update,
-        again,
-        [tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
-        [pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
-        {"ids": responses[:n], **tokens},
-        {name: values[:n] for name, values in episodes.items()},
-        {name: values[:n] for name, values in texts.items()},
-        {name: values[:n] for name, values in epochs.items()},
-        {name: values[:n] for name, values in statistics.items()},
+        update=update,
+        again=again,
+        queries=[tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
+        responses=[pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
+        tokens={"ids": responses[:n], **tokens},
+        episodes={name: values[:n] for name, values in episodes.items()},
+        texts={name: values[:n] for name, values in texts.items()},
+        epochs={name: values[:n] for name, values in epochs.items()},
+        statistics={name: values[:n] for name, values in statistics.items()},
     )
 
 
@@ -210,10 +210,10 @@ def statistics_of_minibatches(
         if "returns" in numbers:
             of_rewards = moments(rewards[rows], value_mask[rows], reduce)
             of_advantages = moments(numbers["returns"] - values[rows], mask[rows], reduce)
-            told = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True))
-            told |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
-            told |= {"tokens": reduce(mask[rows].sum()), "values": reduce(value_mask[rows].sum())}
-            found.append((rows, {name: x.expand(rows.shape) for name, x in told.items()}))
+            of_all = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True))
+            of_all |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
+            of_all |= {"tokens": reduce(mask[rows].sum()), "values": reduce(value_mask[rows].sum())}
+            found.append((rows, {name: x.expand(rows.shape) for name, x in of_all.items()}))
     return found
 
 
@@ -324,8 +324,17 @@ class Recorder:
             elif name in KEPT:
                 parts["tokens"][name] = value
         queries, responses = numbers["query_responses"].tensor_split([-numbers["logprobs"].shape[1]], dim=1)
-        ids = (self.tokenizer, self.pad_id, queries, responses)
-        write(self.folder, of_tokens(update, again, *ids, **parts, texts=self.texts(numbers)))
+        trace = of_tokens(
+            update,
+            again,
+            tokenizer=self.tokenizer,
+            pad_id=self.pad_id,
+            queries=queries,
+            responses=responses,
+            **parts,
+            texts=self.texts(numbers),
+        )
+        write(self.folder, trace)
 
 
 def rows_of(numbers: Tensor | dict[str, Tensor], rows: slice) -> Tensor | dict[str, Tensor]:
