@@ -47,7 +47,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
 from ppo_rlhf.lib import cli, errors, files, run, scorers, sources
 from ppo_rlhf.lib.errors import InputError, Stopped
@@ -844,7 +843,7 @@ def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
 
 def main() -> None:
     try:
-        judge(tyro.cli(Args, description=__doc__))
+        judge(cli.parse(Args, description=__doc__))
     except KeyboardInterrupt:
         errors.exit_with(f"interrupted; {GO_ON}", status=130)
     except Stopped as stopped:

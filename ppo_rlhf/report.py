@@ -97,12 +97,15 @@ def newest_run(runs: Path) -> Path:
 
 TRACE_BYTES = 1_500_000  # of traces on a page; beyond, updates are left out
 MOST_POINTS = 2_000  # of a curve; beyond, rows are left out, but none that is a spike
-KINDS = {
-    "rlvr": "PPO with verifiable rewards (chapter 3)",
-    "summaries": "PPO on summaries, against a reward model (chapter 2)",
-    "continuations": "PPO on continuations, against a reward model (chapter 1)",
-    "reward model": "training of a reward model",
-    "fine-tuning": "fine-tuning on reference summaries (chapter 2)",
+SCRIPTS = {
+    "train_reward": "training of a reward model (chapter 1)",
+    "train_policy": "PPO on continuations, against a reward model (chapter 1)",
+    "tldr_sft": "fine-tuning on reference summaries (chapter 2)",
+    "tldr_reward": "training of a reward model (chapter 2)",
+    "tldr_policy": "PPO on summaries, against a reward model (chapter 2)",
+    "rlvr_policy": "PPO with verifiable rewards (chapter 3)",
+    "rlvr_async": "asynchronous PPO with verifiable rewards (chapter 3)",
+    "rlvr_tools": "PPO with verifiable rewards and a tool (chapter 3)",
 }
 
 
@@ -118,15 +121,6 @@ class OneRun:
         return self.folder.resolve().name
 
     @property
-    def kind(self) -> str:
-        ppo, rewards = self.meta["args"].get("ppo", {}), self.meta["args"].get("rewards", {})
-        if "samples_per_prompt" in ppo:
-            return "rlvr"
-        if ppo:
-            return "summaries" if "missing_eos" in rewards else "continuations"
-        return "reward model" if {"label_dataset", "normalize_posts"} & set(self.meta["args"]) else "fine-tuning"
-
-    @property
     def facts(self) -> dict[str, Any]:
         """A description of the run, in words and numbers."""
         meta, args = self.meta, files.flatten(self.meta["args"])
@@ -134,7 +128,7 @@ class OneRun:
         labels |= {"rewards.monitor": "watched by", "base_model": "starts from"}
         labels |= {f"task.{name}": "texts" for name in ("query_dataset", "posts", "problems")}
         labels |= {"task.response_length": "tokens of a response, at most", "preset": "preset", "seed": "seed"}
-        facts, sizes = {"run": self.name, "what": KINDS[self.kind]}, meta.get("sizes", {})
+        facts, sizes = {"run": self.name, "what": SCRIPTS[self.meta["script"]]}, meta.get("sizes", {})
         if {"updates", "batch"} <= set(sizes):
             facts["updates"] = f"{sizes['updates']:,} of {sizes['batch']:,} episodes each"
         facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
@@ -163,7 +157,7 @@ class OneRun:
         found = {"name": self.name, "traces": traced, "scales": scales(traced)}
         if not traced:
             return found
-        settings = derivation.settings_of(self.meta["args"])
+        settings = derivation.settings_of(self.meta["args"], self.meta["script"])
         steps = [
             vars(step) | place_of(step.where[min(settings["chapter"], len(step.where)) - 1], self.meta.get("commit"))
             for step in derivation.steps(settings)
@@ -218,7 +212,9 @@ def read_run(folder: Path) -> OneRun:
 
 
 def check_meta(path: Path, meta: dict[str, Any]) -> None:
-    """Raise an InputError if something that the page uses has a type that no run writes."""
+    """Raise an InputError if something that the page uses is not there or has a type that no run writes."""
+    if meta.get("script") not in SCRIPTS:
+        raise InputError(f"{path} names no training script; an older version of this package made the run")
     values = files.flatten(meta)  # a part that is a dictionary is not in it, its values are
     parts = ("args.ppo", "args.rewards", "args.rewards.adaptive_kl", "args.task", "sizes", "versions")
     kinds = dict.fromkeys(parts, dict) | {name: int for name in values if name.startswith("sizes.")}
@@ -326,7 +322,7 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
         raise InputError(f"--explain: episode {place[1]} has no token that counts")
     if place[2] not in numbers:
         raise InputError(f"--explain: token {place[2]} is not one of {numbers[0]} to {numbers[-1]}")
-    t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"])
+    t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
     epochs = max(1, len(episode.get("epochs", {}).get("new_logprobs", [])))
     lines, missing = derivation.explain(episode, settings, epochs - 1, t, group_of(episode, episodes))
     heads = f"update {place[0]}, episode {place[1]}, token {place[2]}: {json.dumps(episode['pieces'][t])}"
@@ -715,4 +711,4 @@ def matches(name: str, pattern: str) -> bool:
 
 
 if __name__ == "__main__":
-    cli.run_script(report, lambda argv: tyro.cli(Args, args=argv, description=__doc__))
+    cli.run_script(report, lambda argv: cli.parse(Args, argv, description=__doc__))

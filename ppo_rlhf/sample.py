@@ -469,6 +469,4 @@ def sample(args: Args) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    cli.run_script(sample, lambda argv: tyro.cli(Args, args=argv, description=__doc__))
+    cli.run_script(sample, lambda argv: cli.parse(Args, argv, description=__doc__))

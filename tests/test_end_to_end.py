@@ -40,6 +40,7 @@ def test_a_run_leaves_what_the_readme_says(both_run: Path) -> None:
         run = only(both_run, f"runs/train_{kind}__tales__1__*")
         meta = json.loads((run / "meta.json").read_text())
         assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["seed"] == 1
+        assert meta["script"] == f"train_{kind}"
         assert str(both_run) not in json.dumps(meta)  # it may be moved, and shown
         assert [row["step"] for row in metrics_of(run)] == list(range(steps))
         assert len(list(run.glob("events.out.tfevents.*"))) == 1

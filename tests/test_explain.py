@@ -115,7 +115,8 @@ def test_the_terminal_says_what_the_page_says(name, trained, opened, capsys):  #
     data = data_of(report.report(report.Args(run=str(folder))).read_text())["runs"][0]
     page = opened(folder / "report.html")
     theirs = page.evaluate(LINES)
-    settings = derivation.settings_of(json.loads((folder / "meta.json").read_text())["args"])
+    meta = json.loads((folder / "meta.json").read_text())
+    settings = derivation.settings_of(meta["args"], meta["script"])
     ours = []
     for update in data["traces"]:
         for episode in update["episodes"]:
@@ -291,9 +292,7 @@ def test_what_if_computes_what_the_scripts_compute(changes, trained, opened):  #
     folder = trained("gae")
     report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
-    settings = derivation.settings_of(
-        {"ppo": {"samples_per_prompt": 4, "cliprange_value": 0.2, "cliprange_low": None}}
-    )
+    settings = derivation.settings_of({"ppo": {"cliprange_value": 0.2, "cliprange_low": None}}, "rlvr_policy")
     settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None}
     for seed in range(4):
         x = invented(seed)
@@ -311,7 +310,7 @@ def test_what_if_keeps_the_lambda_of_value_pretraining_and_shows_no_slider_witho
     page.locator("#what-if > summary").click()
     page.locator("#what-gamma").wait_for()
     assert page.locator("#what-lam").count() == 0  # it has --ppo.lam_alpha and --ppo.critic_lam
-    settings = derivation.settings_of({"ppo": {"samples_per_prompt": 4, "cliprange_low": None}})
+    settings = derivation.settings_of({"ppo": {"cliprange_low": None}}, "rlvr_policy")
     settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None, "cliprange_value": 0.2}
     told = [episodes_of(x, critic_lam=1.0), settings, {"lam": 0.3}, 0]
     theirs = page.evaluate("([...told]) => whatIf(...told)", told)
@@ -332,10 +331,8 @@ def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa
     page = opened(folder / "report.html")
     x, changes = invented(seed), {"gamma": 0.8, "lam": 0.6, "kl_coef": 0.5, "whiten_rewards": rewards_too}
     x["scored"] = torch.ones_like(x["scored"])
-    settings = derivation.settings_of({"ppo": {"cliprange": 0.2, "cliprange_value": 0.2}}) | {
-        "gamma": 1.0,
-        "lam": 1.0,
-    }
+    ppo = {"cliprange": 0.2, "cliprange_value": 0.2}
+    settings = derivation.settings_of({"ppo": ppo}, "train_policy") | {"gamma": 1.0, "lam": 1.0}
     told = [episodes_of(x, critic_lam=1.0), settings, changes, 0]
     theirs = page.evaluate("([...told]) => whatIf(...told)", told)
     rewards, _, _ = train_policy.compute_rewards(x["scores"], x["logprobs"], x["ref_logprobs"], 0.5)

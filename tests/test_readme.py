@@ -34,6 +34,7 @@ from ppo_rlhf import (
     train_policy,
     train_reward,
 )
+from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.worlds import tales
 
@@ -903,7 +904,8 @@ def test_flags_of_the_benchmark_exist():
 
 def flags_of(module) -> set[str]:
     if module in (sample, judge):
-        return set(flatten(dataclasses.asdict(module.Args("x"))))
+        needed = {"policy": "x"} if module is sample else {"candidate": "x"}
+        return set(flatten(dataclasses.asdict(module.Args(**needed))))
     return set(flatten(dataclasses.asdict(next(iter(module.PRESETS.values())))))
 
 
@@ -931,3 +933,17 @@ def test_help_shows_a_docstring_as_it_is_written(path, monkeypatch, capsys):
         kept = all(re.match(r" |\d\. ", line) for line in lines)
         assert set(lines if kept else [" ".join(lines)]) <= shown
         assert kept or not re.search(r"(python|bash|launch|torchrun) .*(ppo_rlhf|benchmark)/", paragraph)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DESCRIBED if "benchmark" not in path.parts], ids=lambda path: path.name
+)
+def test_help_breaks_no_command(path, monkeypatch, capsys):
+    """However narrow the terminal is, a command is one line, and shown once."""
+    described = ast.get_docstring(ast.parse(path.read_text()))
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        cli.parse(Few, ["--help"], description=described)
+    shown = capsys.readouterr().out.splitlines()
+    commands = re.findall(r"^ .*ppo_rlhf/\w+\.py.*", described, re.MULTILINE)
+    assert commands and {shown.count(command) for command in commands} == {1}

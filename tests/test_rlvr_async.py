@@ -250,7 +250,7 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert partly
     one_run = report.read_run(only(folder, "runs/*"))
-    settings, checked = derivation.settings_of(one_run.meta["args"]), 0
+    settings, checked = derivation.settings_of(one_run.meta["args"], "rlvr_async"), 0
     for update in one_run.traced(10**9):
         for episode in update["episodes"]:
             group = report.group_of(episode, update["episodes"])
@@ -267,7 +267,7 @@ def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny
     words += " --trace_interval 1 --trace_episodes 16"
     folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split())
     one_run, some = report.read_run(only(folder, "runs/*")), 0
-    settings = derivation.settings_of(one_run.meta["args"])
+    settings = derivation.settings_of(one_run.meta["args"], "rlvr_async")
     updates = {update["update"]: update for update in one_run.traced(10**9)}
     for number, row in enumerate(numbers_of(folder)):
         x = {name: tensor.numpy() for name, tensor in traces.read(only(folder, "runs/*"), number).tokens.items()}

@@ -351,7 +351,8 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
 
 def test_derivations_are_equations_across_a_tools_answer(whole_run):
     """Before an answer, the next value is that of the token after it: the tool's tokens have none."""
-    settings = derivation.settings_of(json.loads((whole_run / "meta.json").read_text())["args"])
+    meta = json.loads((whole_run / "meta.json").read_text())
+    settings = derivation.settings_of(meta["args"], meta["script"])
     before_an_answer = 0
     for episode in report.traced_episodes(traces.read(whole_run, 0), 0.1):
         wrote = episode["tokens"]["tool"]

@@ -180,6 +180,7 @@ def test_a_run_leaves_its_folder(kind, request):
     run, meta = trained.run, trained.meta
     assert run.name.startswith(f"tldr_{kind}__posts__1__")
     assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["dtype"] == "float64"
+    assert meta["script"] == f"tldr_{kind}"
     steps = {"sft": 6, "reward": 3, "policy": 4}[kind]
     assert [row["step"] for row in metrics_of(run)] == list(range(steps))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == KEPT[kind]

@@ -116,15 +116,30 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
     if resume:
         meta = run.read_meta(Path(resume))
         saved = saved_args(type(next(iter(presets.values()))), Path(resume), meta["args"], meta.get("commit"))
-        args = tyro.cli(
-            type(saved), args=argv, default=dataclasses.replace(saved, resume=resume), description=description
-        )
+        args = parse(type(saved), argv, description, default=dataclasses.replace(saved, resume=resume))
         check_same_arguments(saved, args)
         return args
     if preset is not None and preset not in presets:
         raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
     default = presets[preset] if preset else next(iter(presets.values()))
-    return tyro.cli(type(default), args=argv, default=default, description=description)
+    return parse(type(default), argv, description, default=default)
+
+
+COMMAND = re.compile(r"^ +(?:python|torchrun|accelerate launch) .*\n?", re.MULTILINE)
+
+
+def parse(cls: type[Args], argv: list[str] | None = None, description: str | None = None, **options: Any) -> Args:
+    """Read the command line with tyro.
+
+    --help ends with the commands of the description, because tyro would break a long one into several lines, which
+    cannot be copied.
+    """
+    try:
+        return tyro.cli(cls, args=argv, description=COMMAND.sub("", description or ""), **options)
+    except SystemExit as end:
+        if end.code == 0 and (commands := COMMAND.findall(description or "")):
+            print("".join(commands).rstrip())
+        raise
 
 
 def run_script(main: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
@@ -275,7 +290,7 @@ def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, desc
         raise InputError(f"--resume {folder}: {script} did not start that run; resume it with its own script")
     saved = saved_args(cls, folder, joint["args"], meta.get("commit"))
     saved = dataclasses.replace(newest_args(saved, folder, joint["timestamp"]), resume=str(folder))
-    args = tyro.cli(cls, args=argv, default=saved, description=description)
+    args = parse(cls, argv, description, default=saved)
     check_same_arguments(saved, args)
     return args
 

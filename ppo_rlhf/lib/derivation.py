@@ -320,10 +320,13 @@ def divisor(aggregation: str, length: int, counts: Mapping[str, float]) -> float
 NAN = float("nan")
 
 
-def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a derivation needs, under one name in all chapters. args: of meta.json."""
+CHAPTERS = {"train": 1, "tldr": 2, "rlvr": 3}  # by the beginning of a script's name
+
+
+def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
+    """The arguments that a derivation needs, under one name in all chapters. args, script: of meta.json."""
     ppo, shaping = args.get("ppo", {}), args.get("rewards", {})
-    chapter = 3 if "samples_per_prompt" in ppo else 2 if "missing_eos" in shaping else 1
+    chapter = CHAPTERS[script.split("_")[0]]
     estimator, loss = ppo.get("advantage", "gae"), ppo.get("loss", "ppo")
     low, high = (ppo.get(name, ppo.get("cliprange", NAN)) for name in ("cliprange_low", "cliprange_high"))
     whitened = estimator in ("gae", "reinforce++", "reinforce++-baseline")

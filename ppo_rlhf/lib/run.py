@@ -99,7 +99,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
     kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
-    kinds |= {"name": str, "id": str, "inputs": dict}
+    kinds |= {"name": str, "script": str, "id": str, "inputs": dict}
     values = {name: meta[name] for name in kinds if name in meta}
     if meta.get("joint") and isinstance(meta["joint"], dict):
         kinds |= {"joint.args": dict, "joint.timestamp": int}
@@ -222,6 +222,7 @@ class Run:
         # [D82] The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
+            "script": script_of(args),
             "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
             "args": dataclasses.asdict(args),
             "joint": {name: joint[name] for name in ("args", "timestamp")} if joint else previous.get("joint"),
@@ -659,6 +660,11 @@ def say(line: str) -> None:
     """Print a line, once however many processes there are."""
     if errors.is_first_process():
         print(line)
+
+
+def script_of(args: Any) -> str:
+    """The name of the training script whose Args these are, such as train_policy."""
+    return Path(sys.modules[type(args).__module__].__file__ or "").stem
 
 
 def run_name(args: Any, timestamp: int) -> str:
