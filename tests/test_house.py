@@ -95,6 +95,26 @@ def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
     assert len(modules) <= most, sorted(modules)
 
 
+# ---- What chapter 1's scripts need of us: the run's folder, the command line, published data -------------------
+
+SERVICES = ("lib.run", "lib.cli", "lib.sources")
+MOST_LINES = 3_000
+
+
+def needed(name: str) -> set[str]:
+    """A module and all that it imports, and that these import."""
+    found, modules = graph(SOURCES), {name}
+    while more := {other for module in modules for other in found[module]} - modules:
+        modules |= more
+    return modules
+
+
+def test_services_are_small():
+    modules = set().union(*map(needed, SERVICES))
+    assert "lib.errors" in modules and not {"lib.models", "lib.passes", "lib.memory", "lib.scorers"} & modules
+    assert sum(len(SOURCES[name].splitlines()) for name in modules) <= MOST_LINES
+
+
 # ---- Names at the call: a swap of two tensors of one shape must be seen ----------------------------------------
 
 MOST_UNNAMED = 3  # values of a tuple that a call unpacks, fields of a dataclass that is built without their names
