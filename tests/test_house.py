@@ -121,7 +121,7 @@ MOST_UNNAMED = 3  # values of a tuple that a call unpacks, fields of a dataclass
 SAY_NOTHING = {"told", "tools", "few", "quiet", "everywhere", "given"}
 # Scripts join when their chapter keeps to it.
 NAMED = {name for name in SOURCES if name.startswith(("tldr_", "lib.")) or name in ("sample", "judge", "report")}
-NAMED -= {"lib.derivation", "lib.label_files", "lib.models", "lib.passes", "lib.texts"}
+NAMED -= {"lib.label_files", "lib.models", "lib.passes", "lib.texts"}
 
 
 def unnamed(source: str) -> list[str]:
