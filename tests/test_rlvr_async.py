@@ -571,7 +571,7 @@ def test_a_learner_that_ray_ends_at_once_has_last_words(tmp_path, way, status):
 def test_an_engine_takes_whole_weights_and_samples_by_no_others(tiny_sums):
     model = checkpoints.trained_parameters(engine.models.load_base_model(Args(base_model=f"{tiny_sums}/model")))
     weights = {name: parameter.detach().numpy() for name, parameter in model.items()}
-    built_in = engine.BuiltIn(engine.Spec(f"{tiny_sums}/model", "float32", pad=30, stops=(0,)))
+    built_in = engine.BuiltIn(engine.Spec(base_model=f"{tiny_sums}/model", dtype="float32", pad=30, stops=(0,)))
     prompts, noise = np.full((2, 3), 5), np.random.default_rng(0).random((4, 6))
     with pytest.raises(RuntimeError, match="version 0 of the weights is asked for, but version -1 is loaded"):
         built_in.sample(prompts, 2, noise, 1.0, 0)
