@@ -47,7 +47,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
 from ppo_rlhf.lib import cli, errors, files, run, scorers, sources
 from ppo_rlhf.lib.errors import InputError, Stopped
@@ -71,7 +70,7 @@ GO_ON = "the same command continues where this one stopped"
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EndpointArgs:
     url: str = ""
     """address of an OpenAI-compatible API, to which /chat/completions is added, such as http://localhost:8000/v1"""
@@ -99,7 +98,7 @@ class EndpointArgs:
     """price of a million completion tokens, in the same currency"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     candidate: str
     """the side whose wins are counted: a run's folder or a file of rows"""
@@ -128,8 +127,8 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "--", args, "n")
     endpoint = args.endpoint
     if bool(args.gold) == bool(endpoint.url):
-        given = "both are given" if args.gold else "neither is given"
-        raise InputError(f"a judge is either --gold or --endpoint.url with --endpoint.model; {given}")
+        which = "both are given" if args.gold else "neither is given"
+        raise InputError(f"a judge is either --gold or --endpoint.url with --endpoint.model; {which}")
     if args.gold:
         return
     address = ADDRESS.fullmatch(endpoint.url)
@@ -149,7 +148,7 @@ def check_arguments(args: Args) -> None:
 # ---- Rows ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """Two summaries of one post, and their lengths, in tokens or words."""
 
@@ -161,8 +160,8 @@ class Pair:
     baseline_length: int
 
 
-def file_of(given: str) -> Path:
-    return Path(given) / EVALUATION if Path(given).is_dir() else Path(given)
+def file_of(side: str) -> Path:
+    return Path(side) / EVALUATION if Path(side).is_dir() else Path(side)
 
 
 def is_count(value: Any) -> bool:
@@ -246,8 +245,15 @@ def read_pairs(args: Args) -> tuple[list[Pair], str]:
         texts = [text_of(row["response"]) for row in match]
         lengths = [row["tokens"] if in_tokens else len(text.split()) for row, text in zip(match, texts, strict=True)]
         reference = match[0].get("reference")
-        texts.append(None if reference is None else text_of(reference))
-        pairs.append(Pair(match[0]["query"], *texts, *lengths))
+        pair = Pair(
+            query=match[0]["query"],
+            candidate=texts[0],
+            baseline=texts[1],
+            reference=None if reference is None else text_of(reference),
+            candidate_length=lengths[0],
+            baseline_length=lengths[1],
+        )
+        pairs.append(pair)
     return pairs, "tokens" if in_tokens else "words"
 
 
@@ -374,7 +380,7 @@ def parse_verdict(text: str) -> str | None:
 # ---- Endpoint --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """The outcome of one question."""
 
@@ -488,7 +494,7 @@ class Endpoint:
                     f"remove that line, or move the file away"
                 )
             usage = Counter(entry["usage"])
-            known[entry["key"]] = Answer(entry["verdict"], entry["reply"], usage, cached=True)
+            known[entry["key"]] = Answer(verdict=entry["verdict"], reply=entry["reply"], usage=usage, cached=True)
         return known
 
     def remember(self, key: str, answer: Answer) -> None:
@@ -577,17 +583,17 @@ class Endpoint:
             try:
                 body = self.post(messages)
             except NoAnswer as error:
-                return Answer("failed", str(error), usage)
+                return Answer(verdict="failed", reply=str(error), usage=usage)
             usage += usage_of(body)
             choice = body["choices"][0]
             content, refusal = choice["message"].get("content"), choice["message"].get("refusal")
             reply = self.without_key(str(refusal or content or ""))
             if refusal or choice.get("finish_reason") == "content_filter" or not (content or "").strip():
-                return Answer("refused", reply, usage)
+                return Answer(verdict="refused", reply=reply, usage=usage)
             if verdict := parse_verdict(reply):
-                return Answer(verdict, reply, usage)
+                return Answer(verdict=verdict, reply=reply, usage=usage)
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": REMINDER}]
-        return Answer("unparsed", reply, usage)
+        return Answer(verdict="unparsed", reply=reply, usage=usage)
 
     def answers(self, questions: Sequence[str]) -> dict[str, Answer]:
         """Question -> answer. Questions that are not in the cache are asked, `concurrency` questions at a time.
@@ -799,8 +805,8 @@ def print_report(report: dict[str, Any], rows: Sequence[dict[str, Any]], seed: i
     run.print_table("Examples", examples)
 
 
-def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
-    """Compare the two sides, write the report, print it unless quiet, and return it.
+def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
+    """Compare the two sides, write the report, print it if it is to be shown, and return it.
 
     Keys with either judge: judge, candidate_file, baseline_file, win_rate, length_controlled_win_rate (None where
     there is none; length_controlled_problem says why), either with _low and _high, candidate_length, baseline_length,
@@ -829,7 +835,7 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     files.replace_file(folder / "judgement.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     files.write_json(folder / "judgement.json", report)
-    if not quiet:
+    if shown:
         print_report(report, rows, args.seed)
         print(f"all numbers and rows: {run.one_line(str(folder))}")
     return report
@@ -837,7 +843,7 @@ def judge(args: Args, *, quiet: bool = False) -> dict[str, Any]:
 
 def main() -> None:
     try:
-        judge(tyro.cli(Args, description=__doc__))
+        judge(cli.parse(Args, description=__doc__))
     except KeyboardInterrupt:
         errors.exit_with(f"interrupted; {GO_ON}", status=130)
     except Stopped as stopped:

@@ -27,7 +27,7 @@ from ppo_rlhf.lib import cli, derivation, errors, files, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     run: str = ""
     """folder of a run; empty: the newest below runs/"""
@@ -97,16 +97,19 @@ def newest_run(runs: Path) -> Path:
 
 TRACE_BYTES = 1_500_000  # of traces on a page; beyond, updates are left out
 MOST_POINTS = 2_000  # of a curve; beyond, rows are left out, but none that is a spike
-KINDS = {
-    "rlvr": "PPO with verifiable rewards (chapter 3)",
-    "summaries": "PPO on summaries, against a reward model (chapter 2)",
-    "continuations": "PPO on continuations, against a reward model (chapter 1)",
-    "reward model": "training of a reward model",
-    "fine-tuning": "fine-tuning on reference summaries (chapter 2)",
+KINDS = {  # by script
+    "train_reward": "training of a reward model (chapter 1)",
+    "train_policy": "PPO on continuations, against a reward model (chapter 1)",
+    "tldr_sft": "fine-tuning on reference summaries (chapter 2)",
+    "tldr_reward": "training of a reward model (chapter 2)",
+    "tldr_policy": "PPO on summaries, against a reward model (chapter 2)",
+    "rlvr_policy": "PPO with verifiable rewards (chapter 3)",
+    "rlvr_async": "asynchronous PPO with verifiable rewards (chapter 3)",
+    "rlvr_tools": "PPO with verifiable rewards and a tool (chapter 3)",
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OneRun:
     folder: Path
     meta: dict[str, Any]
@@ -118,27 +121,18 @@ class OneRun:
         return self.folder.resolve().name
 
     @property
-    def kind(self) -> str:
-        ppo, rewards = self.meta["args"].get("ppo", {}), self.meta["args"].get("rewards", {})
-        if "samples_per_prompt" in ppo:
-            return "rlvr"
-        if ppo:
-            return "summaries" if "missing_eos" in rewards else "continuations"
-        return "reward model" if {"label_dataset", "normalize_posts"} & set(self.meta["args"]) else "fine-tuning"
-
-    @property
     def facts(self) -> dict[str, Any]:
         """A description of the run, in words and numbers."""
         meta, args = self.meta, files.flatten(self.meta["args"])
-        told = {f"rewards.{name}": "scored by" for name in ("trained_model", "function", "verifier")}
-        told |= {"rewards.monitor": "watched by", "base_model": "starts from"}
-        told |= {f"task.{name}": "texts" for name in ("query_dataset", "posts", "problems")}
-        told |= {"task.response_length": "tokens of a response, at most", "preset": "preset", "seed": "seed"}
-        facts, sizes = {"run": self.name, "what": KINDS[self.kind]}, meta.get("sizes", {})
+        labels = {f"rewards.{name}": "scored by" for name in ("trained_model", "function", "verifier")}
+        labels |= {"rewards.monitor": "watched by", "base_model": "starts from"}
+        labels |= {f"task.{name}": "texts" for name in ("query_dataset", "posts", "problems")}
+        labels |= {"task.response_length": "tokens of a response, at most", "preset": "preset", "seed": "seed"}
+        facts, sizes = {"run": self.name, "what": KINDS[self.meta["script"]]}, meta.get("sizes", {})
         if {"updates", "batch"} <= set(sizes):
             facts["updates"] = f"{sizes['updates']:,} of {sizes['batch']:,} episodes each"
         facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
-        facts |= {label: args[name] for name, label in told.items() if args.get(name) not in (None, "")}
+        facts |= {label: args[name] for name, label in labels.items() if args.get(name) not in (None, "")}
         facts["time"] = f"{meta.get('wall_time', 0) / 60:.1f} minutes"
         for name in ("device", "num_processes", "threads", "commit"):
             facts[name.replace("num_", "")] = meta.get(name) or "unknown"
@@ -163,7 +157,7 @@ class OneRun:
         found = {"name": self.name, "traces": traced, "scales": scales(traced)}
         if not traced:
             return found
-        settings = derivation.settings_of(self.meta["args"])
+        settings = derivation.settings_of(self.meta["args"], self.meta["script"])
         steps = [
             vars(step) | place_of(step.where[min(settings["chapter"], len(step.where)) - 1], self.meta.get("commit"))
             for step in derivation.steps(settings)
@@ -210,13 +204,17 @@ def read_run(folder: Path) -> OneRun:
         metrics = dict(zip(header, columns, strict=True)) if rows else {}
         if meta["args"].get("ppo", {}).get("samples_per_prompt") == 1:  # groups of one say nothing
             metrics = {name: values for name, values in metrics.items() if not name.startswith("val/groups_")}
-        return OneRun(folder, meta, [int(step) for step in metrics.pop("step", [])], metrics)
+        return OneRun(
+            folder=folder, meta=meta, steps=[int(step) for step in metrics.pop("step", [])], metrics=metrics
+        )
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
 
 
 def check_meta(path: Path, meta: dict[str, Any]) -> None:
-    """Raise an InputError if something that the page uses has a type that no run writes."""
+    """Raise an InputError if something that the page uses is not there or has a type that no run writes."""
+    if meta.get("script") not in KINDS:
+        raise InputError(f"{path} names no training script; an older version of this package made the run")
     values = files.flatten(meta)  # a part that is a dictionary is not in it, its values are
     parts = ("args.ppo", "args.rewards", "args.rewards.adaptive_kl", "args.task", "sizes", "versions")
     kinds = dict.fromkeys(parts, dict) | {name: int for name in values if name.startswith("sizes.")}
@@ -276,8 +274,8 @@ def traced_episodes(trace: traces.Trace, kl_coef: float | None) -> list[dict[str
     episodes = []
     for i, pieces in enumerate(trace.responses):
         marks = [rows[name][i] for name in MARKS if name in rows] or [[True] * len(pieces)]
-        everywhere = "mask" not in rows  # chapter 1 has no mask: tokens that are cut away are trained on, too
-        places = [k for k in range(len(pieces)) if everywhere or any(mark[k] for mark in marks)]
+        all_count = "mask" not in rows  # chapter 1 has no mask: tokens that are cut away are trained on, too
+        places = [k for k in range(len(pieces)) if all_count or any(mark[k] for mark in marks)]
         episode = {"query": errors.visible(trace.queries[i]), "places": places, "again": trace.again}
         episode["pieces"] = [errors.visible(pieces[k]) for k in places]
         episode["texts"] = {name: errors.visible(str(values[i])) for name, values in trace.texts.items()}
@@ -324,19 +322,19 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
         raise InputError(f"--explain: episode {place[1]} has no token that counts")
     if place[2] not in numbers:
         raise InputError(f"--explain: token {place[2]} is not one of {numbers[0]} to {numbers[-1]}")
-    t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"])
+    t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
     epochs = max(1, len(episode.get("epochs", {}).get("new_logprobs", [])))
     lines, missing = derivation.explain(episode, settings, epochs - 1, t, group_of(episode, episodes))
     heads = f"update {place[0]}, episode {place[1]}, token {place[2]}: {json.dumps(episode['pieces'][t])}"
-    told = [f"{heads}, epoch {epochs} of {epochs}"]
+    explained = [f"{heads}, epoch {epochs} of {epochs}"]
     for line in lines:
         where = line.step.where[min(settings["chapter"], len(line.step.where)) - 1]
         result = derivation.written(line.value)
         filled = line.numbers if line.numbers == result else f"{line.numbers} = {result.strip('()')}"
         verdict = f"   WRONG by {line.difference:.3g}" if line.wrong else ""
-        told.append(f"\n{line.step.title}: {line.step.formula}\n    {filled}{verdict}\n    {line.step.sentence}")
-        told.append(f"    {place_of(where, one_run.meta.get('commit'))['place']}")
-    return "\n".join([*told, *([f"\nnot known: {', '.join(missing)}"] if missing else [])])
+        explained.append(f"\n{line.step.title}: {line.step.formula}\n    {filled}{verdict}\n    {line.step.sentence}")
+        explained.append(f"    {place_of(where, one_run.meta.get('commit'))['place']}")
+    return "\n".join([*explained, *([f"\nnot known: {', '.join(missing)}"] if missing else [])])
 
 
 git = functools.cache(run.git)
@@ -344,9 +342,9 @@ git = functools.cache(run.git)
 
 def group_of(episode: dict[str, Any], episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The episodes of the same group, this one too."""
-    told = [(other["again"], other["numbers"].get("groups")) for other in episodes]
+    groups = [(other["again"], other["numbers"].get("groups")) for other in episodes]
     mine = episode["again"], episode["numbers"].get("groups")
-    return [other for other, key in zip(episodes, told, strict=True) if key == mine]
+    return [other for other, key in zip(episodes, groups, strict=True) if key == mine]
 
 
 def place_of(where: str, commit: str | None) -> dict[str, str]:
@@ -408,9 +406,9 @@ def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
     files_of_a_chapter = (one_run.folder / name for name in ("evaluation.jsonl", "comparison.jsonl"))
     answers = next((rows for path in files_of_a_chapter if (rows := read_lines(path))), {})
     for query, row in read_lines(one_run.folder / "evaluation_before.jsonl").items():
-        given = {name: value for name, value in row.items() if name == "query" or name.startswith("reference")}
-        before = {f"{name} before PPO": value for name, value in row.items() if name not in given}
-        answers[query] = given | before | answers.get(query, {})
+        query_side = {name: value for name, value in row.items() if name == "query" or name.startswith("reference")}
+        before = {f"{name} before PPO": value for name, value in row.items() if name not in query_side}
+        answers[query] = query_side | before | answers.get(query, {})
     return answers
 
 
@@ -427,7 +425,7 @@ def read_lines(path: Path) -> dict[str, dict[str, Any]]:
 # ---- Learning curves -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Panel:
     title: str
     metrics: str  # their names, or beginnings that end in *
@@ -437,211 +435,217 @@ class Panel:
 
 PANELS = [
     Panel(
-        "Score",
-        "objective/score objective/scores objective/gold_scores objective/verifiable_correct_rate",
-        "Rises steadily and flattens; what only watches (gold) rises with it.",
-        "Score up while gold falls: the reward model is being exploited. Raise the KL coefficient or stop earlier. "
-        "Flat: look at the advantages, at groups without a signal, and whether responses end at all.",
+        title="Score",
+        metrics="objective/score objective/scores objective/gold_scores objective/verifiable_correct_rate",
+        healthy="Rises steadily and flattens; what only watches (gold) rises with it.",
+        sick="Score up while gold falls: the reward model is being exploited. Raise the KL coefficient or stop "
+        "earlier. Flat: look at the advantages, at groups without a signal, and whether responses end at all.",
     ),
     Panel(
-        "KL from the reference (nats per response)",
-        "objective/kl",
-        "Starts at 0, rises, and stays near the target (dashed), if there is one.",
-        "Shoots up: the text leaves the language; lower the learning rate or raise the KL coefficient. Not 0 in the "
-        "first update, or below 0 for long: sampler and training pass disagree. Only where older weights sample may "
-        "it be a little below 0 at first.",
+        title="KL from the reference (nats per response)",
+        metrics="objective/kl",
+        healthy="Starts at 0, rises, and stays near the target (dashed), if there is one.",
+        sick="Shoots up: the text leaves the language; lower the learning rate or raise the KL coefficient. Not 0 "
+        "in the first update, or below 0 for long: sampler and training pass disagree. Only where older weights "
+        "sample may it be a little below 0 at first.",
     ),
     Panel(
-        "KL coefficient",
-        "objective/kl_coef",
-        "Drifts until the divergence holds its target; constant without one.",
-        "Falls or rises without end: the target cannot be reached. Take another target, another learning rate or a "
-        "shorter horizon.",
+        title="KL coefficient",
+        metrics="objective/kl_coef",
+        healthy="Drifts until the divergence holds its target; constant without one.",
+        sick="Falls or rises without end: the target cannot be reached. Take another target, another learning rate "
+        "or a shorter horizon.",
     ),
     Panel(
-        "Score less penalty",
-        "objective/score_total objective/rlhf_reward",
-        "What PPO maximises: rises.",
-        "Falls while the score rises: the penalty wins; lower the KL coefficient or wait for the controller.",
+        title="Score less penalty",
+        metrics="objective/score_total objective/rlhf_reward",
+        healthy="What PPO maximises: rises.",
+        sick="Falls while the score rises: the penalty wins; lower the KL coefficient or wait for the controller.",
     ),
     Panel(
-        "Responses that end",
-        "objective/stopped objective/eos_rate val/stop_token_rate eval/eos_rate eval/stopped",
-        "Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely correct.",
-        "Falls: the policy has found that long responses pay. Check the penalty and response_length.",
+        title="Responses that end",
+        metrics="objective/stopped objective/eos_rate val/stop_token_rate eval/eos_rate eval/stopped",
+        healthy="Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely correct.",
+        sick="Falls: the policy has found that long responses pay. Check the penalty and response_length.",
     ),
     Panel(
-        "Length (tokens)",
-        "objective/response_length eval/response_length val/sequence_lengths val/sequence_lengths_correct "
+        title="Length (tokens)",
+        metrics="objective/response_length eval/response_length val/sequence_lengths val/sequence_lengths_correct "
         "val/sequence_lengths_incorrect",
-        "Settles.",
-        "Grows along with the score and without end: length itself is being rewarded. Compare texts of equal length.",
+        healthy="Settles.",
+        sick="Grows along with the score and without end: length itself is being rewarded. Compare texts of equal "
+        "length.",
     ),
     Panel(
-        "Held-out queries",
-        "eval/scores eval/gold_scores eval/reference_gold_scores eval/gsm8k_strict eval/gsm8k_flexible eval/mean@* "
-        "eval/pass@*",
-        "Follows the training score.",
-        "Lags behind: the policy has memorised the training queries, or the reward model is wrong elsewhere. "
+        title="Held-out queries",
+        metrics="eval/scores eval/gold_scores eval/reference_gold_scores eval/gsm8k_strict eval/gsm8k_flexible "
+        "eval/mean@* eval/pass@*",
+        healthy="Follows the training score.",
+        sick="Lags behind: the policy has memorised the training queries, or the reward model is wrong elsewhere. "
         "Stop earlier, take more queries, or label what the policy writes now.",
     ),
     Panel(
-        "Groups without a signal",
-        "val/groups_zero_std val/groups_all_right val/groups_all_wrong",
-        "Well below 1. Groups that are all wrong become rarer, and groups that are all correct slowly more frequent.",
-        "groups_zero_std near 1: in nearly every group all responses have the same score, and nothing is learned "
-        "from them. Take easier or harder prompts, more samples per prompt, or filter_groups.",
+        title="Groups without a signal",
+        metrics="val/groups_zero_std val/groups_all_right val/groups_all_wrong",
+        healthy="Well below 1. Groups that are all wrong become rarer, and groups that are all correct slowly more "
+        "frequent.",
+        sick="groups_zero_std near 1: in nearly every group all responses have the same score, and nothing is "
+        "learned from them. Take easier or harder prompts, more samples per prompt, or filter_groups.",
     ),
     Panel(
-        "Entropy of the policy (nats per token)",
-        "ppo/policy/entropy policy/entropy_avg",
-        "Falls slowly.",
-        "Falls to near 0: the policy says one thing only. Lower the learning rate, raise the KL coefficient. Rises "
-        "without end: it comes apart.",
+        title="Entropy of the policy (nats per token)",
+        metrics="ppo/policy/entropy policy/entropy_avg",
+        healthy="Falls slowly.",
+        sick="Falls to near 0: the policy says one thing only. Lower the learning rate, raise the KL coefficient. "
+        "Rises without end: it comes apart.",
     ),
     Panel(
-        "Clipped share of tokens",
-        "ppo/policy/clipfrac policy/clipfrac_avg policy/clipfrac_low_avg ppo/val/clipfrac val/clipfrac_avg",
-        "For the policy a few in a hundred, up to about 0.2. With one step per update 0, since no ratio has moved "
-        "yet, unless the correction bypass counts the age of the weights too.",
-        "For the policy above 0.3: steps are too large; lower the learning rate or the epochs. Always 0 with many "
-        "steps per update: steps are very small, or the clip range is wider than any ratio. For the values near 1: "
-        "the critic may not move as far as it has to.",
+        title="Clipped share of tokens",
+        metrics="ppo/policy/clipfrac policy/clipfrac_avg policy/clipfrac_low_avg ppo/val/clipfrac val/clipfrac_avg",
+        healthy="For the policy a few in a hundred, up to about 0.2. With one step per update 0, since no ratio "
+        "has moved yet, unless the correction bypass counts the age of the weights too.",
+        sick="For the policy above 0.3: steps are too large; lower the learning rate or the epochs. Always 0 with "
+        "many steps per update: steps are very small, or the clip range is wider than any ratio. For the values "
+        "near 1: the critic may not move as far as it has to.",
     ),
     Panel(
-        "Size of an update",
-        "ppo/policy/approxkl policy/approxkl_avg ppo/val/ratio_var val/ratio_var",
-        "Small and even.",
-        "Spikes come before collapses: lower the learning rate. Not finite soon after: the run has stopped itself.",
+        title="Size of an update",
+        metrics="ppo/policy/approxkl policy/approxkl_avg ppo/val/ratio_var val/ratio_var",
+        healthy="Small and even.",
+        sick="Spikes come before collapses: lower the learning rate. Not finite soon after: the run has stopped "
+        "itself.",
     ),
     Panel(
-        "Ratio before the first step, less 1",
-        "ppo/val/first_ratio_gap val/first_ratio_gap",
-        "0 but for rounding: the first pass of training finds the log-probs that the rollout was given.",
-        "Far above rounding: padding, positions, temperature or precision differ between rollout and training. Above "
-        "0.001, in bfloat16 above 0.1, the run stops by itself.",
+        title="Ratio before the first step, less 1",
+        metrics="ppo/val/first_ratio_gap val/first_ratio_gap",
+        healthy="0 but for rounding: the first pass of training finds the log-probs that the rollout was given.",
+        sick="Far above rounding: padding, positions, temperature or precision differ between rollout and "
+        "training. Above 0.001, in bfloat16 above 0.1, the run stops by itself.",
     ),
     Panel(
-        "Distance of the sampler's log-probs (nats per token)",
-        "objective/sampler_gap",
-        "Rounding, where the weights that sample are those that learn: far below 0.001 in float32 and, averaged "
-        "over tokens, about 0.02 in bfloat16. With older weights also what the updates since then have changed.",
-        "Large although the weights are the same: the sampler computes another policy than the one that learns. "
+        title="Distance of the sampler's log-probs (nats per token)",
+        metrics="objective/sampler_gap",
+        healthy="Rounding, where the weights that sample are those that learn: far below 0.001 in float32 and, "
+        "averaged over tokens, about 0.02 in bfloat16. With older weights also what the updates since then have "
+        "changed.",
+        sick="Large although the weights are the same: the sampler computes another policy than the one that learns. "
         "Check temperature, precision, and which weights the engine has. Rising although the age of the weights "
         "stays: the policy moves too fast for samples of that age.",
     ),
     Panel(
-        "Age of the weights that sampled (updates)",
-        "async/staleness_mean async/staleness_max train/staleness_mean",
-        "0 in rlvr_policy.py, but for groups that filter_groups keeps for the next update. In rlvr_async.py it rises "
-        "to the staleness that was asked for, and stays there.",
-        "Old weights cost accuracy: lower the staleness. With filter_groups: sample fewer prompts at a time "
+        title="Age of the weights that sampled (updates)",
+        metrics="async/staleness_mean async/staleness_max train/staleness_mean",
+        healthy="0 in rlvr_policy.py, but for groups that filter_groups keeps for the next update. In "
+        "rlvr_async.py it rises to the staleness that was asked for, and stays there.",
+        sick="Old weights cost accuracy: lower the staleness. With filter_groups: sample fewer prompts at a time "
         "(prompts_per_round), so that fewer groups are left over.",
     ),
     Panel(
-        "Divergence of the sampler from the learner (nats per token)",
-        "async/kl async/k3 async/chi2_token async/log_perplexity_gap",
-        "Near 0 and level. kl and k3 are two estimates of one number; chi2 is about twice that where it is small.",
-        "Rises with every update: the learner runs away from the policy that samples. Lower the staleness or the "
-        "learning rate. The ratio and the clipped share need not show this. k3 or chi2 far above kl: a few tokens "
-        "have weights far from 1.",
+        title="Divergence of the sampler from the learner (nats per token)",
+        metrics="async/kl async/k3 async/chi2_token async/log_perplexity_gap",
+        healthy="Near 0 and level. kl and k3 are two estimates of one number; chi2 is about twice that where it is "
+        "small.",
+        sick="Rises with every update: the learner runs away from the policy that samples. Lower the staleness or "
+        "the learning rate. The ratio and the clipped share need not show this. k3 or chi2 far above kl: a few "
+        "tokens have weights far from 1.",
     ),
     Panel(
-        "Spread of the weights of whole responses (chi2)",
-        "async/chi2_sequence",
-        "Below 1, and level.",
-        "Above 1: few responses outweigh the others, so with correction_level sequence an update would be mostly "
-        "noise. Take token, or younger weights.",
+        title="Spread of the weights of whole responses (chi2)",
+        metrics="async/chi2_sequence",
+        healthy="Below 1, and level.",
+        sick="Above 1: few responses outweigh the others, so with correction_level sequence an update would be "
+        "mostly noise. Take token, or younger weights.",
     ),
     Panel(
-        "Effective sample size (share), and mean weight",
-        "async/ess async/weight_mean",
-        "Both near 1: all tokens count about alike.",
-        "The sample size falls towards 0: a few tokens count for all others. Lower the staleness or the learning "
-        "rate. The mean weight falls well below 1: the cap takes away a part of the update.",
+        title="Effective sample size (share), and mean weight",
+        metrics="async/ess async/weight_mean",
+        healthy="Both near 1: all tokens count about alike.",
+        sick="The sample size falls towards 0: a few tokens count for all others. Lower the staleness or the "
+        "learning rate. The mean weight falls well below 1: the cap takes away a part of the update.",
     ),
     Panel(
-        "Weights that are capped, tokens that are rejected or masked (shares)",
-        "async/clipped_share async/rejected_share async/masked_share",
-        "0, or a few in a hundred.",
-        "Grows: the corrections now change what is learned. Lower the staleness; a higher cap or wider bounds only "
-        "trade this bias for variance.",
+        title="Weights that are capped, tokens that are rejected or masked (shares)",
+        metrics="async/clipped_share async/rejected_share async/masked_share",
+        healthy="0, or a few in a hundred.",
+        sick="Grows: the corrections now change what is learned. Lower the staleness; a higher cap or wider bounds "
+        "only trade this bias for variance.",
     ),
     Panel(
-        "Largest distance of two log-probs of a token (nats)",
-        "async/largest_gap",
-        "Level. Rounding, where the weights are the same; with older weights it may be several nats.",
-        "Jumps: some token became very much likelier or less likely than when it was sampled. With the same weights: "
-        "the engine is at fault.",
+        title="Largest distance of two log-probs of a token (nats)",
+        metrics="async/largest_gap",
+        healthy="Level. Rounding, where the weights are the same; with older weights it may be several nats.",
+        sick="Jumps: some token became very much likelier or less likely than when it was sampled. With the same "
+        "weights: the engine is at fault.",
     ),
     Panel(
-        "Perplexity of the responses",
-        "async/perplexity async/sampler_perplexity",
-        "Both fall slowly, together.",
-        "They part: learner and sampler no longer agree about the same texts.",
+        title="Perplexity of the responses",
+        metrics="async/perplexity async/sampler_perplexity",
+        healthy="Both fall slowly, together.",
+        sick="They part: learner and sampler no longer agree about the same texts.",
     ),
     Panel(
-        "Time of an update spent waiting (seconds)",
-        "time/waiting time/weight_sync",
-        "Waiting is near 0, if the staleness is 1 or more: batches are there when the learner wants them.",
-        "Waiting takes most of an update: sampling is slower than learning. Add workers, or a staleness of 1 more.",
+        title="Time of an update spent waiting (seconds)",
+        metrics="time/waiting time/weight_sync",
+        healthy="Waiting is near 0, if the staleness is 1 or more: batches are there when the learner wants them.",
+        sick="Waiting takes most of an update: sampling is slower than learning. Add workers, or a staleness of 1 "
+        "more.",
     ),
     Panel(
-        "Policy loss",
-        "ppo/loss/policy loss/policy_avg",
-        "Near 0, above or below; it need not fall. With the losses ppo and gspo, an update begins at minus the mean "
-        "advantage, since all ratios are 1, and whitening, or the mean of a group, makes that 0 or nearly 0. A loss "
-        "of 0 trains nevertheless: it is a sum in which positive and negative advantages cancel, but in the gradient "
-        "each is multiplied by the gradient of its own token's log-prob, and these differ. Tokens that did better "
-        "than expected become likelier, the others less likely.",
-        "Moves far from 0 and stays there: the policy is far from the one that sampled. Lower the learning rate or "
-        "the epochs. Whether the policy learns shows in score and gradient norm, not here; it learns nothing where "
-        "all advantages are 0: see groups without a signal.",
+        title="Policy loss",
+        metrics="ppo/loss/policy loss/policy_avg",
+        healthy="Near 0, above or below; it need not fall. With the losses ppo and gspo, an update begins at minus "
+        "the mean advantage, since all ratios are 1, and whitening, or the mean of a group, makes that 0 or nearly "
+        "0. A loss of 0 trains nevertheless: it is a sum in which positive and negative advantages cancel, but in "
+        "the gradient each is multiplied by the gradient of its own token's log-prob, and these differ. Tokens "
+        "that did better than expected become likelier, the others less likely.",
+        sick="Moves far from 0 and stays there: the policy is far from the one that sampled. Lower the learning "
+        "rate or the epochs. Whether the policy learns shows in score and gradient norm, not here; it learns "
+        "nothing where all advantages are 0: see groups without a signal.",
     ),
     Panel(
-        "Value loss",
-        "ppo/loss/value loss/value_avg",
-        "Falls, or follows the spread of the scores.",
-        "Grows while that does not: lower the critic's learning rate.",
+        title="Value loss",
+        metrics="ppo/loss/value loss/value_avg",
+        healthy="Falls, or follows the spread of the scores.",
+        sick="Grows while that does not: lower the critic's learning rate.",
     ),
     Panel(
-        "Explained variance of returns",
-        "ppo/val/var_explained val/var_explained val/explained_var",
-        "Rises from 0 towards 1.",
-        "Stays at 0 or below: the critic predicts no better than a constant, so advantages are noisy. Give it more "
-        "steps, a higher learning rate, or a better start.",
+        title="Explained variance of returns",
+        metrics="ppo/val/var_explained val/var_explained val/explained_var",
+        healthy="Rises from 0 towards 1.",
+        sick="Stays at 0 or below: the critic predicts no better than a constant, so advantages are noisy. Give it "
+        "more steps, a higher learning rate, or a better start.",
     ),
     Panel(
-        "Gradient norm",
-        "ppo/gradient_norm gradient_norm policy/grad_norm value/grad_norm train/gradient_norm "
+        title="Gradient norm",
+        metrics="ppo/gradient_norm gradient_norm policy/grad_norm value/grad_norm train/gradient_norm "
         "train/sft/gradient_norm train/rm/gradient_norm",
-        "Even, and above 0.",
-        "Spikes: look at the texts of these updates; lower the learning rate if they are ordinary. The policy's "
+        healthy="Even, and above 0.",
+        sick="Spikes: look at the texts of these updates; lower the learning rate if they are ordinary. The policy's "
         "is 0, although it is no longer waiting for the critic: all advantages are 0, and nothing is learned.",
     ),
     Panel(
-        "Loss",
-        "train/loss train/rm/loss train/sft/loss",
-        "Falls and flattens.",
-        "Flat from the start: check the labels and the learning rate.",
+        title="Loss",
+        metrics="train/loss train/rm/loss train/sft/loss",
+        healthy="Falls and flattens.",
+        sick="Flat from the start: check the labels and the learning rate.",
     ),
     Panel(
-        "Accuracy",
-        "train/accuracy train/rm/accuracy",
-        "Rises well above chance (1/2 for pairs, 1/4 for four).",
-        "At chance: labels and texts do not belong together, or the tokenizer differs.",
+        title="Accuracy",
+        metrics="train/accuracy train/rm/accuracy",
+        healthy="Rises well above chance (1/2 for pairs, 1/4 for four).",
+        sick="At chance: labels and texts do not belong together, or the tokenizer differs.",
     ),
     Panel(
-        "Scores of preferred and other texts",
-        "train/rm/chosen_rewards train/rm/rejected_rewards",
-        "Move apart.",
-        "On top of each other: nothing is learned. Check the labels and the learning rate.",
+        title="Scores of preferred and other texts",
+        metrics="train/rm/chosen_rewards train/rm/rejected_rewards",
+        healthy="Move apart.",
+        sick="On top of each other: nothing is learned. Check the labels and the learning rate.",
     ),
     Panel(
-        "Learning rate",
-        "ppo/lr lr train/lr train/rm/lr train/sft/lr",
-        "Follows the schedule that was asked for.",
-        "Another course: check total_episodes, which stretches the schedule.",
+        title="Learning rate",
+        metrics="ppo/lr lr train/lr train/rm/lr train/sft/lr",
+        healthy="Follows the schedule that was asked for.",
+        sick="Another course: check total_episodes, which stretches the schedule.",
     ),
 ]
 
@@ -672,8 +676,8 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
                 y = [value if math.isfinite(value) else None for value in values]
                 look = {"color": COLORS[color % len(COLORS)], "dotted": number == 1}
                 curves.append({"name": label, "x": x, "y": y} | look)
-        told = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
-        targets = {target for target in told if target and math.isfinite(target)}
+        wanted = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
+        targets = {target for target in wanted if target and math.isfinite(target)}
         drawn.append((panel, {"data": curves, "targets": sorted(targets) if panel.metrics == "objective/kl" else []}))
     return drawn
 
@@ -707,4 +711,4 @@ def matches(name: str, pattern: str) -> bool:
 
 
 if __name__ == "__main__":
-    cli.run_script(report, lambda argv: tyro.cli(Args, args=argv, description=__doc__))
+    cli.run_script(report, lambda argv: cli.parse(Args, argv, description=__doc__))

@@ -338,10 +338,16 @@ class Workers:
         self.ray, self.time_out, self.lost, self.closed = ray, args.time_out, 0, False
         folder = Path(args.base_model)
         self.spec = engine.Spec(
-            str(folder.absolute()) if folder.is_dir() else args.base_model,
-            *(args.dtype, ids.pad, ids.stops, args.trust_remote_code, args.lora, args.seed, torch.get_num_threads()),
-            os.path.abspath(args.vllm_python) if "/" in args.vllm_python else args.vllm_python,
-            args.task.prompt_length + args.task.response_length,
+            base_model=str(folder.absolute()) if folder.is_dir() else args.base_model,
+            dtype=args.dtype,
+            pad=ids.pad,
+            stops=ids.stops,
+            trust_remote_code=args.trust_remote_code,
+            lora=args.lora,
+            seed=args.seed,
+            threads=torch.get_num_threads(),
+            vllm_python=os.path.abspath(args.vllm_python) if "/" in args.vllm_python else args.vllm_python,
+            length=args.task.prompt_length + args.task.response_length,
         )
         kind = engine.VLLM if args.engine == "vllm" else engine.BuiltIn
         default = float(setup.accelerator.device.type == "cuda")

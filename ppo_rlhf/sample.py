@@ -39,7 +39,7 @@ from ppo_rlhf.lib.errors import InputError, NumericalError
 SHOWN = 50  # rows that are printed, of more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     policy: str
     """folder of a trained policy: models/<run>/policy"""
@@ -202,8 +202,16 @@ class Solutions(Continuations):
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        limits = (self.ids.pad, self.ids.vocab_size, temperature, self.ids.stops)
-        return lm.generate_until(model, contexts, noise, *limits)[0]
+        responses, _ = lm.generate_until(
+            model,
+            contexts,
+            noise,
+            pad_id=self.ids.pad,
+            vocab_size=self.ids.vocab_size,
+            temperature=temperature,
+            stop_ids=self.ids.stops,
+        )
+        return responses
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return responses, responses, responses
@@ -261,9 +269,9 @@ class Comparison:
         self.device = processes.default_device()
         self.tokenizer = models.load_tokenizer(str(folder), args.trust_remote_code)
         policy = models.load_pretrained(str(folder), torch.float32, args.trust_remote_code).to(self.device)
-        given = (info["task"], self.tokenizer, args.query_dataset, root)
+        more = {"generation_config": policy.generation_config} if kind is Solutions else {}
         try:
-            self.texts = kind(*given, *([policy.generation_config] if kind is Solutions else []))
+            self.texts = kind(info["task"], self.tokenizer, source=args.query_dataset, root=root, **more)
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
@@ -387,8 +395,8 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
 
     cells = []
     for row in rows:
-        given = {name: run.one_line(row[name].strip()) for name in ("query", "answer") if name in row}
-        cells.append({**given, "base model": cell(row, "base"), "policy": cell(row, "policy")})
+        before = {name: run.one_line(row[name].strip()) for name in ("query", "answer") if name in row}
+        cells.append({**before, "base model": cell(row, "base"), "policy": cell(row, "policy")})
     run.print_table(title, cells)
 
 
@@ -461,6 +469,4 @@ def sample(args: Args) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    import tyro
-
-    cli.run_script(sample, lambda argv: tyro.cli(Args, args=argv, description=__doc__))
+    cli.run_script(sample, lambda argv: cli.parse(Args, argv, description=__doc__))

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge, tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import cli, posts, rewards, run
+from ppo_rlhf.lib import cli, posts, rewards, run, sequence
 from ppo_rlhf.lib.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
@@ -70,25 +70,25 @@ def parse(argv: list[str]) -> Args:
     resume = cli.flag_value(argv, "--resume")
     if not resume:
         return cli.parse_args(PRESETS, argv, __doc__)
-    return cli.joint_args(Args, Path(resume), argv, "tldr_all.py", __doc__)
+    return sequence.joint_args(Args, Path(resume), argv, "tldr_all.py", __doc__)
 
 
 def train(args: Args) -> tuple[Path, Path, Path]:
     """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process."""
-    stages = cli.Stages(args, SHARED)
+    stages = sequence.Stages(args, SHARED)
     accelerator = stages.accelerator
     shared = {name: getattr(args, name) for name in SHARED}
     sft_args, reward_args, policy_args = (
         dataclasses.replace(part, **shared) for part in (args.sft, args.reward, args.policy)
     )
     # Bad arguments of a later stage are refused before the first stage begins.
-    with cli.flags_of("sft", sft_args, SHARED):
+    with sequence.flags_of("sft", sft_args, SHARED):
         tldr_sft.check_arguments(sft_args)
         tldr_sft.sft_sizes(sft_args, 1, accelerator.num_processes)
-    with cli.flags_of("reward", reward_args, SHARED):
+    with sequence.flags_of("reward", reward_args, SHARED):
         tldr_reward.check_arguments(reward_args)
         tldr_reward.pair_sizes(reward_args, 1, accelerator.num_processes)
-    with cli.flags_of("policy", policy_args, SHARED):
+    with sequence.flags_of("policy", policy_args, SHARED):
         tldr_policy.check_arguments(policy_args)
         tldr_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         rewards.import_functions(policy_args.rewards)
@@ -177,7 +177,9 @@ def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) 
     """Mean gold scores of reference, SFT and PPO on the first posts, and win rates of PPO, as sentences."""
     lines = []
     for baseline, name in (("reference", "the reference summaries"), (str(sft_run), "those after SFT")):
-        result = judge.judge(judge.Args(str(policy_run), baseline, n=posts, gold=function), quiet=True)
+        result = judge.judge(
+            judge.Args(candidate=str(policy_run), baseline=baseline, n=posts, gold=function), shown=False
+        )
         lines.append(
             f"Judged by {function.split(':')[-1]}, which PPO never saw, the policy's summaries win against {name} in "
             f"{result['win_rate']:.1%} of {result['rows']:,} posts (95% interval {result['win_rate_low']:.1%} to "

@@ -66,7 +66,7 @@ from ppo_rlhf.lib.networks import AdaptiveKLController
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     trained_model: str = ""
     """folder of the reward model that tldr_reward.py saved: models/<run>/reward"""
@@ -94,7 +94,7 @@ class RewardsArgs:
     """the penalty for that"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PpoArgs:
     total_episodes: int = 1_000_000
     """summaries to train on, over all updates; rounded down to whole updates"""
@@ -132,7 +132,7 @@ class PpoArgs:
     """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
@@ -212,7 +212,7 @@ PRESETS = {
 #     pass          a part of the minibatch, or micro-batch, that is read at a time; changes memory, not numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PpoSizes:
     """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
@@ -249,79 +249,63 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     setup, actor_critic, reference = load(args, joint)
     args, sizes, ids, accelerator = setup.args, setup.sizes, setup.ids, setup.accelerator
-    task, ppo, shaping, device = args.task, args.ppo, args.rewards, accelerator.device
+    task, ppo = args.task, args.ppo
     optimizer = make_optimizer(actor_critic, ppo)
-    controller = AdaptiveKLController(shaping.kl_coef, **vars(shaping.adaptive_kl))
+    controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
     this_run, first_update, evaluation = start_run(setup, actor_critic, optimizer, controller, joint)
     rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
-    by_length = partial(passes.by_length, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
     evaluate = partial(evaluate_policy, setup, this_run, actor_critic)
     prompts, reference_scores = setup.held_out["validation"].first(args.eval_prompts), {}
-    trace = partial(trace_episodes, this_run, setup, actor_critic, reference)
+    recorder = make_recorder(setup, this_run, actor_critic, reference)
 
     for update in this_run.updates("PPO", first_update, sizes.updates):
         optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
             evaluation, _ = evaluate(prompts, reference_scores, update)
 
-        with actor_critic.sampling():
-            # 1. Sample posts. Every process draws the whole batch and takes its rows.
-            inds = posts_of_update(args.seed, len(setup.train_posts), update, sizes.batch)[rows]  # (local_batch,)
-            queries, references = setup.train_posts.queries[inds], setup.train_posts.references[inds].to(device)
-            queries = posts.trim_padding(queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
+        # 1. Sample posts. Every process draws the whole batch and takes its rows.
+        inds = posts_of_update(args.seed, len(setup.train_posts), update, sizes.batch)[rows]  # (local_batch,)
+        batch = setup.train_posts.rows(inds)
+        uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
 
-            # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
-            #    (local_batch, response_length).
-            uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
-            sampling = {"stop_id": ids.stop, "temperature": task.temperature, "new_tokens": task.response_length}
-            responses, logprobs, values, sampler_gap = by_length(respond, actor_critic, queries, uniforms, **sampling)
-
-            # 3. Compute the reference's log-probs: (local_batch, response_length).
-            query_responses = torch.cat([queries, responses], dim=1)
-            reading = {"reference": reference, "temperature": task.temperature}
-            ref_logprobs = by_length(reference_logprobs, actor_critic, query_responses, responses, **reading)
-
-            # 4. Score the summaries; punish those that do not end.
-            raw_scores = setup.score(queries, responses, references)  # (local_batch,)
-            finished = lm.has_stop(responses, ids.stop, 0)  # (local_batch,)
-            scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
-
-            # 5. Compute per-token rewards. The score judges the whole summary, so it comes once, when the summary is
-            #    complete. The KL divergence is a sum over tokens, so each token pays for its own part.
-            mask, value_mask = response_masks(responses, ids.pad)  # (local_batch, response_length)
-            rewards, non_score_rewards, kl = compute_rewards(
-                scores, logprobs, ref_logprobs, mask, controller.value, shaping.kl_estimator
-            )
+        # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.
+        episodes = make_rollout(
+            setup, actor_critic, reference, batch=batch, uniforms=uniforms, kl_coef=controller.value
+        )
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
-        rollout = Rollout(query_responses, logprobs, values, rewards, mask, value_mask)
         minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
-        steps = ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, ids.pad, task.temperature, accelerator)
+        steps = ppo_update(
+            actor_critic,
+            optimizer,
+            rollout=episodes,
+            minibatches=minibatches,
+            ppo=ppo,
+            pad_id=ids.pad,
+            temperature=task.temperature,
+            accelerator=accelerator,
+        )
 
         # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
-        monitored = {name: function(queries, responses, references) for name, function in setup.monitor.items()}
-        if shaping.function:
-            monitored["function_score"] = setup.scale.undo(raw_scores)
-        told = (references, finished, raw_scores, scores, ref_logprobs, kl, non_score_rewards, sampler_gap)
-        episodes = Episodes(*told, monitored, controller.value)
-        metrics = update_metrics(this_run, update, rollout, episodes, steps, lr)
+        metrics = update_metrics(setup, this_run, update, episodes=episodes, steps=steps, lr=lr)
         controller.update(metrics["objective/kl"], sizes.batch)
         this_run.end_of_update(
-            *(update, metrics | evaluation),
+            update,
+            metrics | evaluation,
             f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}, "
             f"{100 * metrics['objective/eos_rate']:.0f} % end",
-            samples=partial(sample_rows, setup, rollout, episodes),
-            trace=partial(trace, update, rollout, episodes, controller),
+            samples=partial(sample_rows, setup, episodes),
+            trace=partial(recorder.record, update, episodes, controller.value),
             checkpoint=partial(training_state, setup, actor_critic, optimizer, controller, evaluation),
         )
     return finish(setup, this_run, actor_critic, reference)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """The parts of a run that no update changes."""
 
-    given: Args  # as they were typed, with names such as `posts` that are not yet paths
+    typed_args: Args  # with names such as `posts` that are not yet paths
     args: Args
     sizes: PpoSizes
     tokenizer: PreTrainedTokenizerBase
@@ -334,7 +318,49 @@ class Setup:
     accelerator: Accelerator
 
 
-# ---- Steps 1 to 4: posts, summaries, scores --------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The data of one process's part of the batch that training needs.
+
+    After a response's end, rewards are 0, and log-probs and values mean nothing.
+    """
+
+    query_responses: Tensor  # (local_batch, context_length + response_length), padding after the stop token
+    logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
+    values: Tensor  # (local_batch, response_length), of the critic at that time
+    rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
+    mask: Tensor  # (local_batch, response_length) bool, of the tokens
+    value_mask: Tensor  # (local_batch, response_length) bool, of the values
+    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
+
+    @property
+    def queries(self) -> Tensor:
+        """The posts alone: (local_batch, context_length)."""
+        return self.query_responses[:, : -self.logprobs.shape[1]]
+
+    @property
+    def responses(self) -> Tensor:
+        """The responses alone: (local_batch, response_length)."""
+        return self.query_responses[:, -self.logprobs.shape[1] :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes(Rollout):
+    """What steps 2 to 5 found, with further data for the log only; PPO does not need it."""
+
+    references: Tensor  # (local_batch, response_length), the summaries of the data
+    stopped: Tensor  # (local_batch,) bool, whether the summary ends
+    raw_scores: Tensor  # (local_batch,), of the reward model or function, on the scale of a reward model
+    scores: Tensor  # (local_batch,), after the end-of-text trick
+    ref_logprobs: Tensor  # (local_batch, response_length)
+    kl: Tensor  # (local_batch, response_length), nats
+    non_score_rewards: Tensor  # (local_batch, response_length), the KL penalty
+    sampler_gap: Tensor  # (local_batch, response_length), distance of log-probs from the sampler's
+    monitored: dict[str, Tensor]  # (local_batch,) each
+    kl_coef: float  # that the rewards were made with
+
+
+# ---- Steps 1 to 5: posts, summaries, scores, rewards ---------------------------------------------------------
 
 
 def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tensor:
@@ -347,6 +373,72 @@ def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tenso
     ]
     start = update * batch - first * num_posts
     return torch.cat(orders)[start : start + batch]
+
+
+@torch.no_grad()
+def make_rollout(
+    setup: Setup,
+    actor_critic: ActorCritic,
+    reference: networks.Reference,
+    *,
+    batch: posts.Posts,
+    uniforms: Tensor,
+    kl_coef: float,
+) -> Episodes:
+    """Steps 2 to 5 for some posts (rows). uniforms: (rows, response_length) random numbers, one for each token."""
+    ids, task, shaping, device = setup.ids, setup.args.task, setup.args.rewards, setup.accelerator.device
+    by_length = partial(passes.by_length, pad_id=ids.pad, rows=setup.args.ppo.local_rollout_batch_size)
+    references = batch.references.to(device)
+    queries = posts.trim_padding(batch.queries, pad_id=ids.pad).to(device)  # (rows, context_length)
+    with actor_critic.sampling():
+        # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
+        #    (rows, response_length).
+        sampling = {"stop_id": ids.stop, "temperature": task.temperature, "new_tokens": task.response_length}
+        responses, logprobs, values, sampler_gap = by_length(
+            respond, actor_critic, queries, uniforms.to(device), **sampling
+        )
+
+        # 3. Compute the reference's log-probs: (rows, response_length).
+        query_responses = torch.cat([queries, responses], dim=1)
+        reading = {"reference": reference, "temperature": task.temperature}
+        ref_logprobs = by_length(reference_logprobs, actor_critic, query_responses, responses, **reading)
+
+        # 4. Score the summaries; punish those that do not end.
+        raw_scores = setup.score(queries, responses, references)  # (rows,)
+        stopped = lm.has_stop(responses, ids.stop, 0)  # (rows,)
+        scores = punish_missing_eos(
+            raw_scores, stopped, form=shaping.missing_eos, penalty=shaping.missing_eos_penalty
+        )
+
+        # 5. Compute per-token rewards. The score judges the whole summary, so it comes once, when the summary is
+        #    complete. The KL divergence is a sum over tokens, so each token pays for its own part.
+        mask, value_mask = response_masks(responses, ids.pad)  # (rows, response_length)
+        rewards, non_score_rewards, kl = compute_rewards(
+            scores,
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            kl_coef=kl_coef,
+            kl_estimator=shaping.kl_estimator,
+        )
+    return Episodes(
+        query_responses=query_responses,
+        logprobs=logprobs,
+        values=values,
+        rewards=rewards,
+        mask=mask,
+        value_mask=value_mask,
+        references=references,
+        stopped=stopped,
+        raw_scores=raw_scores,
+        scores=scores,
+        ref_logprobs=ref_logprobs,
+        kl=kl,
+        non_score_rewards=non_score_rewards,
+        sampler_gap=sampler_gap,
+        monitored={name: function(queries, responses, references) for name, function in setup.monitor.items()},
+        kl_coef=kl_coef,
+    )
 
 
 @torch.no_grad()
@@ -429,13 +521,13 @@ class ActorCritic(models.MixedPrecision):
 
 
 def punish_missing_eos(
-    scores: Tensor, finished: Tensor, form: Literal["replace", "subtract", "none"], penalty: float
+    scores: Tensor, stopped: Tensor, form: Literal["replace", "subtract", "none"], penalty: float
 ) -> Tensor:
-    """Scores (batch,) after the end-of-text trick, which lowers those of responses that are not finished (batch,)."""
+    """Scores (batch,) after the end-of-text trick, which lowers those of responses that have not stopped (batch,)."""
     # [T39] The score of a summary without the stop token becomes minus the penalty, or is lowered by it, or stays.
     #       ppo.py#L662-L667, TRL ppo_trainer.py#L758-L759
     punished = {"replace": torch.full_like(scores, -penalty), "subtract": scores - penalty, "none": scores}
-    return torch.where(finished, scores, punished[form])
+    return torch.where(stopped, scores, punished[form])
 
 
 # ---- Steps 5 to 7: rewards, advantages, losses -----------------------------------------------------------------
@@ -485,32 +577,6 @@ def compute_rewards(
     return rewards, non_score_rewards, kl
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """The data of one process's part of the batch that training needs.
-
-    After a response's end, rewards are 0, and log-probs and values mean nothing.
-    """
-
-    query_responses: Tensor  # (local_batch, context_length + response_length), padding after the stop token
-    logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
-    values: Tensor  # (local_batch, response_length), of the critic at that time
-    rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
-    mask: Tensor  # (local_batch, response_length) bool, of the tokens
-    value_mask: Tensor  # (local_batch, response_length) bool, of the values
-    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
-
-    @property
-    def queries(self) -> Tensor:
-        """The posts alone: (local_batch, context_length)."""
-        return self.query_responses[:, : -self.logprobs.shape[1]]
-
-    @property
-    def responses(self) -> Tensor:
-        """The responses alone: (local_batch, response_length)."""
-        return self.query_responses[:, -self.logprobs.shape[1] :]
-
-
 def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nminibatches: int) -> Tensor:
     """Rows of the local batch in each minibatch: (epochs, nminibatches, local_minibatch).
 
@@ -546,7 +612,7 @@ def ppo_update(
     """
     reduce, device = partial(accelerator.reduce, reduction="sum"), rollout.rewards.device
     lengths = passes.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
-    limits = {"rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
+    reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
     steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
     for epoch in minibatches:
         for inds in epoch:  # (local_minibatch,)
@@ -557,7 +623,12 @@ def ppo_update(
             mb_mask, mb_value_mask = rollout.mask[mb_inds], rollout.value_mask[mb_inds]  # (local_minibatch, length)
             mb_values = rollout.values[mb_inds]
             mb_advantages, mb_returns = compute_advantages(
-                rollout.rewards[mb_inds], mb_values, mb_mask, mb_value_mask, ppo, reduce
+                rollout.rewards[mb_inds],
+                values=mb_values,
+                mask=mb_mask,
+                value_mask=mb_value_mask,
+                ppo=ppo,
+                reduce=reduce,
             )
             rollout.seen.append((mb_inds, {"advantages": mb_advantages, "returns": mb_returns}))
 
@@ -567,28 +638,38 @@ def ppo_update(
             # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
             #       the same weight in whatever micro-batch and process it is.
             count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
-            mb_tokens = (
-                rollout.query_responses[mb_inds],
-                inds,
-                rollout.responses[mb_inds],
-                rollout.logprobs[mb_inds],
-            )
-            mb = (*mb_tokens, mb_values, mb_advantages, mb_returns, mb_mask, mb_value_mask)
             # [T47] [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
-            for micro_batch in passes.micro_batches(actor_critic, lengths[inds], *mb, pad_id=pad_id, **limits):
-                # tokens: (micro_batch, length); micro_inds: (micro_batch,); others: (micro_batch, response_length)
-                tokens, micro_inds, responses, logprobs, values, advantages, returns, mask, value_mask = micro_batch
-                new_logprobs, entropies, new_values = actor_critic(tokens, responses, pad_id, temperature)
-                told = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
-                rollout.seen.append((micro_inds, told))
+            mb_query_responses, mb_rows = rollout.query_responses[mb_inds], torch.arange(len(inds))
+            for tokens, rows in passes.micro_batches(
+                actor_critic, lengths[inds], mb_query_responses, mb_rows, **reading
+            ):
+                # tokens: (micro_batch, length); rows of the minibatch: (micro_batch,); others: (micro_batch,
+                # response_length)
+                micro_inds = mb_inds[rows]
+                logprobs, mask, value_mask = rollout.logprobs[micro_inds], mb_mask[rows], mb_value_mask[rows]
+                new_logprobs, entropies, new_values = actor_critic(
+                    tokens, rollout.responses[micro_inds], pad_id, temperature
+                )
+                seen = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
+                rollout.seen.append((micro_inds, seen))
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
-                    new_logprobs, logprobs, advantages, mask, ppo.cliprange, count
+                    new_logprobs,
+                    logprobs=logprobs,
+                    advantages=mb_advantages[rows],
+                    mask=mask,
+                    cliprange=ppo.cliprange,
+                    count=count,
                 )
                 vf_loss, vf_clipfrac = value_loss(
-                    new_values, values, returns, value_mask, ppo.cliprange_value, value_count
+                    new_values,
+                    values=mb_values[rows],
+                    returns=mb_returns[rows],
+                    mask=value_mask,
+                    cliprange_value=ppo.cliprange_value,
+                    count=value_count,
                 )
                 loss = pg_loss + ppo.vf_coef * vf_loss
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
@@ -596,7 +677,15 @@ def ppo_update(
                     {"pg_loss": pg_loss.detach(), "pg_clipfrac": pg_clipfrac, "approxkl": approxkl}
                     | {"vf_loss": vf_loss.detach(), "vf_clipfrac": vf_clipfrac}
                     | token_statistics(
-                        new_logprobs, entropies, new_values, logprobs, returns, mask, value_mask, count, value_count
+                        new_logprobs,
+                        entropies=entropies,
+                        new_values=new_values,
+                        logprobs=logprobs,
+                        returns=mb_returns[rows],
+                        mask=mask,
+                        value_mask=value_mask,
+                        count=count,
+                        value_count=value_count,
                     )
                 )
             processes.average_gradients(actor_critic, accelerator)
@@ -623,7 +712,7 @@ def compute_advantages(
     # [T44] Rewards are whitened if asked for, advantages always.   ppo.py#L235-L241, ppo.py#L687-L704
     if ppo.whiten_rewards:
         rewards = whiten(rewards, value_mask, keep_mean=True, reduce=reduce)
-    advantages, returns = compute_gae(rewards, values, value_mask, ppo.gamma, ppo.lam)
+    advantages, returns = compute_gae(rewards, values, value_mask, gamma=ppo.gamma, lam=ppo.lam)
     # [X25] Over the whole minibatch, on all processes.
     return whiten(advantages, mask, keep_mean=False, reduce=reduce), returns
 
@@ -752,48 +841,34 @@ def moments(name: str, values: Tensor, mask: Tensor, count: Tensor) -> dict[str,
 # ---- Step 8: metrics -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Episodes:
-    """Further data of one process's part of the batch, for the log only; PPO does not need it."""
-
-    references: Tensor  # (local_batch, response_length), the summaries of the data
-    finished: Tensor  # (local_batch,) bool, whether the summary ends
-    raw_scores: Tensor  # (local_batch,), of the reward model or function, on the scale of a reward model
-    scores: Tensor  # (local_batch,), after the end-of-text trick
-    ref_logprobs: Tensor  # (local_batch, response_length)
-    kl: Tensor  # (local_batch, response_length), nats
-    non_score_rewards: Tensor  # (local_batch, response_length), the KL penalty
-    sampler_gap: Tensor  # (local_batch, response_length), distance of log-probs from the sampler's
-    monitored: dict[str, Tensor]  # (local_batch,) each
-    kl_coef: float  # that the rewards were made with
-
-
 # A number for each episode, (local_batch,). The metrics are their means.
-OBJECTIVES: dict[str, Callable[[Rollout, Episodes], Tensor]] = {
-    "kl": lambda _, episodes: episodes.kl.sum(1),
-    "entropy": lambda rollout, _: -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
-    "non_score_reward": lambda _, episodes: episodes.non_score_rewards.sum(1),
-    "scores": lambda _, episodes: episodes.scores,
-    "raw_scores": lambda _, episodes: episodes.raw_scores,
-    "eos_rate": lambda _, episodes: episodes.finished,
-    "response_length": lambda rollout, _: rollout.mask.sum(1),
-    "sampler_gap": lambda rollout, episodes: episodes.sampler_gap.sum(1) / rollout.mask.sum(1),
+OBJECTIVES: dict[str, Callable[[Episodes], Tensor]] = {
+    "kl": lambda episodes: episodes.kl.sum(1),
+    "entropy": lambda episodes: -episodes.logprobs.masked_fill(~episodes.mask, 0).sum(1),
+    "non_score_reward": lambda episodes: episodes.non_score_rewards.sum(1),
+    "scores": lambda episodes: episodes.scores,
+    "raw_scores": lambda episodes: episodes.raw_scores,
+    "eos_rate": lambda episodes: episodes.stopped,
+    "response_length": lambda episodes: episodes.mask.sum(1),
+    "sampler_gap": lambda episodes: episodes.sampler_gap.sum(1) / episodes.mask.sum(1),
 }
 
 
 def update_metrics(
-    this_run: run.Run, update: int, rollout: Rollout, episodes: Episodes, steps: dict[str, Tensor], lr: float
+    setup: Setup, this_run: run.Run, update: int, *, episodes: Episodes, steps: dict[str, Tensor], lr: float
 ) -> dict[str, float]:
     """The metrics of an update: means over all episodes, means over all optimiser steps, and how far the run is.
 
     steps: what ppo_update returns. Every process adds its shares, and all get the same numbers. Raises a
     NumericalError if they are impossible.
     """
-    args, accelerator, seconds = this_run.args, this_run.accelerator, this_run.seconds()
-    objectives = {name: of_each(rollout, episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
+    args, accelerator, seconds = setup.args, setup.accelerator, this_run.seconds()
+    objectives = {name: of_each(episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
+    if args.rewards.function:
+        objectives["function_score"] = setup.scale.undo(episodes.raw_scores)
     shares = {f"objective/{name}": x.double().mean() / accelerator.num_processes for name, x in objectives.items()}
     shares |= {name: x.mean() for name, x in steps.items() if name != "gradient_norm"}
-    shares |= {"first": steps["square_of_ratio_minus_1"][0], "finished": episodes.finished.sum()}
+    shares |= {"first": steps["square_of_ratio_minus_1"][0], "stopped": episodes.stopped.sum()}
     means = processes.sum_over_processes(shares, accelerator)
     # [X34] Variances over tokens and values; summaries that end.
     return_var = variance(means["square_of_return"], means["return"])
@@ -814,7 +889,7 @@ def update_metrics(
         "returns/mean": means["return"],
         "gradient_norm": steps["gradient_norm"].mean().item(),  # the same on every process
         "val/first_ratio_gap": math.sqrt(means["first"]),
-        "val/num_eos_tokens": means["finished"],
+        "val/num_eos_tokens": means["stopped"],
         "objective/kl_coef": episodes.kl_coef,
         "objective/rlhf_reward": means["objective/scores"] + means["objective/non_score_reward"],
         "val/var": variance(means["square_of_value"], means["value"]),
@@ -836,75 +911,59 @@ def variance(mean_square: float, mean: float) -> float:
     return mean_square - mean**2 if math.isfinite(mean_square) else mean_square
 
 
-def sample_rows(setup: Setup, rollout: Rollout, episodes: Episodes) -> list[dict]:
+def sample_rows(setup: Setup, episodes: Episodes) -> list[dict]:
     """A few episodes to print."""
-    tokens = (rollout.queries[:3], rollout.responses[:3], episodes.references[:3])
+    tokens = (episodes.queries[:3], episodes.responses[:3], episodes.references[:3])
     numbers = {"scores": episodes.scores[:3], "kl": episodes.kl[:3].sum(1)}
     return posts.sample_table(posts.evaluation_rows(setup.tokenizer, setup.ids.pad, *tokens, **numbers))
 
 
-@torch.no_grad()
-def trace_episodes(
-    this_run: run.Run,
-    setup: Setup,
-    actor_critic: ActorCritic,
-    reference: networks.Reference,
-    update: int,
-    rollout: Rollout,
-    episodes: Episodes,
-    controller: AdaptiveKLController,
-) -> None:
-    """Keep a few episodes with all their numbers, which report.py shows: some of the batch, and summaries of the
-    first held-out posts, with the same noise each time. Both are read with the policy after the update.
+def make_recorder(
+    setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference: networks.Reference
+) -> traces.Recorder:
+    """Keeps episodes of the batch, and summaries of the first held-out posts with the same noise each time."""
+    args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
+    held_out = setup.held_out["validation"].first(traces.TRACED)
+    uniforms = lm.episode_noise(args.seed, 0, len(held_out), task.response_length)
+    monitor = {name: traces.scorer_of_traces(score, shaping.monitor) for name, score in setup.monitor.items()}
+    score = traces.scorer_of_traces(setup.score, shaping.function)
+    without_user_code = dataclasses.replace(setup, score=score, monitor=monitor)
 
-    Advantages of the batch are whitened over the whole batch, not over one minibatch. Every process must call this.
-    """
-    args, ids, task, ppo, shaping = setup.args, setup.ids, setup.args.task, setup.args.ppo, setup.args.rewards
-    few, reduce = slice(args.trace_episodes), partial(setup.accelerator.reduce, reduction="sum")
-    reading = {"pad_id": ids.pad, "temperature": task.temperature}
+    def after_update(episodes: Episodes, rows: slice) -> dict[str, Tensor]:
+        new_logprobs, entropies, new_values = actor_critic(
+            episodes.query_responses[rows], episodes.responses[rows], ids.pad, task.temperature
+        )
+        # Whitened over the whole batch, not over one minibatch.
+        advantages, returns = compute_advantages(
+            episodes.rewards,
+            values=episodes.values,
+            mask=episodes.mask,
+            value_mask=episodes.value_mask,
+            ppo=args.ppo,
+            reduce=partial(setup.accelerator.reduce, reduction="sum"),
+        )
+        numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
+        return numbers | {"advantages": advantages[rows], "returns": returns[rows]}
 
-    def keep(queries: Tensor, responses: Tensor, references: Tensor, *numbers: dict, again: bool) -> None:
-        rows = posts.evaluation_rows(setup.tokenizer, ids.pad, queries, responses, references)
-        summaries = [row["reference"] for row in rows]
-        told = (setup.tokenizer, ids.pad, queries, responses, *numbers)
-        this_run.trace(update, *told, again=again, reference=summaries)
+    def again(kl_coef: float) -> Episodes:
+        return make_rollout(
+            without_user_code, actor_critic, reference, batch=held_out, uniforms=uniforms, kl_coef=kl_coef
+        )
 
-    queries, responses, logprobs = rollout.queries[few], rollout.responses[few], rollout.logprobs[few]
-    new_logprobs, entropies, new_values = actor_critic(rollout.query_responses[few], responses, **reading)
-    counted = (rollout.rewards, rollout.values, rollout.mask, rollout.value_mask)
-    advantages, returns = compute_advantages(*counted, ppo, reduce)
-    shared, kept = traces.statistics_of_minibatches(rollout.seen, *counted, reduce), len(logprobs)
-    computed = traces.of_epochs(rollout.seen, kept), traces.of_epochs(shared, kept)
-    names = ("mask", "value_mask", "logprobs", "rewards", "values")
-    of_tokens = {name: getattr(rollout, name)[few] for name in names}
-    of_tokens |= {"kl": episodes.kl[few], "ref_logprobs": episodes.ref_logprobs[few]}
-    of_tokens |= {"advantages": advantages[few], "returns": returns[few], "new_values": new_values}
-    of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages[few], ppo.cliprange)
-    of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.finished}
-    of_episodes |= {name: episodes.monitored[name] for name in setup.monitor}
-    told = (queries, responses, episodes.references[few], of_tokens, of_episodes)
-    keep(*told, *computed, again=False)
+    def texts(numbers: dict[str, Tensor]) -> dict[str, list[str]]:
+        references = numbers["references"]
+        rows = posts.evaluation_rows(setup.tokenizer, ids.pad, references, references, references)
+        return {"reference": [row["reference"] for row in rows]}
 
-    watched, device = setup.held_out["validation"].first(traces.TRACED), logprobs.device
-    queries, references = watched.queries.to(device), watched.references.to(device)
-    uniforms = lm.episode_noise(args.seed, 0, len(queries), task.response_length).to(device)
-    with actor_critic.sampling():
-        responses, logprobs, values, _ = respond(actor_critic, queries, uniforms, stop_id=ids.stop, **reading)
-        query_responses = torch.cat([queries, responses], dim=1)
-        ref_logprobs = reference_logprobs(actor_critic, query_responses, responses, reference=reference, **reading)
-        quiet = traces.scorer_of_traces(setup.score, shaping.function)
-        raw_scores = quiet(queries, responses, references).to(device)
-        finished = lm.has_stop(responses, ids.stop, 0)
-        scores = punish_missing_eos(raw_scores, finished, shaping.missing_eos, shaping.missing_eos_penalty)
-        mask, value_mask = response_masks(responses, ids.pad)
-        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, mask, controller.value, shaping.kl_estimator)
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
-    of_tokens |= {"mask": mask, "value_mask": value_mask}
-    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": finished}
-    for name, function in setup.monitor.items():
-        of_episodes[name] = traces.scorer_of_traces(function, shaping.monitor)(queries, responses, references)
-    statistics = {"kl_coef": torch.full((len(queries),), controller.value, dtype=torch.float64)}
-    keep(queries, responses, references, of_tokens, of_episodes, {}, statistics, again=True)
+    return this_run.recorder(
+        setup.tokenizer,
+        ids.pad,
+        episodes=args.trace_episodes,
+        after_update=after_update,
+        again=again,
+        cliprange=args.ppo.cliprange,
+        texts=texts,
+    )
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------
@@ -933,7 +992,13 @@ def evaluate_policy(
         if not reference_scores:
             reference_scores |= posts.score_references(judges, held_out, rows_at_a_time, accelerator)
         responses, *scores = posts.summarise(
-            *(actor_critic.sampler, held_out, ids, args.task, generator, rows_at_a_time, accelerator),
+            actor_critic.sampler,
+            held_out,
+            ids=ids,
+            task=args.task,
+            generator=generator,
+            chunk=rows_at_a_time,
+            accelerator=accelerator,
             measure=lambda *tokens: [judge(*tokens) for judge in judges.values()],
         )
     numbers = {}
@@ -978,7 +1043,7 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     check_arguments(args)
     worlds.check_names(args, joint, unused=["task.comparisons"])
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
+    typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
@@ -988,7 +1053,7 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     score, monitor = load_scorers(args, tokenizer, ids, accelerator)
     few_rows, scale = partial(passes.few_rows_at_a_time, score, sizes.local_rollout_batch), scorers.Scale()
     setup = Setup(
-        given=given,
+        typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
@@ -1073,7 +1138,7 @@ def start_run(
     minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
     of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
     sizes = dataclasses.asdict(setup.sizes) | of_pass
-    this_run = run.Run(setup.given, setup.accelerator, sizes, joint, inputs)
+    this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint, inputs=inputs)
     state = this_run.resume(actor_critic, optimizer)
     controller.value = state.get("kl_coef", controller.value)
     setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
@@ -1091,11 +1156,11 @@ def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
         _, scores = posts.summarise(
             actor_critic.sampler,
             setup.train_posts.first(args.rewards.normalize_samples),
-            setup.ids,
-            args.task,
-            generator,
-            setup.sizes.local_rollout_batch,
-            accelerator,
+            ids=setup.ids,
+            task=args.task,
+            generator=generator,
+            chunk=setup.sizes.local_rollout_batch,
+            accelerator=accelerator,
             measure=lambda *tokens: [setup.score(*tokens)],
             temperature=args.task.temperature,
         )
@@ -1126,11 +1191,18 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
         results |= {name.replace("eval", split, 1): value for name, value in means.items()}
         this_run.write_evaluation(split, rows)
     # [T51] Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
-    given = setup.given
-    info = {"base_model": given.base_model, "task": dataclasses.asdict(given.task), "monitor": given.rewards.monitor}
-    info |= {"function": given.rewards.function, "reward_model": given.rewards.trained_model}
-    parts = (actor_critic.lm_backbone, actor_critic.critic, reference.adapters)
-    models.save_policy_and_critic(this_run.model_folder, *parts, setup.tokenizer, info, given.trust_remote_code)
+    args = setup.typed_args
+    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
+    info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
+    models.save_policy_and_critic(
+        this_run.model_folder,
+        lm_backbone=actor_critic.lm_backbone,
+        critic=actor_critic.critic,
+        adapters=reference.adapters,
+        tokenizer=setup.tokenizer,
+        info=info,
+        trust_remote_code=args.trust_remote_code,
+    )
     last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
     this_run.finish(PANELS, **results, **last, too_long=setup.train_posts.too_long)
     this_run.upload("policy", "value")

@@ -40,7 +40,7 @@ from ppo_rlhf.lib.errors import InputError
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
@@ -93,8 +93,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     accelerator = processes.make_accelerator()
     check_arguments(args)
     worlds.check_names(args, joint)
-    given = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
-    args = worlds.find_paths(given, joint)
+    typed_args = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
+    args = worlds.find_paths(typed_args, joint)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
@@ -115,7 +115,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     inputs = models.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
     length = 2 * lengths["train"]  # both texts of a comparison
     of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
     first_step = this_run.resume(reward_model, optimizer)["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
@@ -134,7 +134,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator.process_index,
                 accelerator.num_processes,
             )
-            metrics = pairs_update(reward_model, optimizer, comparisons, inds, counts, ids.pad, accelerator, **limits)
+            metrics = pairs_update(
+                reward_model,
+                optimizer,
+                comparisons,
+                inds=inds,
+                counts=counts,
+                pad_id=ids.pad,
+                accelerator=accelerator,
+                **limits,
+            )
             processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/rm/lr": lr})
             advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
@@ -161,8 +170,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
-        info = {"kind": "reward model", "base_model": given.base_model, "vocab_size": ids.vocab_size}
-        info |= {"label_dataset": given.task.comparisons, "task": dataclasses.asdict(given.task)}
+        info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
+        info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
         models.save_reward_model(folder, plain, tokenizer, info, args.trust_remote_code)
     this_run.finish(PANELS, **results)
     this_run.upload("reward")
@@ -338,7 +347,7 @@ def check_arguments(args: Args) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairSizes:
     """Sizes that follow from the arguments, the number of comparisons and the number of processes."""
 

@@ -37,7 +37,7 @@ from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, p
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args(cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
@@ -107,8 +107,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     accelerator = processes.make_accelerator()
     check_arguments(args)
     worlds.check_names(args, joint, unused=["task.comparisons"])
-    given = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
-    args = worlds.find_paths(given, joint, unused=["task.comparisons"])
+    typed_args = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
+    args = worlds.find_paths(typed_args, joint, unused=["task.comparisons"])
     task, device = args.task, accelerator.device
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
@@ -131,7 +131,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     inputs = models.weight_files(args) | worlds.data_files(task, "posts")
     of_pass = passes.limit(args, accelerator, model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
     first_step = this_run.resume(model, optimizer)["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
@@ -153,7 +153,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             #       tldr_dataset.py#L202-L212
             tokens = torch.cat([train_posts.queries[inds], train_posts.references[inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
-            metrics = sft_update(model, optimizer, tokens, ids.pad, accelerator, **limits)
+            metrics = sft_update(model, optimizer, tokens, pad_id=ids.pad, accelerator=accelerator, **limits)
             processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
@@ -163,7 +163,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # 2. Summarise held-out posts.
     results = {"too_long": train_posts.too_long}
     for split, split_posts in held_out.items():
-        scores, rows = summarise_held_out(model, split_posts, split, tokenizer, ids, args, accelerator)
+        scores, rows = summarise_held_out(
+            model, split_posts, split, tokenizer=tokenizer, ids=ids, args=args, accelerator=accelerator
+        )
         processes.check_finite(scores, sizes.steps, processes.anew_with_lower("lr"))
         results |= scores
         this_run.write_evaluation(split, rows)
@@ -173,8 +175,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     folder = this_run.model_folder / "sft"
     weights = processes.full_state_dict(lm_backbone)
     if accelerator.is_main_process:
-        info = {"kind": "sft model", "base_model": given.base_model, "vocab_size": ids.vocab_size}
-        info |= {"task": dataclasses.asdict(given.task)}
+        info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
+        info |= {"task": dataclasses.asdict(typed_args.task)}
         models.save_language_model(folder, lm_backbone, weights, tokenizer, info)
     this_run.finish(PANELS, **results)
     this_run.upload("sft")
@@ -317,7 +319,7 @@ def check_arguments(args: Args) -> None:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SftSizes:
     """Sizes that follow from the arguments, the number of posts and the number of processes."""
 

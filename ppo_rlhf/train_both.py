@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import cli, models, rewards, run, texts
+from ppo_rlhf.lib import cli, models, rewards, run, sequence, texts
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -72,29 +72,29 @@ def parse(argv: list[str]) -> Args:
     resume = cli.flag_value(argv, "--resume")
     if not resume:
         return cli.parse_args(PRESETS, argv, __doc__)
-    return cli.joint_args(Args, Path(resume), argv, "train_both.py", __doc__)
+    return sequence.joint_args(Args, Path(resume), argv, "train_both.py", __doc__)
 
 
 def train(args: Args) -> tuple[Path, Path]:
     """Train both parts; return the folders of the reward model and of the policy, on every process."""
-    stages = cli.Stages(args, SHARED)
+    stages = sequence.Stages(args, SHARED)
     accelerator = stages.accelerator
     # [D83] Both have one task, and the policy one source of scores.   train_policy.py#L408-L417
     shared = {name: getattr(args, name) for name in SHARED}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
-    with cli.flags_of("reward", reward_args, SHARED):
+    with sequence.flags_of("reward", reward_args, SHARED):
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
     if args.judge:
         models.check_kind(Path(args.judge), f"--judge {args.judge}", "reward model")
-    with cli.flags_of("reward", reward_args, SHARED):
+    with sequence.flags_of("reward", reward_args, SHARED):
         worlds.check_names(reward_args)
-    with cli.flags_of("policy", policy_args, SHARED):
+    with sequence.flags_of("policy", policy_args, SHARED):
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         train_policy.check_arguments(policy_args)
         rewards.import_functions(policy_args.rewards)
     paths = worlds.find_paths(args)
     tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
-    with cli.flags_of("policy", policy_args, SHARED):
+    with sequence.flags_of("policy", policy_args, SHARED):
         train_policy.load_monitor(policy_args, tokenizer)
     texts.QueryStream(paths.task, tokenizer, split="test")  # the report at the end needs held-out queries
     if reward_args.exp_name == policy_args.exp_name:
@@ -117,7 +117,7 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, tru
     reward_run, policy_run = (runs / folder.parent.name for folder in (reward_folder, policy_folder))
     reward_meta, policy_meta = run.read_meta(reward_run), run.read_meta(policy_run)
     args = sample.Args(
-        str(policy_folder), reward_model=str(reward_folder), judge=judge, trust_remote_code=trust_remote_code
+        policy=str(policy_folder), reward_model=str(reward_folder), judge=judge, trust_remote_code=trust_remote_code
     )
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
     queries, _ = comparison.task_queries(EVALUATION_QUERIES)

@@ -1,6 +1,7 @@
 """The golden numbers, how ours are compared with them, and tiny GPT-2s with the weights stored there."""
 
 import contextlib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -113,11 +114,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor, *, atol: float, rtol: fl
 
 @contextlib.contextmanager
 def recorded(module, name: str) -> Iterator[list[tuple[tuple, tuple]]]:
-    """Lists (positional arguments, result) of each call of a module's function within the block."""
+    """Lists (arguments in their order, result) of each call of a module's function within the block."""
     function, calls = getattr(module, name), []
 
     def wrapper(*args, **kwargs):
-        calls.append((args, function(*args, **kwargs)))
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        calls.append((tuple(arguments.values()), function(*args, **kwargs)))
         return calls[-1][1]
 
     setattr(module, name, wrapper)

@@ -255,7 +255,8 @@ class RewardRun:
 
 def comparisons_of(tokens: list[torch.Tensor], groups: dict[str, list]) -> Comparisons:
     rows = [dict(zip(groups, map(str, row), strict=True)) for row in zip(*groups.values(), strict=True)]
-    return Comparisons(*(t.long() for t in tokens), rows, cut=0, identical=0, ceiling=None)
+    sides = dict(zip(("queries", "chosen", "rejected"), (t.long() for t in tokens), strict=True))
+    return Comparisons(**sides, groups=rows, cut=0, identical=0, ceiling=None)
 
 
 def reward_run(case: dict, arrays: Arrays) -> RewardRun:
@@ -330,18 +331,18 @@ class PolicyRun:
     critic: lm.RewardModel
 
 
-def steered(case: dict, temperature: float, responses: list[torch.Tensor]) -> Replaced:
+def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> Replaced:
     """At this temperature the sampler gets the uniform numbers with which it samples the stored responses."""
     generate, read, stored = lm.generate_until, lm.read_tokens, iter(responses)
 
-    def wrapper(lm_backbone, contexts, uniforms, pad_id, vocab_size, sampled_at, stop_ids):
-        if sampled_at == temperature:
+    def wrapper(lm_backbone, contexts, uniforms, pad_id, vocab_size, temperature, stop_ids):
+        if temperature == steered_at:
             tokens = next(stored).long()
             query_responses = torch.cat([contexts, tokens], dim=1)
             hidden = read(lm_backbone, query_responses, pad_id, slice(contexts.shape[1] - 1, -1))
             probs = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
             uniforms = (probs.cumsum(2) - probs / 2).gather(2, tokens.unsqueeze(2)).squeeze(2)
-        return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], sampled_at, stop_ids)
+        return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], temperature, stop_ids)
 
     return lm, "generate_until", wrapper
 
@@ -378,16 +379,15 @@ def means_of_micro_batches_in_ppo(accumulation: int) -> list[Replaced]:
     """A minibatch's losses are the means of its micro-batches' means [X21]."""
     right = {name: getattr(tldr_policy, name) for name in ("policy_loss", "value_loss", "token_statistics")}
 
-    def policy_loss(new, old, advantages, mask, cliprange, count):
-        return right["policy_loss"](new, old, advantages, mask, cliprange, accumulation * mask.sum())
+    def policy_loss(new_logprobs, *, mask, count, **options):
+        return right["policy_loss"](new_logprobs, mask=mask, count=accumulation * mask.sum(), **options)
 
-    def value_loss(new, old, returns, mask, cliprange, count):
-        return right["value_loss"](new, old, returns, mask, cliprange, accumulation * mask.sum())
+    def value_loss(new_values, *, mask, count, **options):
+        return right["value_loss"](new_values, mask=mask, count=accumulation * mask.sum(), **options)
 
-    def token_statistics(*arguments):
-        *tensors, mask, value_mask, _, _ = arguments
-        counts = (accumulation * mask.sum(), accumulation * value_mask.sum())
-        return right["token_statistics"](*tensors, mask, value_mask, *counts)
+    def token_statistics(new_logprobs, *, mask, value_mask, **options):
+        counts = {"count": accumulation * mask.sum(), "value_count": accumulation * value_mask.sum()}
+        return right["token_statistics"](new_logprobs, mask=mask, value_mask=value_mask, **options | counts)
 
     functions = (policy_loss, value_loss, token_statistics)
     return [(tldr_policy, function.__name__, function) for function in functions]
@@ -395,10 +395,10 @@ def means_of_micro_batches_in_ppo(accumulation: int) -> list[Replaced]:
 
 def whitened_once() -> list[Replaced]:
     """Advantages are whitened over the whole rollout, before minibatches are drawn [X25]."""
-    right, make, rollouts = tldr_policy.compute_advantages, tldr_policy.Rollout, []
+    right, make, rollouts = tldr_policy.compute_advantages, tldr_policy.make_rollout, []
 
-    def rollout(*tensors):
-        rollouts.append(make(*tensors))
+    def make_rollout(*arguments, **options):
+        rollouts.append(make(*arguments, **options))
         return rollouts[-1]
 
     def compute_advantages(rewards, values, mask, value_mask, ppo, reduce):
@@ -407,7 +407,7 @@ def whitened_once() -> list[Replaced]:
         rows = (values.unsqueeze(1) == whole.values).all(2).int().argmax(1)  # of the minibatch in the rollout
         return tuple(tensor[rows] for tensor in found)
 
-    return [(tldr_policy, "Rollout", rollout), (tldr_policy, "compute_advantages", compute_advantages)]
+    return [(tldr_policy, "make_rollout", make_rollout), (tldr_policy, "compute_advantages", compute_advantages)]
 
 
 def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:

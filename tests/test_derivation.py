@@ -156,7 +156,7 @@ def test_the_panel_of_the_report_shows_the_numbers_of_the_page():
     by_page, settings = derivation.update(RECORDED, RECORDED["settings"]), RECORDED["settings"]
     args = {"ppo": {name: settings[name] for name in ("gamma", "lam", "cliprange", "cliprange_value", "vf_coef")}}
     args["ppo"]["whiten_rewards"] = True
-    of_panel = derivation.settings_of(args)
+    of_panel = derivation.settings_of(args, "train_policy")
     rewards, advantages = by_page.whitened_rewards, by_page.whitened_advantages
     shared = {"kl_coef": settings["kl_coef"], "reward_mean": rewards.mean, "reward_deviation": rewards.deviation}
     shared |= {"advantage_mean": advantages.mean, "advantage_deviation": advantages.deviation}

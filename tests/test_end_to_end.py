@@ -40,6 +40,7 @@ def test_a_run_leaves_what_the_readme_says(both_run: Path) -> None:
         run = only(both_run, f"runs/train_{kind}__tales__1__*")
         meta = json.loads((run / "meta.json").read_text())
         assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["seed"] == 1
+        assert meta["script"] == f"train_{kind}"
         assert str(both_run) not in json.dumps(meta)  # it may be moved, and shown
         assert [row["step"] for row in metrics_of(run)] == list(range(steps))
         assert len(list(run.glob("events.out.tfevents.*"))) == 1
@@ -354,7 +355,7 @@ def test_sample_calls_a_users_monitor_by_its_name(both_run: Path, tmp_path: Path
     policy = only(tmp_path, "models/train_policy__*/policy")
     info = json.loads((policy / "ppo_rlhf.json").read_text()) | {"monitor": "my_rewards:words"}
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    rows = sample.sample(sample.Args(str(policy), n=2, trust_remote_code=True))
+    rows = sample.sample(sample.Args(policy=str(policy), n=2, trust_remote_code=True))
     assert all(row["base words"] == row["policy words"] == 2.0 and "base gold" not in row for row in rows)
     metas = (
         json.loads(only(tmp_path, f"runs/train_{kind}__*/meta.json").read_text()) for kind in ("reward", "policy")

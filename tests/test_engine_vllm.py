@@ -27,7 +27,15 @@ def stand_in(monkeypatch):
 
 
 def spec_of(world: Path, **settings) -> engine.Spec:
-    return engine.Spec(f"{world}/model", "float32", PAD, (STOP,), vllm_python=sys.executable, length=24, **settings)
+    return engine.Spec(
+        base_model=f"{world}/model",
+        dtype="float32",
+        pad=PAD,
+        stops=(STOP,),
+        vllm_python=sys.executable,
+        length=24,
+        **settings,
+    )
 
 
 def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_loaded(tiny_sums):
@@ -107,7 +115,15 @@ def test_what_ends_vllm_is_said_in_one_line(tiny_sums, monkeypatch, trouble, wor
 
 def test_bad_input_about_vllm_is_refused(tiny_sums):
     with pytest.raises(InputError, match="--vllm_python /nowhere/python: No such file"):
-        engine.VLLM(engine.Spec(f"{tiny_sums}/model", "float32", PAD, (STOP,), vllm_python="/nowhere/python"))
+        engine.VLLM(
+            engine.Spec(
+                base_model=f"{tiny_sums}/model",
+                dtype="float32",
+                pad=PAD,
+                stops=(STOP,),
+                vllm_python="/nowhere/python",
+            )
+        )
     vllm = {"engine": "vllm", "vllm_python": "python"}
     with pytest.raises(InputError, match="--engine vllm needs --vllm_python"):
         check_arguments(Args(engine="vllm"))

@@ -94,7 +94,7 @@ def trained(request, tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_number_of_every_token_is_derived(name, trained, opened):  # noqa: F811
     folder = trained(name)
-    report.report(report.Args(str(folder)))
+    report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
     found = page.evaluate("differences()")
     assert found["wrong"] == []
@@ -112,10 +112,11 @@ def test_a_trace_keeps_as_many_episodes_as_it_is_told_to(trained):
 def test_the_terminal_says_what_the_page_says(name, trained, opened, capsys):  # noqa: F811
     """The lines of every token in Python and in JavaScript: the same steps, and numbers that are equal to 1e-9."""
     folder = trained(name)
-    data = data_of(report.report(report.Args(str(folder))).read_text())["runs"][0]
+    data = data_of(report.report(report.Args(run=str(folder))).read_text())["runs"][0]
     page = opened(folder / "report.html")
     theirs = page.evaluate(LINES)
-    settings = derivation.settings_of(json.loads((folder / "meta.json").read_text())["args"])
+    meta = json.loads((folder / "meta.json").read_text())
+    settings = derivation.settings_of(meta["args"], meta["script"])
     ours = []
     for update in data["traces"]:
         for episode in update["episodes"]:
@@ -127,7 +128,7 @@ def test_the_terminal_says_what_the_page_says(name, trained, opened, capsys):  #
     for mine, other in zip(ours, theirs, strict=True):
         for (*_, value), (*_, expected) in zip(mine[:-1], other[:-1], strict=True):
             assert value == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    report.report(report.Args(str(folder), explain=(data["traces"][-1]["update"], 1, 1)))
+    report.report(report.Args(run=str(folder), explain=(data["traces"][-1]["update"], 1, 1)))
     text = capsys.readouterr().out
     assert "log π(y_t | x, y_<t)" in text and "WRONG" not in text and "not known" not in text
 
@@ -176,7 +177,7 @@ MISTAKES = {  # in the text of derivation.js
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(mistake, trained, opened, tmp_path):  # noqa: F811
     name, right, wrong = MISTAKES[mistake]
-    page = report.report(report.Args(str(trained(name)), out=str(tmp_path / "report.html")))
+    page = report.report(report.Args(run=str(trained(name)), out=str(tmp_path / "report.html")))
     text = page.read_text()
     assert text.count(right) == 1
     page.write_text(text.replace(right, wrong))
@@ -186,7 +187,7 @@ def test_a_planted_mistake_is_found(mistake, trained, opened, tmp_path):  # noqa
 
 def test_a_click_shows_where_a_number_comes_from(trained, opened):  # noqa: F811
     folder = trained("1")
-    report.report(report.Args(str(folder)))
+    report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html", viewport={"width": 360, "height": 800}, color_scheme="dark")
     page.select_option("#left-episode", "0")
     page.locator("#left-response .token").nth(3).click()
@@ -289,11 +290,9 @@ def with_tensors(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: " ".join(map(str, changes.values())))
 def test_what_if_computes_what_the_scripts_compute(changes, trained, opened):  # noqa: F811
     folder = trained("gae")
-    report.report(report.Args(str(folder)))
+    report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
-    settings = derivation.settings_of(
-        {"ppo": {"samples_per_prompt": 4, "cliprange_value": 0.2, "cliprange_low": None}}
-    )
+    settings = derivation.settings_of({"ppo": {"cliprange_value": 0.2, "cliprange_low": None}}, "rlvr_policy")
     settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None}
     for seed in range(4):
         x = invented(seed)
@@ -306,12 +305,12 @@ def test_what_if_computes_what_the_scripts_compute(changes, trained, opened):  #
 
 def test_what_if_keeps_the_lambda_of_value_pretraining_and_shows_no_slider_without_effect(trained, opened):  # noqa: F811
     folder = trained("critic")
-    report.report(report.Args(str(folder)))
+    report.report(report.Args(run=str(folder)))
     page, x = opened(folder / "report.html"), invented(0)
     page.locator("#what-if > summary").click()
     page.locator("#what-gamma").wait_for()
     assert page.locator("#what-lam").count() == 0  # it has --ppo.lam_alpha and --ppo.critic_lam
-    settings = derivation.settings_of({"ppo": {"samples_per_prompt": 4, "cliprange_low": None}})
+    settings = derivation.settings_of({"ppo": {"cliprange_low": None}}, "rlvr_policy")
     settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None, "cliprange_value": 0.2}
     told = [episodes_of(x, critic_lam=1.0), settings, {"lam": 0.3}, 0]
     theirs = page.evaluate("([...told]) => whatIf(...told)", told)
@@ -328,14 +327,12 @@ def test_what_if_keeps_the_lambda_of_value_pretraining_and_shows_no_slider_witho
 @pytest.mark.parametrize("rewards_too", [True, False])
 def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa: F811
     folder = trained("gae")
-    report.report(report.Args(str(folder)))
+    report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
     x, changes = invented(seed), {"gamma": 0.8, "lam": 0.6, "kl_coef": 0.5, "whiten_rewards": rewards_too}
     x["scored"] = torch.ones_like(x["scored"])
-    settings = derivation.settings_of({"ppo": {"cliprange": 0.2, "cliprange_value": 0.2}}) | {
-        "gamma": 1.0,
-        "lam": 1.0,
-    }
+    ppo = {"cliprange": 0.2, "cliprange_value": 0.2}
+    settings = derivation.settings_of({"ppo": ppo}, "train_policy") | {"gamma": 1.0, "lam": 1.0}
     told = [episodes_of(x, critic_lam=1.0), settings, changes, 0]
     theirs = page.evaluate("([...told]) => whatIf(...told)", told)
     rewards, _, _ = train_policy.compute_rewards(x["scores"], x["logprobs"], x["ref_logprobs"], 0.5)
@@ -349,7 +346,7 @@ def test_what_if_computes_chapter_1(seed, rewards_too, trained, opened):  # noqa
 def test_without_changes_what_if_shows_the_recorded_numbers(trained, opened):  # noqa: F811
     for name in ("1", "1 minibatches", "2", "2 k3", "gae", "grpo", "reinforce++-baseline"):
         folder = trained(name)
-        report.report(report.Args(str(folder)))
+        report.report(report.Args(run=str(folder)))
         page = opened(folder / "report.html")
         recorded = page.evaluate(RECORDED)
         assert recorded and max(abs(one - other) for one, other in recorded) < 1e-4
@@ -378,7 +375,7 @@ def test_an_explanation_may_be_cut_off_and_needs_a_token_that_counts(trained, mo
 
 def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):  # noqa: F811
     folder = trained("1")
-    report.report(report.Args(str(folder)))
+    report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
     page.select_option("#left-episode", "0")
     page.locator("#what-if > summary").click()
@@ -409,7 +406,7 @@ def number_in(text: str) -> float:
 
 def test_episodes_are_sorted_and_filtered(trained, opened):  # noqa: F811
     folder = trained("rloo")
-    data = data_of(report.report(report.Args(str(folder))).read_text())["runs"][0]
+    data = data_of(report.report(report.Args(run=str(folder))).read_text())["runs"][0]
     page = opened(folder / "report.html", viewport={"width": 390, "height": 800})
     first = data["traces"][0]["episodes"]
     for i, row in enumerate(rows_of(page)):
@@ -463,7 +460,7 @@ def test_episodes_are_sorted_and_filtered(trained, opened):  # noqa: F811
 
 def test_episodes_that_end_are_found(trained, opened):  # noqa: F811
     folder = trained("2")
-    (data,) = data_of(report.report(report.Args(str(folder))).read_text())["runs"]
+    (data,) = data_of(report.report(report.Args(run=str(folder))).read_text())["runs"]
     page = opened(folder / "report.html")
     page.select_option("#find-which", "all")
     found = []
@@ -477,7 +474,7 @@ def test_episodes_that_end_are_found(trained, opened):  # noqa: F811
 
 def test_a_point_of_a_curve_leads_to_the_nearest_trace(trained, opened):  # noqa: F811
     folder = trained("rloo")
-    text = report.report(report.Args(str(folder))).read_text()
+    text = report.report(report.Args(run=str(folder))).read_text()
     last = data_of(text)["runs"][0]["traces"][-1]["update"]
     page = opened(folder / "report.html")
     for key, update in (("ArrowRight", last), ("ArrowLeft", 0)):
@@ -496,7 +493,7 @@ def test_a_point_of_a_curve_leads_to_the_nearest_trace(trained, opened):  # noqa
 
 def test_a_drag_over_a_chart_zooms(trained, opened):  # noqa: F811
     folder = trained("rloo")
-    report.report(report.Args(str(folder)))
+    report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
     chart = page.locator("#plot-0 svg")
     whole = page.locator("#plot-0 path").first.get_attribute("d")

@@ -23,11 +23,11 @@ from ppo_rlhf import (
     train_reward,
     worlds,
 )
-from ppo_rlhf.lib import cli, models
-from ppo_rlhf.lib.cli import flags_of
+from ppo_rlhf.lib import models, sequence
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.lib.processes import anew_with_lower, check_finite
+from ppo_rlhf.lib.sequence import flags_of
 from ppo_rlhf.lib.sources import load_texts
 from ppo_rlhf.lib.texts import task_ids
 
@@ -47,7 +47,7 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
     def stop(*_):
         raise Trains
 
-    monkeypatch.setattr(cli.Stages, "train", stop)
+    monkeypatch.setattr(sequence.Stages, "train", stop)
     monkeypatch.setattr(models, "load_tokenizer", lambda *_: tiny_tokenizer)
     monkeypatch.setattr(worlds, "find_paths", lambda args: args)  # no world is built
     monkeypatch.setattr(train_both.texts, "QueryStream", lambda *_, **__: None)

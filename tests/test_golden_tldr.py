@@ -161,12 +161,17 @@ def check_losses(name: str) -> None:
     actor_critic = tldr_policy.ActorCritic(Given(given["logits"]), critic, given["logits"].shape[2])
     tokens = torch.cat([torch.ones(len(mask), context, dtype=torch.long), given["responses"]], dim=1)
     rollout = tldr_policy.Rollout(
-        tokens, given["logprobs"], given["values"], torch.zeros_like(given["values"]), mask, value_mask
+        query_responses=tokens,
+        logprobs=given["logprobs"],
+        values=given["values"],
+        rewards=torch.zeros_like(given["values"]),
+        mask=mask,
+        value_mask=value_mask,
     )
     ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)  # the gradients stay where they are
     with pytest.MonkeyPatch.context() as patched, recorded(lm, "response_statistics") as forwards:
-        patched.setattr(tldr_policy, "compute_advantages", lambda *_: (given["advantages"], given["returns"]))
+        patched.setattr(tldr_policy, "compute_advantages", lambda *_, **__: (given["advantages"], given["returns"]))
         minibatches = torch.arange(len(mask)).view(1, 1, -1)
         update = partial(tldr_policy.ppo_update, actor_critic, optimizer, rollout, minibatches, ppo, -1)
         (steps,) = on_processes(1, lambda process: update(case["temperature"], process))
@@ -645,8 +650,8 @@ def k1_always(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator):
     return RIGHT.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")
 
 
-def penalty_subtracted(scores, finished, form, penalty):
-    return RIGHT.punish_missing_eos(scores, finished, "none" if form == "none" else "subtract", penalty)
+def penalty_subtracted(scores, stopped, form, penalty):
+    return RIGHT.punish_missing_eos(scores, stopped, "none" if form == "none" else "subtract", penalty)
 
 
 def gae_over_everything(rewards, values, mask, value_mask, ppo, reduce):

@@ -229,7 +229,7 @@ def test_an_evaluation_after_training(what, request, monkeypatch):
 def test_scores_of_texts_that_are_compared(policy_args, monkeypatch):
     """sample.py, which train_both.py ends with."""
     folder = train_policy.train(policy_args)
-    comparison = sample.Comparison(sample.Args(str(folder)))
+    comparison = sample.Comparison(sample.Args(policy=str(folder)))
     queries, _ = comparison.task_queries(2)
     assert len(comparison.rows(queries)) == 2
     comparison.scorers["gold"] = breaks(comparison.scorers["gold"], 1, spoil_one(math.nan))

@@ -95,6 +95,74 @@ def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
     assert len(modules) <= most, sorted(modules)
 
 
+# ---- What chapter 1's scripts need of us: the run's folder, the command line, published data -------------------
+
+SERVICES = ("lib.run", "lib.cli", "lib.sources")
+MOST_LINES = 3_000
+
+
+def needed(name: str) -> set[str]:
+    """A module and all that it imports, and that these import."""
+    found, modules = graph(SOURCES), {name}
+    while more := {other for module in modules for other in found[module]} - modules:
+        modules |= more
+    return modules
+
+
+def test_services_are_small():
+    modules = set().union(*map(needed, SERVICES))
+    assert "lib.errors" in modules and not {"lib.models", "lib.passes", "lib.memory", "lib.scorers"} & modules
+    assert sum(len(SOURCES[name].splitlines()) for name in modules) <= MOST_LINES
+
+
+# ---- Names at the call: a swap of two tensors of one shape must be seen ----------------------------------------
+
+MOST_UNNAMED = 3  # values of a tuple that a call unpacks, fields of a dataclass that is built without their names
+SAY_NOTHING = {"told", "tools", "few", "quiet", "everywhere", "given"}
+# Scripts join when their chapter keeps to it.
+NAMED = {name for name in SOURCES if name.startswith(("tldr_", "lib.")) or name in ("sample", "judge", "report")}
+NAMED -= {"lib.label_files", "lib.models", "lib.passes", "lib.texts"}
+
+
+def unnamed(source: str) -> list[str]:
+    """Where a module unpacks a literal in a call or a literal, or a name for one that is too long; names that say
+    nothing; dataclasses with many fields that may be built without their names."""
+    found = []
+    for scope in ast.walk(ast.parse(source)):
+        if isinstance(scope, ast.FunctionDef | ast.Module):
+            found += packed(scope)
+        elif isinstance(scope, ast.ClassDef):
+            fields = sum(isinstance(line, ast.AnnAssign) for line in scope.body)
+            decorators = [ast.unparse(decorator) for decorator in scope.decorator_list]
+            if fields > MOST_UNNAMED and any("dataclass" in text and "kw_only" not in text for text in decorators):
+                found.append(f"{scope.name}: {fields} fields")
+        elif isinstance(scope, ast.Starred) and isinstance(scope.value, ast.Tuple | ast.List):
+            found.append(ast.unparse(scope))
+        elif isinstance(scope, ast.Name | ast.arg):
+            name = scope.arg if isinstance(scope, ast.arg) else scope.id
+            found += [name] * (name in SAY_NOTHING)
+    return found
+
+
+def packed(scope: ast.FunctionDef | ast.Module) -> list[str]:
+    """Names of long tuples that a call in the same function unpacks."""
+    long = {
+        target.id
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) > MOST_UNNAMED
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call))
+    starred = (argument.value for call in calls for argument in call.args if isinstance(argument, ast.Starred))
+    return [value.id for value in starred if isinstance(value, ast.Name) and value.id in long]
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_values_have_names_at_the_call(name):
+    assert unnamed(SOURCES[name]) == []
+
+
 # ---- The small files are complete: they can be read, and carried away, alone -----------------------------------
 
 LINES = {"small.ppo": 350, "small.grpo": 180}
@@ -168,3 +236,19 @@ def test_a_bare_name_is_found():
 )
 def test_what_a_small_file_must_not_import_is_found(source, package):
     assert needs("import json\nfrom torch import nn") == {"torch"} and package in needs(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f():\n    four = (1, 2, 3, 4)\n    g(*four)", ["four", "four"]),
+        ("def f():\n    three = (1, 2, 3)\n    g(*three)", []),
+        ("g(*(a, b), c)", ["*(a, b)"]),
+        ("g(a, b, *([c] if d else []))", []),
+        ("def f(told):\n    return told", ["told", "told"]),
+        ("@dataclass(frozen=True)\nclass A:\n    a: int\n    b: int\n    c: int\n    d: int", ["A: 4 fields"]),
+        ("@dataclass(kw_only=True)\nclass A:\n    a: int\n    b: int\n    c: int\n    d: int", []),
+    ],
+)
+def test_what_has_no_name_at_the_call_is_found(source, found):
+    assert unnamed(source) == found

@@ -211,7 +211,7 @@ def ask(server: Server, rows: int | list[dict[str, Any]] = 6, baseline: str = "r
     """Judge so many rows of make_rows, or these, by the server. changes: of the endpoint's arguments."""
     file = write_rows("run/evaluation.jsonl", make_rows(rows) if isinstance(rows, int) else rows)
     settings = {"url": server.url, "model": "m", "timeout": 30.0, "concurrency": 2, "retries": 3} | changes
-    return judge(Args(file, baseline, endpoint=EndpointArgs(**settings)))
+    return judge(Args(candidate=file, baseline=baseline, endpoint=EndpointArgs(**settings)))
 
 
 def results_of(folder: str = "run/evaluation__against_reference__by_m") -> list[dict[str, Any]]:
@@ -881,9 +881,9 @@ def test_two_evaluations_do_not_pay_twice(server):
 
 def test_a_cache_elsewhere_serves_two_evaluations(server):
     file = write_rows("run/evaluation.jsonl", make_rows(3))
-    endpoint = EndpointArgs(server.url, "m")
-    judge(Args(file, endpoint=endpoint, cache="shared.jsonl", out="one"))
-    judge(Args(file, endpoint=endpoint, cache="shared.jsonl", out="two"))
+    endpoint = EndpointArgs(url=server.url, model="m")
+    judge(Args(candidate=file, endpoint=endpoint, cache="shared.jsonl", out="one"))
+    judge(Args(candidate=file, endpoint=endpoint, cache="shared.jsonl", out="two"))
     assert server.requests == 6 and results_of("one") == results_of("two")
     assert not Path("run/judge_cache.jsonl").exists()
 
@@ -1027,7 +1027,7 @@ def row(query: str, response: str, reference: str = "", **more: Any) -> dict[str
 def test_gold_scores_decide(capsys):
     rows = [row("a", "a a", "a"), row("b", "b", "bb"), row("c", "c", " c "), row("d", "", "d")]
     write_rows("run/evaluation.jsonl", rows)
-    report = judge(Args("run", gold="test_judge:count_of_query"))
+    report = judge(Args(candidate="run", gold="test_judge:count_of_query"))
     assert (report["wins"], report["losses"], report["ties"], report["rows"]) == (1, 2, 1, 4)
     assert report["win_rate"] == 0.375
     assert report["win_rate_low"] == pytest.approx((0.375 + 0.4802 - 1.96 * math.sqrt(0.11865)) / 1.9604, abs=1e-4)
@@ -1045,7 +1045,7 @@ def test_gold_scores_decide(capsys):
 
 def test_a_function_may_empty_its_lists():
     write_rows("run/evaluation.jsonl", [row("a", "a a", "a"), row("b", "b", "bb")])
-    report = judge(Args("run", gold="test_judge:empties"))
+    report = judge(Args(candidate="run", gold="test_judge:empties"))
     assert (report["wins"], report["losses"], report["candidate_score"], report["baseline_score"]) == (1, 1, 1.5, 1.5)
 
 
@@ -1057,7 +1057,7 @@ def test_length_decides_and_the_report_says_so():
         ours, theirs = rng.randint(1, 12), rng.randint(1, 6)
         rows.append(row(f"q{i}", "w " * ours, "w " * theirs, more="x"))
     write_rows("run/evaluation.jsonl", rows)
-    report = judge(Args("run", gold="test_judge:count_words"))
+    report = judge(Args(candidate="run", gold="test_judge:count_words"))
     assert report["win_rate"] > 0.6
     assert report["length_controlled_problem"] == "the difference in length alone tells wins from losses"
     assert report["length_unit"] == "words"
@@ -1072,7 +1072,7 @@ def test_the_length_controlled_win_rate_is_that_of_the_rows():
     write_rows(
         "run/evaluation.jsonl", [line | {"reference": "q" if "x" in line["response"] else "y"} for line in rows]
     )
-    report = judge(Args("run", gold="test_judge:count_of_query"))
+    report = judge(Args(candidate="run", gold="test_judge:count_of_query"))
     assert report["win_rate"] == 0.625 and report["length_controlled_win_rate"] == pytest.approx(0.75)
     margin = 1.96 * math.sqrt(1 / (20 * 3 / 16))
     low, high = (1 / (1 + math.exp(-math.log(3) - side * margin)) for side in (-1, 1))
@@ -1083,16 +1083,23 @@ def test_the_length_controlled_win_rate_is_that_of_the_rows():
 def test_a_function_with_three_parameters_gets_the_references():
     rows = [row("a", " x<|endoftext|>", "x "), row("b", "x", "y"), row("c", "z", "z")]
     write_rows("run/evaluation.jsonl", rows)
-    report = judge(Args("run", gold="test_judge:same_as_reference"))
+    report = judge(Args(candidate="run", gold="test_judge:same_as_reference"))
     assert (report["candidate_score"], report["baseline_score"]) == (2 / 3, 1.0)
     write_rows("other/evaluation.jsonl", [row("c", "c"), row("b", "y"), row("a", "x")])
-    report = judge(Args("run", "other", gold="test_judge:same_as_reference"))  # the candidate's references
+    report = judge(
+        Args(candidate="run", baseline="other", gold="test_judge:same_as_reference")
+    )  # the candidate's references
     assert (report["wins"], report["losses"], report["ties"]) == (1, 1, 1)
     write_rows("mine.jsonl", [{"query": "a", "response": "x"}])
-    assert judge(Args("mine.jsonl", "mine.jsonl", gold="test_judge:same_as_reference"))["candidate_score"] == 0.0
+    assert (
+        judge(Args(candidate="mine.jsonl", baseline="mine.jsonl", gold="test_judge:same_as_reference"))[
+            "candidate_score"
+        ]
+        == 0.0
+    )
     write_rows("mine.jsonl", [{"query": "a", "response": "x", "reference": 5}])
     with pytest.raises(InputError, match=r"mine.jsonl: line 1 has no reference, or one of another type"):
-        judge(Args("mine.jsonl", "mine.jsonl", gold="test_judge:same_as_reference"))
+        judge(Args(candidate="mine.jsonl", baseline="mine.jsonl", gold="test_judge:same_as_reference"))
 
 
 @pytest.mark.parametrize(
@@ -1109,7 +1116,7 @@ def test_a_function_with_three_parameters_gets_the_references():
 def test_a_function_that_does_not_score(name, message):
     write_rows("run/evaluation.jsonl", [row("a", "a", "b"), row("b", "a", "b")])
     with pytest.raises(InputError, match=f"--gold test_judge:{name}:? {message}|{message}") as raised:
-        judge(Args("run", gold=f"test_judge:{name}"))
+        judge(Args(candidate="run", gold=f"test_judge:{name}"))
     assert "\n" not in str(raised.value) and os.listdir("run") == ["evaluation.jsonl"]
 
 
@@ -1121,7 +1128,7 @@ def judged(candidate: list[dict[str, Any]], baseline: list[dict[str, Any]] | Non
     if baseline is not None:
         write_rows("theirs/evaluation.jsonl", baseline)
     other = "reference" if baseline is None else "theirs"
-    return judge(Args("ours", other, gold="test_judge:count_words", out="out", **changes))
+    return judge(Args(candidate="ours", baseline=other, gold="test_judge:count_words", out="out", **changes))
 
 
 def test_rows_are_matched_by_query_and_equal_queries_in_order():
@@ -1167,17 +1174,22 @@ def test_a_file_or_a_folder_and_where_the_results_go():
     write_rows("mine/b/evaluation_test.jsonl", [row("a", "1", "1")])
     write_rows("rows.jsonl", [row("a", "1 2", "1")])
     gold = "test_judge:count_words"
-    assert judge(Args("mine/a run", "rows.jsonl", gold=gold))["losses"] == 1
-    assert judge(Args("rows.jsonl", "mine/a run", gold=gold))["wins"] == 1
-    assert judge(Args("mine/a run/evaluation.jsonl", gold=gold))["ties"] == 1
-    assert judge(Args("mine/b/evaluation_test.jsonl", "mine/b/evaluation_test.jsonl", gold=gold))["ties"] == 1
+    assert judge(Args(candidate="mine/a run", baseline="rows.jsonl", gold=gold))["losses"] == 1
+    assert judge(Args(candidate="rows.jsonl", baseline="mine/a run", gold=gold))["wins"] == 1
+    assert judge(Args(candidate="mine/a run/evaluation.jsonl", gold=gold))["ties"] == 1
+    assert (
+        judge(Args(candidate="mine/b/evaluation_test.jsonl", baseline="mine/b/evaluation_test.jsonl", gold=gold))[
+            "ties"
+        ]
+        == 1
+    )
     assert {str(path.parent) for path in Path().rglob("judgement.json")} == {
         "mine/a run/evaluation__against_rows__by_test_judge-count_words",
         "mine/b/evaluation_test__against_b__by_test_judge-count_words",
         "rows__against_a-run__by_test_judge-count_words",
         "mine/a run/evaluation__against_reference__by_test_judge-count_words",
     }
-    assert judge(Args("rows.jsonl", "rows.jsonl", gold=gold))["ties"] == 1
+    assert judge(Args(candidate="rows.jsonl", baseline="rows.jsonl", gold=gold))["ties"] == 1
 
 
 def test_where_no_results_can_go_nothing_is_asked(server):
@@ -1185,30 +1197,30 @@ def test_where_no_results_can_go_nothing_is_asked(server):
         ask(server, 3, model="m" * 300)
     file = write_rows("run/evaluation.jsonl", make_rows(1))
     with pytest.raises(InputError, match=r"run/evaluation\.jsonl is not a folder .* name another one with --out"):
-        judge(Args(file, endpoint=EndpointArgs(server.url, "m"), out=file))
+        judge(Args(candidate=file, endpoint=EndpointArgs(url=server.url, model="m"), out=file))
     assert server.requests == 0 and os.listdir("run") == ["evaluation.jsonl"]
-    assert judge(Args(file, endpoint=EndpointArgs(server.url, "m" * 300), out="out"))["wins"] == 1
+    assert judge(Args(candidate=file, endpoint=EndpointArgs(url=server.url, model="m" * 300), out="out"))["wins"] == 1
 
 
 def test_what_is_no_run_of_chapter_2(tmp_path):
     gold = "test_judge:count_words"
     write_rows("solved/evaluation.jsonl", [{"prompt": "2+2?", "answer": "4", "response": "#### 4", "tokens": 5}])
     with pytest.raises(InputError, match=r"--candidate solved/evaluation\.jsonl: holds solutions of chapter 3"):
-        judge(Args("solved", gold=gold))
+        judge(Args(candidate="solved", gold=gold))
     write_rows("models/r/policy/ppo_rlhf.json", [{}])
     write_rows("run/evaluation.jsonl", [row("a", "1", "1")])
     with pytest.raises(
         InputError, match=r"--baseline models/r/policy is the folder of a model; give that of its run"
     ):
-        judge(Args("run", "models/r/policy", gold=gold))
+        judge(Args(candidate="run", baseline="models/r/policy", gold=gold))
     write_rows("models/r/policy/mine.jsonl", [row("a", "1", "1")])
-    assert judge(Args("run", "models/r/policy/mine.jsonl", gold=gold))["ties"] == 1
+    assert judge(Args(candidate="run", baseline="models/r/policy/mine.jsonl", gold=gold))["ties"] == 1
 
 
 def test_what_is_printed_stays_on_its_line(capsys):
     """Texts, and names of files: all that others may have written."""
     write_rows("a\nb/evaluation.jsonl", [row("q\n", "1\n2", "1")])
-    judge(Args("a\nb", gold="test_judge:count_words"))
+    judge(Args(candidate="a\nb", gold="test_judge:count_words"))
     printed = capsys.readouterr().out
     assert "│ a⏎b/evaluation.jsonl " in printed and "│ 1⏎2 " in printed and "rows: a⏎b/" in printed
 
@@ -1237,7 +1249,7 @@ def test_rows_that_cannot_be_read(content, message):
     if content is not None:
         Path("rows.jsonl").write_text(content)
     with pytest.raises(InputError, match=message) as raised:
-        judge(Args("rows.jsonl", gold="test_judge:count_words"))
+        judge(Args(candidate="rows.jsonl", gold="test_judge:count_words"))
     assert str(raised.value).startswith("--candidate rows.jsonl: ") and "\n" not in str(raised.value)
 
 
@@ -1274,7 +1286,7 @@ URL = "http://127.0.0.1:9/v1"
 def test_bad_arguments(changes, endpoint, message):
     write_rows("rows.jsonl", [row("a", "1", "1")])
     with pytest.raises(InputError, match=message) as raised:
-        judge(Args("rows.jsonl", endpoint=EndpointArgs(**endpoint), **changes))
+        judge(Args(candidate="rows.jsonl", endpoint=EndpointArgs(**endpoint), **changes))
     assert "secret" not in str(raised.value) and os.listdir() == ["rows.jsonl"]
 
 

@@ -152,7 +152,9 @@ def test_without_padding_nothing_stands_in_for_it(tiny_models, any_width, monkey
         in_groups_of(cost, monkeypatch)
         assert_close(lm.read_tokens(model, tokens, PAD, slice(None)), expected, atol=1e-10, rtol=1e-10)
     assert counted.tokens == len(COSTS) * tokens.numel()
-    assert groups == [[packing.Group(*tokens.shape, tokens.numel(), None, None)]] * len(COSTS)
+    rows, longest = tokens.shape
+    whole = packing.Group(rows=rows, longest=longest, tokens=tokens.numel(), from_line=None, to_line=None)
+    assert groups == [[whole]] * len(COSTS)
 
 
 def test_other_calls_reach_the_library(tiny_models, any_width):

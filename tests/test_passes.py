@@ -165,9 +165,10 @@ def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
     tokens = ragged(padding_inside=False)
     actor_critic = make_actor_critic(tiny_models)
     mask, value_mask = tldr_policy.response_masks(tokens[:, CONTEXT:], PAD)
-    rollout = tldr_policy.Rollout(
-        tokens, *(numbers(seed, ROWS, RESPONSE) - 3 for seed in (1, 2, 3)), mask, value_mask
-    )
+    drawn = {
+        name: numbers(seed, ROWS, RESPONSE) - 3 for seed, name in enumerate(("logprobs", "values", "rewards"), 1)
+    }
+    rollout = tldr_policy.Rollout(query_responses=tokens, **drawn, mask=mask, value_mask=value_mask)
     minibatches, ppo = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).view(1, 1, -1), None
     ppo = tldr_policy.PpoArgs()
 
@@ -197,8 +198,15 @@ def reward_model_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, i
     chosen, rejected = (ragged(seed, padding_inside=False) for seed in (0, 1))
     model = scalar_model(tiny_models("gpt2").base_model, tldr_reward.RewardModel)
     model.gain.requires_grad_(False)
-    sides = (chosen[:, CONTEXT:], rejected[:, CONTEXT:])
-    comparisons = posts.Comparisons(chosen[:, :CONTEXT], *sides, [], 0, 0, None)
+    comparisons = posts.Comparisons(
+        queries=chosen[:, :CONTEXT],
+        chosen=chosen[:, CONTEXT:],
+        rejected=rejected[:, CONTEXT:],
+        groups=[],
+        cut=0,
+        identical=0,
+        ceiling=None,
+    )
     inds, counts = torch.arange(ROWS), torch.arange(ROWS) != 5
 
     def update() -> dict[str, float]:

@@ -778,7 +778,8 @@ def test_the_reward_of_the_first_page_gains(tmp_path, monkeypatch):
     stories = (tales.write_story(random.Random(seed), 3) for seed in range(2_000))
     (tmp_path / "stories.txt").write_text("\n".join(stories) + "\n")
     model = building.TRAINED / building.name_with_hash("tales", train_worlds.WORLDS["tales"][1])
-    shorter = f"--base_model {model}/model --task.query_dataset stories.txt --ppo.total_episodes 6400 --trace_interval 0"
+    shorter = f"--base_model {model}/model --task.query_dataset stories.txt --ppo.total_episodes 6400"
+    shorter += " --trace_interval 0"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
@@ -928,7 +929,8 @@ def test_flags_of_the_benchmark_exist():
 
 def flags_of(module) -> set[str]:
     if module in (sample, judge):
-        return set(flatten(dataclasses.asdict(module.Args("x"))))
+        needed = {"policy": "x"} if module is sample else {"candidate": "x"}
+        return set(flatten(dataclasses.asdict(module.Args(**needed))))
     return set(flatten(dataclasses.asdict(next(iter(module.PRESETS.values())))))
 
 
@@ -956,3 +958,17 @@ def test_help_shows_a_docstring_as_it_is_written(path, monkeypatch, capsys):
         kept = all(re.match(r" |\d\. ", line) for line in lines)
         assert set(lines if kept else [" ".join(lines)]) <= shown
         assert kept or not re.search(r"(python|bash|launch|torchrun) .*(ppo_rlhf|benchmark)/", paragraph)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DESCRIBED if "benchmark" not in path.parts], ids=lambda path: path.name
+)
+def test_help_breaks_no_command(path, monkeypatch, capsys):
+    """However narrow the terminal is, a command is one line, and shown once."""
+    described = ast.get_docstring(ast.parse(path.read_text()))
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        cli.parse(Few, ["--help"], description=described)
+    shown = capsys.readouterr().out.splitlines()
+    commands = re.findall(r"^ +(?:python|torchrun|accelerate) .*", described, re.MULTILINE)
+    assert commands and {shown.count(command) for command in commands} == {1}

@@ -21,6 +21,7 @@ from ppo_rlhf.lib.errors import InputError
 
 EVIL = "</script><script>window.hacked = 1</script><b>&amp; \x1b[31mred"
 UPDATES = (0, 3, 5)
+SCRIPTS = {1: "train_policy", 2: "tldr_policy", 3: "rlvr_policy"}
 NUMBERS = ("kl", "logprobs", "advantages", "ratio", "values")
 REWARDS = {"trained_model": "models/r/reward", "monitor": "a.b:gold_scores", "adaptive_kl": {"target": 6.0}}
 ARGS = {
@@ -34,7 +35,13 @@ def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed:
     """The folder of a run that never was: six updates, and of three of them two episodes of five tokens."""
     folder = runs / name
     folder.mkdir(parents=True)
-    meta = {"args": ARGS[chapter], "sizes": {"updates": 6}, "results": {"last_kl": 1.5}, "finished": chapter != 3}
+    meta = {
+        "script": SCRIPTS[chapter],
+        "args": ARGS[chapter],
+        "sizes": {"updates": 6},
+        "results": {"last_kl": 1.5},
+        "finished": chapter != 3,
+    }
     (folder / "meta.json").write_text(json.dumps(meta | {"wall_time": 90.0, "commit": "abc", "device": "cpu"}))
     generator = torch.Generator().manual_seed(seed)
     names = ["objective/scores", "objective/gold_scores", "objective/kl", "some/other"]
@@ -54,7 +61,18 @@ def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed:
         queries = ["the same query", f"query {update} {EVIL}"]
         texts = {"reference": [EVIL, "fine"]} if chapter == 2 else {}
         (folder / "traces").mkdir(exist_ok=True)
-        traces.write(folder, traces.Trace(update, False, queries, pieces, tokens, episodes, texts))
+        traces.write(
+            folder,
+            traces.Trace(
+                update=update,
+                again=False,
+                queries=queries,
+                responses=pieces,
+                tokens=tokens,
+                episodes=episodes,
+                texts=texts,
+            ),
+        )
     return folder
 
 
@@ -65,7 +83,7 @@ def data_of(page: str) -> dict:
 
 
 def write_report(folder: Path, **more: str) -> str:
-    return report.report(report.Args(str(folder), **more)).read_text()
+    return report.report(report.Args(run=str(folder), **more)).read_text()
 
 
 @pytest.mark.parametrize("chapter", [1, 2, 3])
@@ -139,7 +157,7 @@ def test_what_shows_the_danger_of_sampling_ahead_has_a_panel(tmp_path):
 def test_the_verifier_of_a_run_is_among_the_held_out_numbers(tmp_path):
     folder = make_run(tmp_path, "a", chapter=3)
     args = ARGS[3] | {"rewards": {"verifier": "my_rewards:right"}}
-    (folder / "meta.json").write_text(json.dumps({"args": args}))
+    (folder / "meta.json").write_text(json.dumps({"script": SCRIPTS[3], "args": args}))
     (folder / "metrics.csv").write_text("step,eval/my_rewards:right,eval/pass@2\n0,0.5,0.75\n")
     (figure,) = data_of(write_report(folder))["figures"]
     assert [line["name"] for line in figure["data"]] == ["eval/my_rewards:right", "eval/pass@2"]
@@ -239,6 +257,9 @@ def test_a_damaged_meta_file_is_named(change, name, tmp_path):
     (folder / "meta.json").write_text(json.dumps(meta | change))
     with pytest.raises(InputError, match=rf"meta\.json was damaged: {name}"):
         write_report(folder)
+    (folder / "meta.json").write_text(json.dumps({"args": meta["args"]}))
+    with pytest.raises(InputError, match="names no training script; an older version"):
+        write_report(folder)
 
 
 def test_a_trace_with_fewer_numbers_than_texts_is_named(tmp_path):
@@ -288,7 +309,9 @@ def test_groups_of_one_have_no_panel(tmp_path):
     (folder / "metrics.csv").write_text("step,val/groups_zero_std,lr\n0,1.0,0.0003\n1,1.0,0.0003\n")
     titles = [figure["data"][0]["name"] for figure in data_of(write_report(folder))["figures"]]
     assert titles == ["val/groups_zero_std", "lr"]
-    (folder / "meta.json").write_text(json.dumps({"args": ARGS[3] | {"ppo": {"samples_per_prompt": 1}}}))
+    (folder / "meta.json").write_text(
+        json.dumps({"script": SCRIPTS[3], "args": ARGS[3] | {"ppo": {"samples_per_prompt": 1}}})
+    )
     (figure,) = data_of(write_report(folder))["figures"]
     assert figure["data"][0]["name"] == "lr"
 
@@ -307,10 +330,10 @@ def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
     assert data_of(page)["runs"][0]["traces"] == []
 
 
-@pytest.mark.parametrize(("args", "what"), [({"label_dataset": ""}, "reward model"), ({"epochs": 1}, "fine-tuning")])
-def test_a_run_without_ppo_has_curves_and_needs_no_traces(args, what, tmp_path):
+@pytest.mark.parametrize(("script", "what"), [("train_reward", "reward model"), ("tldr_sft", "fine-tuning")])
+def test_a_run_without_ppo_has_curves_and_needs_no_traces(script, what, tmp_path):
     folder = make_run(tmp_path, "a", traced=False)
-    (folder / "meta.json").write_text(json.dumps({"args": args, "finished": True}))
+    (folder / "meta.json").write_text(json.dumps({"script": script, "args": {}, "finished": True}))
     (folder / "metrics.csv").write_text("step,train/loss\n0,1.5\n1,1.25\n")
     page = write_report(folder)
     assert what in page and "Only PPO leaves traces" in page
@@ -335,7 +358,7 @@ def test_the_newest_run_is_taken_and_a_folder_that_is_none_is_refused(tmp_path, 
     make_run(tmp_path / "runs", "new")
     assert report.report(report.Args()) == Path("runs/new/report.html")
     with pytest.raises(InputError, match="is not the folder of a run"):
-        report.report(report.Args(str(tmp_path)))
+        report.report(report.Args(run=str(tmp_path)))
     (tmp_path / "runs/new/metrics.csv").write_text("step,objective/kl\n0,much\n")
     with pytest.raises(InputError, match=r"metrics\.csv is damaged"):
         report.report(report.Args())
@@ -467,7 +490,15 @@ def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
     folder = make_run(tmp_path, "a")
     tokens, episodes = {"kl": torch.ones(1, 2), "scored": torch.ones(1, 2).bool()}, {"scores": torch.tensor([0.5])}
     for update in UPDATES:
-        trace = traces.Trace(update, True, ["asked again"], [[" y", f" z{update}"]], tokens, episodes, {})
+        trace = traces.Trace(
+            update=update,
+            again=True,
+            queries=["asked again"],
+            responses=[[" y", f" z{update}"]],
+            tokens=tokens,
+            episodes=episodes,
+            texts={},
+        )
         traces.write(folder, trace)
     write_report(folder)
     page = opened(folder / "report.html")

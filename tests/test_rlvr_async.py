@@ -250,7 +250,7 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert partly
     one_run = report.read_run(only(folder, "runs/*"))
-    settings, checked = derivation.settings_of(one_run.meta["args"]), 0
+    settings, checked = derivation.settings_of(one_run.meta["args"], "rlvr_async"), 0
     for update in one_run.traced(10**9):
         for episode in update["episodes"]:
             group = report.group_of(episode, update["episodes"])
@@ -267,7 +267,7 @@ def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny
     words += " --trace_interval 1 --trace_episodes 16"
     folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split())
     one_run, some = report.read_run(only(folder, "runs/*")), 0
-    settings = derivation.settings_of(one_run.meta["args"])
+    settings = derivation.settings_of(one_run.meta["args"], "rlvr_async")
     updates = {update["update"]: update for update in one_run.traced(10**9)}
     for number, row in enumerate(numbers_of(folder)):
         x = {name: tensor.numpy() for name, tensor in traces.read(only(folder, "runs/*"), number).tokens.items()}
@@ -571,7 +571,7 @@ def test_a_learner_that_ray_ends_at_once_has_last_words(tmp_path, way, status):
 def test_an_engine_takes_whole_weights_and_samples_by_no_others(tiny_sums):
     model = checkpoints.trained_parameters(engine.models.load_base_model(Args(base_model=f"{tiny_sums}/model")))
     weights = {name: parameter.detach().numpy() for name, parameter in model.items()}
-    built_in = engine.BuiltIn(engine.Spec(f"{tiny_sums}/model", "float32", pad=30, stops=(0,)))
+    built_in = engine.BuiltIn(engine.Spec(base_model=f"{tiny_sums}/model", dtype="float32", pad=30, stops=(0,)))
     prompts, noise = np.full((2, 3), 5), np.random.default_rng(0).random((4, 6))
     with pytest.raises(RuntimeError, match="version 0 of the weights is asked for, but version -1 is loaded"):
         built_in.sample(prompts, 2, noise, 1.0, 0)

@@ -549,7 +549,7 @@ def sampled(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes) -> list[di
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "letters", raising=False)
     policy = str(only(folder, "models/*/policy"))
-    return sample.sample(sample.Args(policy, trust_remote_code=True, **changes))
+    return sample.sample(sample.Args(policy=policy, trust_remote_code=True, **changes))
 
 
 def test_the_likeliest_solutions_are_those_of_the_evaluation(ppo_run, monkeypatch):
@@ -616,22 +616,22 @@ def test_a_question_becomes_the_prompt_of_the_run(tiny_qwen, tmp_path):
     info = {"kind": "policy", "base_model": str(tiny_qwen), "vocab_size": 259, "task": dataclasses.asdict(task)}
     info |= {"function": "gsm8k_strict", "monitor": "", "reward_model": ""}
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    comparison = sample.Comparison(sample.Args(str(policy)))
+    comparison = sample.Comparison(sample.Args(policy=str(policy)))
     (tokens,) = comparison.prompt_queries(("1+1?",)).tolist()
     message = {"role": "user", "content": "1+1?" + task.prompt_suffix}
     chat = AutoTokenizer.from_pretrained(tiny_qwen).apply_chat_template([message], add_generation_prompt=True)
     assert [token for token in tokens if token != comparison.pad_id] == chat["input_ids"]
     assert comparison.texts.ids.stops == (256, 258)  # those of the model's generation config
-    (row,) = sample.sample(sample.Args(str(policy), prompt=("1+1?",)))
+    (row,) = sample.sample(sample.Args(policy=str(policy), prompt=("1+1?",)))
     assert set(row) == {"query", "base", "policy", "base log-prob", "policy log-prob", "kl"} and row["kl"] == 0
     mine = [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(3)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
-    rows = sample.sample(sample.Args(str(policy), query_dataset=str(tmp_path / "mine.jsonl")))
+    rows = sample.sample(sample.Args(policy=str(policy), query_dataset=str(tmp_path / "mine.jsonl")))
     assert [(row["answer"], row["policy right"]) for row in rows] == [("0", 0), ("2", 0), ("4", 0)]
     with pytest.raises(InputError, match=r"--prompt: a prompt of \d+ tokens; the policy's task has at most 160"):
-        sample.sample(sample.Args(str(policy), prompt=("1+1?" * 30,)))
+        sample.sample(sample.Args(policy=str(policy), prompt=("1+1?" * 30,)))
     with pytest.raises(InputError, match="--query_dataset nowhere"):
-        sample.sample(sample.Args(str(policy), query_dataset="nowhere"))
+        sample.sample(sample.Args(policy=str(policy), query_dataset="nowhere"))
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------

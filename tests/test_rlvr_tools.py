@@ -93,7 +93,7 @@ def scripted(lines: dict[int, list[list[int]]], monkeypatch) -> list[list[int]]:
     """Let lm.generate_until write given tokens, for each first id of a prompt; returns what it will have read."""
     read, left = [], {first: list(turns) for first, turns in lines.items()}
 
-    def generate_until(model, contexts, uniforms, pad_id, *_):
+    def generate_until(model, contexts, uniforms, pad_id, *_, **__):
         responses = torch.full(uniforms.shape, pad_id)
         for row, context in enumerate(contexts.tolist()):
             tokens = [token for token in context if token != pad_id]
@@ -351,7 +351,8 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
 
 def test_derivations_are_equations_across_a_tools_answer(whole_run):
     """Before an answer, the next value is that of the token after it: the tool's tokens have none."""
-    settings = derivation.settings_of(json.loads((whole_run / "meta.json").read_text())["args"])
+    meta = json.loads((whole_run / "meta.json").read_text())
+    settings = derivation.settings_of(meta["args"], meta["script"])
     before_an_answer = 0
     for episode in report.traced_episodes(traces.read(whole_run, 0), 0.1):
         wrote = episode["tokens"]["tool"]
@@ -367,8 +368,8 @@ def test_derivations_are_equations_across_a_tools_answer(whole_run):
 def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
     policy = only(whole_run.parent.parent, "models/*/policy")
     with pytest.raises(InputError, match="names the function letters:letters"):
-        sample.Comparison(sample.Args(str(policy)))
-    sample.Comparison(sample.Args(str(policy)), trust_functions=True)
+        sample.Comparison(sample.Args(policy=str(policy)))
+    sample.Comparison(sample.Args(policy=str(policy)), trust_functions=True)
     said = capsys.readouterr().out
     assert "was trained with the tool" in said and "here nothing answers its calls" in said
 

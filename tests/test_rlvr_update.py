@@ -134,7 +134,9 @@ def test_evaluations_read_a_prompt_once_for_all_its_samples(tiny_models):
     """V100: three problems, four samples of each, at most ten rows at a time; the same as one sample at a time."""
     model, tokens = tiny_models("llama", PAD).double(), tokens_and_mask()[0]
     prompts = [row[row != PAD].tolist() for row in tokens[:3, :CONTEXT]]
-    held_out = problems.Problems(prompts, list("abc"), list("xyz"), [""] * 3, 0, 0, 0)
+    held_out = problems.Problems(
+        prompts=prompts, texts=list("abc"), answers=list("xyz"), kinds=[""] * 3, too_long=0, unscorable=0, empty=0
+    )
     ids = problems.TaskIds(pad=PAD, stops=(STOP,))
     tokenizer = SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row)))
     verifiers = [lambda prompts, texts, answers: [len(text) + ord(a) for text, a in zip(texts, answers, strict=True)]]
@@ -572,6 +574,8 @@ def test_sizes_that_do_not_divide_offer_one_that_does(settings, processes, words
 
 
 def test_problems_must_fill_an_update():
-    few = problems.Problems([[1]] * 3, [""] * 3, ["1"] * 3, [""] * 3, 0, 0, 0)
+    few = problems.Problems(
+        prompts=[[1]] * 3, texts=[""] * 3, answers=["1"] * 3, kinds=[""] * 3, too_long=0, unscorable=0, empty=0
+    )
     with pytest.raises(ValueError, match="3 problems, fewer than the 4"):
         rlvr_checks.check_problems(few, ppo_sizes(PpoArgs(batch_size=4), 1))

@@ -180,6 +180,7 @@ def test_a_run_leaves_its_folder(kind, request):
     run, meta = trained.run, trained.meta
     assert run.name.startswith(f"tldr_{kind}__posts__1__")
     assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["dtype"] == "float64"
+    assert meta["script"] == f"tldr_{kind}"
     steps = {"sft": 6, "reward": 3, "policy": 4}[kind]
     assert [row["step"] for row in metrics_of(run)] == list(range(steps))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == KEPT[kind]
@@ -285,7 +286,7 @@ def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeyp
     """Policy and fine-tuned model, on the test split, on posts that are given and on one that somebody types."""
     tables = sft.rows("evaluation_test.jsonl")[:3], policy.rows("evaluation_test.jsonl")[:3]
     folder = policy.model("policy")
-    rows = sample.sample(sample.Args(str(folder), n=3))
+    rows = sample.sample(sample.Args(policy=str(folder), n=3))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row, base, trained in zip(rows, *tables, strict=True):
         assert (row["query"], row["base"], row["policy"]) == (base["query"], base["response"], trained["response"])
@@ -300,21 +301,21 @@ def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeyp
             f"{name}{what}" for name in ("base", "policy") for what in ("", " score", " gold", " log-prob")
         }
     assert any(row["base"] != row["policy"] for row in rows)
-    assert sample.sample(sample.Args(str(folder), prompt=(rows[1]["query"],))) == [
+    assert sample.sample(sample.Args(policy=str(folder), prompt=(rows[1]["query"],))) == [
         {name: value if isinstance(value, str) else pytest.approx(value, abs=1e-4) for name, value in rows[1].items()}
     ]
 
     typed = iter(["It is wet.", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     capsys.readouterr()
-    rows = sample.sample(sample.Args(str(folder), interactive=True, temperature=0.7, reward_model=""))
+    rows = sample.sample(sample.Args(policy=str(folder), interactive=True, temperature=0.7, reward_model=""))
     assert [row["query"] for row in rows] == ["SUBREDDIT: r/\n\nTITLE: \n\nPOST: It is wet.\n\nTL;DR:"]
     assert "KL" in capsys.readouterr().out
-    rows = sample.sample(sample.Args(str(folder), n=1, query_dataset=str(tiny_posts)))
+    rows = sample.sample(sample.Args(policy=str(folder), n=1, query_dataset=str(tiny_posts)))
     assert rows[0]["query"] == tables[0][0]["query"]
     for changes in ({"query_dataset": "nowhere"}, {"prompt": ("Wet \udcff",)}, {"temperature": -1.0}):
         with pytest.raises(InputError, match=f"--{next(iter(changes))}"):
-            sample.sample(sample.Args(str(folder), **changes))
+            sample.sample(sample.Args(policy=str(folder), **changes))
 
 
 def test_sample_gives_a_function_the_references(policy, tiny_posts, tmp_path, monkeypatch):
@@ -328,8 +329,8 @@ def test_sample_gives_a_function_the_references(policy, tiny_posts, tmp_path, mo
     shutil.copytree(policy.model("policy"), folder)
     info = json.loads((folder / "ppo_rlhf.json").read_text())
     (folder / "ppo_rlhf.json").write_text(json.dumps(info | {"monitor": "wanted:gold"}))
-    sample.sample(sample.Args(str(folder), n=2, trust_remote_code=True))
-    sample.sample(sample.Args(str(folder), prompt=("It is wet.",), trust_remote_code=True))
+    sample.sample(sample.Args(policy=str(folder), n=2, trust_remote_code=True))
+    sample.sample(sample.Args(policy=str(folder), prompt=("It is wet.",), trust_remote_code=True))
     summaries = [f" {post['summary']}" for post in world_rows(tiny_posts, "posts_test")[:2]]
     tried, *calls = sys.modules["wanted"].calls
     assert [call for call in calls if call != tried] == [summaries, summaries, [None], [None]]

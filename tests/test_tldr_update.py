@@ -5,7 +5,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,7 +399,14 @@ def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[in
     logprobs = logprobs + noise * numbers(1, *logprobs.shape)
     values = values + noise * numbers(2, *values.shape)
     rewards = numbers(3, *values.shape).masked_fill(~value_mask, 0)
-    return Rollout(tokens, spoil(logprobs, mask), spoil(values, value_mask), rewards, mask, value_mask)
+    return Rollout(
+        query_responses=tokens,
+        logprobs=spoil(logprobs, mask),
+        values=spoil(values, value_mask),
+        rewards=rewards,
+        mask=mask,
+        value_mask=value_mask,
+    )
 
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
@@ -693,7 +700,7 @@ def test_finished_metrics():
     Of two processes with two episodes each, after three optimiser steps; a process's numbers are its shares.
     """
     kl, penalties = (numbers(i, 4, 3) for i in (1, 2))
-    scores, finished = numbers(3, 4), torch.tensor([True, False, True, True])
+    scores, stopped = numbers(3, 4), torch.tensor([True, False, True, True])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool()
     logprobs, gaps = spoil(numbers(4, 4, 3), mask), numbers(5, 4, 3).abs().masked_fill(~mask, 0)
     gold = numbers(6, 4)
@@ -703,15 +710,15 @@ def test_finished_metrics():
     def metrics_on(process) -> dict[str, float]:
         rows = slice(2 * process.process_index, 2 * process.process_index + 2)
         nothing = torch.full((2, 3), math.nan)
-        rollout = Rollout(nothing, logprobs[rows], nothing, nothing, mask[rows], nothing.bool())
-        episodes = Episodes(
-            *(nothing, finished[rows], scores[rows] + 1, scores[rows], nothing, kl[rows], penalties[rows]),
-            *(gaps[rows], {"gold": gold[rows]}, 0.07),
-        )
+        parts = dict.fromkeys((field.name for field in fields(Episodes)), nothing)
+        numbers_of = {"logprobs": logprobs, "mask": mask, "stopped": stopped, "scores": scores, "kl": kl}
+        numbers_of |= {"raw_scores": scores + 1, "non_score_rewards": penalties, "sampler_gap": gaps}
+        parts |= {name: tensor[rows] for name, tensor in numbers_of.items()}
+        episodes = Episodes(**parts | {"monitored": {"gold": gold[rows]}, "kl_coef": 0.07})
         steps = {name: found[process.process_index] for name, found in shares.items()} | {"gradient_norm": norms}
         steps["square_of_ratio_minus_1"] = steps["square_of_ratio_minus_1"] * torch.tensor([1e-8, 1, 1])
-        this_run = SimpleNamespace(args=Args(ppo=PpoArgs(batch_size=4)), accelerator=process, seconds=lambda: 8.0)
-        return update_metrics(this_run, 2, rollout, episodes, steps, 2e-6)
+        setup = SimpleNamespace(args=Args(ppo=PpoArgs(batch_size=4)), accelerator=process)
+        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes=episodes, steps=steps, lr=2e-6)
 
     first, second = on_processes(2, metrics_on)
     assert first == second
@@ -764,12 +771,13 @@ def test_numbers_too_large_to_be_squared_stop_the_run():
     found = {name: torch.ones(1, dtype=torch.float64) for name in STEPS}
     found["value"], found["square_of_value"] = (torch.tensor([x], dtype=torch.float64) for x in (1e170, math.inf))
     tokens = torch.ones(2, 3)
-    rollout = Rollout(*[tokens] * 4, *[tokens.bool()] * 2)
-    episodes = Episodes(tokens, *[tokens[:, 0]] * 3, *[tokens] * 4, {}, 0.07)
+    parts = dict.fromkeys((field.name for field in fields(Episodes)), tokens)
+    parts |= dict.fromkeys(("scores", "raw_scores", "stopped"), tokens[:, 0]) | {"mask": tokens.bool()}
+    episodes = Episodes(**parts | {"monitored": {}, "kl_coef": 0.07})
 
     def metrics_on(process) -> dict[str, float]:
-        this_run = SimpleNamespace(args=Args(), accelerator=process, seconds=lambda: 8.0)
-        return update_metrics(this_run, 2, rollout, episodes, found | {"gradient_norm": torch.ones(1)}, 2e-6)
+        setup, steps = SimpleNamespace(args=Args(), accelerator=process), found | {"gradient_norm": torch.ones(1)}
+        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes=episodes, steps=steps, lr=2e-6)
 
     with pytest.raises(NumericalError, match=r"^val/var is inf in step 2;"):
         alone(metrics_on)
@@ -1154,7 +1162,14 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     }
     assert expected["objective/entropy"] > 0
     mask, value_mask = masks_of(lengths, 8)
-    rollout = Rollout(rows, logprobs, values, torch.from_numpy(rewards), mask, value_mask)
+    rollout = Rollout(
+        query_responses=rows,
+        logprobs=logprobs,
+        values=values,
+        rewards=torch.from_numpy(rewards),
+        mask=mask,
+        value_mask=value_mask,
+    )
     start = ActorCritic(policy, reward_model, PAD)
     means = slow_minibatch_metrics(start, rollout, list(range(32)), ppo, temperature=4.0)
     expected |= {

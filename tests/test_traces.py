@@ -277,7 +277,7 @@ def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
 
 
 def test_a_report_of_a_real_run(traced):
-    text = report.report(report.Args(str(traced.run))).read_text()
+    text = report.report(report.Args(run=str(traced.run))).read_text()
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     (one_run,) = data["runs"]
     for (update, again), shown in ((kept, one_run["traces"][kept[0] // 2 + kept[0] % 2]) for kept in KEPT):

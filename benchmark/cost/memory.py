@@ -124,11 +124,11 @@ def run(argv: list[str]) -> None:
         seen["before"] = resident("VmRSS")
         return load_networks(*arguments)
 
-    def measured_update(actor_critic: Any, optimizer: Any, rollout: Any, *arguments: Any) -> Any:
+    def measured_update(actor_critic: Any, optimizer: Any, **arguments: Any) -> Any:
         seen["rollout"] = resident("VmHWM") - seen["before"]
-        seen["sequence_length"] = rollout.query_responses.shape[1]
+        seen["sequence_length"] = arguments["rollout"].query_responses.shape[1]
         forget_peak()
-        result = ppo_update(actor_critic, optimizer, rollout, *arguments)
+        result = ppo_update(actor_critic, optimizer, **arguments)
         seen["training"] = resident("VmHWM") - seen["before"]
         updates.append(1)
         if len(updates) == 2:

@@ -197,8 +197,15 @@ def update_of_chapter_2(case, networks, queries, queries_on, uniforms, pad) -> C
             tokens = torch.cat([queries_on, responses], dim=1)
             by_length(tldr_policy.reference_logprobs, actor_critic, tokens, responses, **reading)
             by_length(nn.Module.__call__, reward_model, tokens)
-        masks = tldr_policy.response_masks(responses, pad)
-        rollout = tldr_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values), *masks)
+        mask, value_mask = tldr_policy.response_masks(responses, pad)
+        rollout = tldr_policy.Rollout(
+            query_responses=tokens,
+            logprobs=logprobs,
+            values=values,
+            rewards=torch.zeros_like(values),
+            mask=mask,
+            value_mask=value_mask,
+        )
         tldr_policy.ppo_update(actor_critic, optimizer, rollout, minibatches, ppo, pad, 0.7, accelerator)
 
     return update

@@ -19,14 +19,14 @@ from unittest.mock import patch
 
 import tyro
 
-from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import cli, run
+from ppo_rlhf import rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf.lib import cli, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 SCRIPTS = {
-    "continuations": (train_policy, train_policy, "trace_episodes"),
-    "summaries": (tldr_policy, tldr_policy, "trace_episodes"),
-    "rlvr": (rlvr_policy, rlvr_policy, "trace_episodes"),
+    "train_policy": (train_policy, train_policy, "trace_episodes"),
+    "tldr_policy": (tldr_policy, traces.Recorder, "record"),
+    "rlvr_policy": (rlvr_policy, rlvr_policy, "trace_episodes"),
 }
 
 
@@ -66,10 +66,9 @@ def measure(train: Callable, args: Any, owner: Any, name: str, updates: int) -> 
 def main(args: Args) -> None:
     meta = run.read_meta(Path(args.run))
     saved, updates = meta["args"], meta["sizes"].get("updates", 0)
-    kind = report.OneRun(Path(args.run), {"args": saved}).kind
-    if kind not in SCRIPTS:
-        raise InputError(f"{args.run} is no run of PPO")
-    script, owner, name = SCRIPTS[kind]
+    if meta.get("script") not in SCRIPTS:
+        raise InputError(f"{args.run} is no run of {', '.join(SCRIPTS)}")
+    script, owner, name = SCRIPTS[meta["script"]]
     given = cli.from_dict(script.Args, saved)
     if not given.trace_interval:
         raise InputError(f"{args.run} was started without --trace_interval")

@@ -170,6 +170,7 @@ def kept_update(run_folder: Path, example: Example) -> dict[str, Any]:
         "update": example.update,
         "commit": one_run.meta["commit"],
         "cpu": cpu_name(),
+        "script": one_run.meta["script"],
         "args": {name: one_run.meta["args"][name] for name in ("task", "rewards", "ppo")},
         "episodes": episodes,
         "logged": {name: one_run.metrics[name][example.update] for name in LOGGED if name in one_run.metrics},
@@ -351,7 +352,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[float | str]]) -> str:
 
 def derived(told: dict[str, Any], epoch: int = 0) -> list[dict[str, Any]]:
     """Every number of the episodes of a recording in an epoch."""
-    settings, episodes = derivation.settings_of(told["args"]), told["episodes"]
+    settings, episodes = derivation.settings_of(told["args"], told["script"]), told["episodes"]
     group = episodes if settings["chapter"] == 3 else ()
     return [derivation.derive(episode, settings, epoch, group) for episode in episodes]
 
@@ -380,7 +381,7 @@ def total(found: Sequence[dict[str, Any]], name: str, flag: str) -> float:
 
 def blocks_of_summaries(told: dict[str, Any]) -> list[str]:
     """Everything that docs/chapter2.md shows of the update, in its order."""
-    episodes, settings, found = told["episodes"], derivation.settings_of(told["args"]), derived(told)
+    episodes, settings, found = told["episodes"], derivation.settings_of(told["args"], told["script"]), derived(told)
     head = ("", "summary", "tokens", "ends", "raw score", "score", "KL")
     summaries = [
         (
@@ -462,7 +463,7 @@ def epoch_table(told: dict[str, Any], tokens: int, values: int) -> str:
         [f"{int(total(one, flag, kind))} of {count}" for one in epochs]
         for flag, kind, count in (("is_clipped", "learns", tokens), ("value_is_clipped", "value_learns", values))
     )
-    coefficient = derivation.settings_of(told["args"])["vf_coef"]
+    coefficient = derivation.settings_of(told["args"], told["script"])["vf_coef"]
     return table(
         "epoch",
         [str(k + 1) for k in range(len(epochs))],
@@ -501,7 +502,7 @@ def blocks_of_solutions(told: dict[str, Any]) -> list[str]:
         for t in range(len(new))
         if abs(new[t] - one["logprobs"][t]) >= MOVED
     ]
-    settings = derivation.settings_of(told["args"])
+    settings = derivation.settings_of(told["args"], told["script"])
     counts = {name: one[name] for name in ("tokens", "sequences", "episodes", "length")}
     short = min(range(len(found)), key=lambda i: sum(found[i]["learns"]))
     for name in derivation.DIVISORS:

@@ -185,7 +185,14 @@ def main(args: Args) -> int:
     held_out = problems.read_problems(settings.task, tokenizer, "test", ROWS)
     prompts = held_out.batch(list(range(ROWS)), ids.pad)
     python, length = str(args.python.absolute()), settings.task.prompt_length + settings.task.response_length
-    spec = engine.Spec(settings.base_model, "float32", ids.pad, ids.stops, vllm_python=python, length=length)
+    spec = engine.Spec(
+        base_model=settings.base_model,
+        dtype="float32",
+        pad=ids.pad,
+        stops=ids.stops,
+        vllm_python=python,
+        length=length,
+    )
     checks, facts = compare_logprobs(spec, prompts, settings.task.response_length)
     print("", markdown(check_table(checks)), sep="\n")
     rows = train(args) if args.seeds else []

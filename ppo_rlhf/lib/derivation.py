@@ -140,7 +140,7 @@ def next_kl_coef(kl_coef: float, error: float, episodes: int, horizon: float) ->
 # ---- All steps -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Epoch:
     """The numbers of one pass over the episodes, before its optimiser step."""
 
@@ -152,7 +152,7 @@ class Epoch:
     total_loss: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """Every number of an update; lists have an entry for each episode."""
 
@@ -179,8 +179,8 @@ def update(recorded: Mapping[str, Any], settings: Mapping[str, float]) -> Update
     old_logprobs, values = recorded["logprobs"], recorded["values"]
     kl_coef, gamma = settings["kl_coef"], settings["gamma"]
     scores = [
-        score(*told, settings["penalty_reward_value"])
-        for told in zip(recorded["raw_scores"], recorded["stopped"], strict=True)
+        score(raw_score, stopped, settings["penalty_reward_value"])
+        for raw_score, stopped in zip(recorded["raw_scores"], recorded["stopped"], strict=True)
     ]
     kl_rows = [kl(*rows) for rows in zip(old_logprobs, recorded["ref_logprobs"], strict=True)]
     reward_rows = [rewards(*row, kl_coef) for row in zip(scores, kl_rows, strict=True)]
@@ -189,13 +189,24 @@ def update(recorded: Mapping[str, Any], settings: Mapping[str, float]) -> Update
     advantage_rows = [advantages(row, gamma, settings["lam"]) for row in deltas]
     return_rows = [returns(*rows) for rows in zip(advantage_rows, values, strict=True)]
     whitened_advantages = whiten(advantage_rows, keep_mean=False)
-    old = (old_logprobs, values, whitened_advantages.rows, return_rows)
+    old = {"logprobs": old_logprobs, "values": values, "advantages": whitened_advantages.rows, "returns": return_rows}
     mean_kl = math.fsum(part for row in kl_rows for part in row) / len(kl_rows)
     error = kl_error(mean_kl, settings["target"])
     return Update(
-        *(scores, kl_rows, reward_rows, whitened_rewards, deltas, advantage_rows, return_rows, whitened_advantages),
-        [losses(one["new_logprobs"], one["new_values"], *old, settings) for one in recorded["epochs"]],
-        *(mean_kl, error, next_kl_coef(kl_coef, error, len(scores), settings["horizon"])),
+        scores=scores,
+        kl=kl_rows,
+        rewards=reward_rows,
+        whitened_rewards=whitened_rewards,
+        deltas=deltas,
+        advantages=advantage_rows,
+        returns=return_rows,
+        whitened_advantages=whitened_advantages,
+        epochs=[
+            losses(one["new_logprobs"], one["new_values"], **old, settings=settings) for one in recorded["epochs"]
+        ],
+        mean_kl=mean_kl,
+        kl_error=error,
+        next_kl_coef=next_kl_coef(kl_coef, error, len(scores), settings["horizon"]),
     )
 
 
@@ -211,18 +222,25 @@ def losses(
     """Step 7 for one pass: both losses are means over all tokens of all episodes. advantages: whitened."""
 
     def each(function, *tables: Rows) -> list[list]:
-        return [[function(*told) for told in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
+        return [[function(*of_token) for of_token in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
 
     def mean(terms: list[list[Term]]) -> float:
         found = [term.loss for row in terms for term in row]
         return math.fsum(found) / len(found)
 
     ratios = each(ratio, new_logprobs, logprobs)
-    policy_terms = each(lambda *told: policy_term(*told, settings["cliprange"]), ratios, advantages)
-    value_terms = each(lambda *told: value_term(*told, settings["cliprange_value"]), new_values, values, returns)
+    policy_terms = each(lambda *x: policy_term(*x, settings["cliprange"]), ratios, advantages)
+    value_terms = each(lambda *x: value_term(*x, settings["cliprange_value"]), new_values, values, returns)
     policy_loss, value_loss = mean(policy_terms), 0.5 * mean(value_terms)
     total_loss = policy_loss + settings["vf_coef"] * value_loss
-    return Epoch(ratios, policy_terms, value_terms, policy_loss, value_loss, total_loss)
+    return Epoch(
+        ratios=ratios,
+        policy_terms=policy_terms,
+        value_terms=value_terms,
+        policy_loss=policy_loss,
+        value_loss=value_loss,
+        total_loss=total_loss,
+    )
 
 
 # ---- Chapters 2 and 3: other forms of the same steps -----------------------------------------------------------
@@ -276,7 +294,7 @@ def is_masked(new_logprobs: Row, sampler_logprobs: Row, advantage: float, delta:
     return math.fsum(gaps) / max(len(gaps), 1) > delta
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenLoss:
     """A token's policy loss, before weights and divisor."""
 
@@ -295,13 +313,13 @@ def token_loss(
     if loss in ("reinforce", "cispo"):
         weight = inside if loss == "cispo" else 1.0
         found = -weight * advantage * new_logprob
-        return TokenLoss(found, -weight * advantage, found, found, "free")
+        return TokenLoss(loss=found, gradient=-weight * advantage, free=found, clipped=found, branch="free")
     free, clipped = -advantage * ratio, -advantage * inside
     if dual_clip is not None and loss == "ppo" and advantage < 0 and max(free, clipped) > -advantage * dual_clip:
-        return TokenLoss(-advantage * dual_clip, 0.0, free, clipped, "dual")
+        return TokenLoss(loss=-advantage * dual_clip, gradient=0.0, free=free, clipped=clipped, branch="dual")
     if clipped > free:
-        return TokenLoss(clipped, 0.0, free, clipped, "clipped")
-    return TokenLoss(free, -advantage * ratio, free, clipped, "free")
+        return TokenLoss(loss=clipped, gradient=0.0, free=free, clipped=clipped, branch="clipped")
+    return TokenLoss(loss=free, gradient=-advantage * ratio, free=free, clipped=clipped, branch="free")
 
 
 def divisor(aggregation: str, length: int, counts: Mapping[str, float]) -> float:
@@ -320,10 +338,13 @@ def divisor(aggregation: str, length: int, counts: Mapping[str, float]) -> float
 NAN = float("nan")
 
 
-def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a derivation needs, under one name in all chapters. args: of meta.json."""
+CHAPTERS = {"train": 1, "tldr": 2, "rlvr": 3}  # by the beginning of a script's name
+
+
+def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
+    """The arguments that a derivation needs, under one name in all chapters. args, script: of meta.json."""
     ppo, shaping = args.get("ppo", {}), args.get("rewards", {})
-    chapter = 3 if "samples_per_prompt" in ppo else 2 if "missing_eos" in shaping else 1
+    chapter = CHAPTERS[script.split("_")[0]]
     estimator, loss = ppo.get("advantage", "gae"), ppo.get("loss", "ppo")
     low, high = (ppo.get(name, ppo.get("cliprange", NAN)) for name in ("cliprange_low", "cliprange_high"))
     whitened = estimator in ("gae", "reinforce++", "reinforce++-baseline")
@@ -364,14 +385,18 @@ def row_of(values: Sequence[float | None] | None, n: int) -> list[float]:
 
 def marks(tokens: Mapping[str, Sequence[int]], n: int, chapter: int) -> dict[str, list[bool]]:
     """Which tokens pay for the KL, have a value and an advantage, are in the policy loss, and in the value loss."""
-    told = {name: [bool(x) for x in tokens.get(name, [True] * n)] for name in ("mask", "value_mask", "scored")}
-    everywhere = [True] * n
+    bools = {name: [bool(x) for x in tokens.get(name, [True] * n)] for name in ("mask", "value_mask", "scored")}
     if chapter == 1:
-        return dict.fromkeys(("pays", "valued", "learns", "value_learns"), everywhere)
+        return dict.fromkeys(("pays", "valued", "learns", "value_learns"), [True] * n)
     if chapter == 2:
-        mask, value_mask = told["mask"], told["value_mask"]
+        mask, value_mask = bools["mask"], bools["value_mask"]
         return {"pays": mask, "valued": value_mask, "learns": mask, "value_learns": value_mask}
-    return {"pays": told["scored"], "valued": told["scored"], "learns": told["mask"], "value_learns": told["mask"]}
+    return {
+        "pays": bools["scored"],
+        "valued": bools["scored"],
+        "learns": bools["mask"],
+        "value_learns": bools["mask"],
+    }
 
 
 def derive(
@@ -429,8 +454,8 @@ def statistics_of(episode: Mapping[str, Any], epoch: int) -> dict[str, float]:
     """The numbers that an episode shares with others in an epoch."""
     names = ("kl_coef", "reward_mean", "reward_deviation", "advantage_mean", "advantage_deviation", "tokens")
     names += ("values", "sequences", "episodes", "length", "baselines", "right_tokens", "critic_lam")
-    told = episode.get("statistics", {})
-    values = {name: told.get(name) for name in names}
+    shared = episode.get("statistics", {})
+    values = {name: shared.get(name) for name in names}
     values = {name: value[epoch] if isinstance(value, list) else value for name, value in values.items()}
     return {{"values": "value_count"}.get(name, name): number_of(value) for name, value in values.items()}
 
@@ -459,11 +484,10 @@ def advantages_of(
         chosen, recorded = settings["critic_lam"], found["critic_lam"]
         critic_lam = (settings["lam"] if chosen is None else chosen) if recorded != recorded else recorded
         raw, of_targets = (advantages(deltas, settings["gamma"], x) for x in (lam, critic_lam))
-        told = {"deltas": deltas, "raw_advantages": raw, "of_targets": of_targets}
-        told |= {"returns": returns(of_targets, values)}
-        return {name: spread(row) for name, row in told.items()} | {
-            **{"policy_lam": lam, "critic_lam": critic_lam, "valued_tokens": len(valued)}
-        }
+        rows = {"deltas": deltas, "raw_advantages": raw, "of_targets": of_targets}
+        rows |= {"returns": returns(of_targets, values)}
+        numbers = {"policy_lam": lam, "critic_lam": critic_lam, "valued_tokens": len(valued)}
+        return {name: spread(row) for name, row in rows.items()} | numbers
     if estimator in ("reinforce++", "remax"):
         gamma = settings["gamma"] if estimator == "reinforce++" else 1.0
         sums = advantages(rewards, gamma, 1.0)
@@ -477,10 +501,10 @@ def advantages_of(
     advantage = group_advantage(total, totals, len(valued), lengths, estimator)
     mean = math.fsum(totals) / len(totals)
     weighted = math.fsum(t * k for t, k in zip(totals, lengths, strict=True)) / max(sum(lengths), 1)
-    told = {"total": total, "group_size": len(totals), "group_mean": mean, "group_weighted_mean": weighted}
+    of_group = {"total": total, "group_size": len(totals), "group_mean": mean, "group_weighted_mean": weighted}
     equal = max(totals) <= min(totals) or (estimator == "maxrl" and mean <= least_mean(totals))
-    told |= {"totals": totals, "group_deviation": group_deviation(totals), "equal": equal}
-    return told | {"raw_advantages": spread([advantage] * len(valued))}
+    of_group |= {"totals": totals, "group_deviation": group_deviation(totals), "equal": equal}
+    return of_group | {"raw_advantages": spread([advantage] * len(valued))}
 
 
 def total_of(episode: Mapping[str, Any]) -> float:
@@ -509,8 +533,8 @@ def losses_of(
     if s["loss"] == "gspo":
         ratios = [math.exp(min(sequence, 10.0)) if sequence == sequence else NAN] * n
     terms = [
-        token_loss(*told, s["loss"], s["low"], s["high"], s["dual_clip"])
-        for told in zip(new, ratios, found["advantages"], strict=True)
+        token_loss(*x, loss=s["loss"], low=s["low"], high=s["high"], dual_clip=s["dual_clip"])
+        for x in zip(new, ratios, found["advantages"], strict=True)
     ]
     weights = row_of(tokens.get("weights", [1.0] * n), n)
     if s["correction"] == "bypass" and s["loss"] == "reinforce":
@@ -532,8 +556,8 @@ def losses_of(
         for t in range(n)
     ]
     value_terms = [
-        value_term(*told, s["cliprange_value"])
-        for told in zip(new_values, found["values"], found.get("returns", [NAN] * n), strict=True)
+        value_term(*x, s["cliprange_value"])
+        for x in zip(new_values, found["values"], found.get("returns", [NAN] * n), strict=True)
     ]
     return {
         **{"old_logprobs": old, "new_logprobs": new, "new_values": new_values, "ratio": ratios, "weights": weights},
@@ -573,7 +597,7 @@ def losses_of(
 # ---- Lines: formula, numbers, sentence -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """A line of a derivation. In `numbers`, {x} is of the token, {next_x} of the next one that has a value, or 0."""
 
@@ -637,14 +661,25 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
     s, chapter = settings, settings["chapter"]
     found = [
         Step(
-            *("logprobs", "log-prob", "log π(y_t | x, y_<t)", "{logprobs}"),
-            "This is how likely the policy found the token when it sampled it. It was read from the model, in nats.",
-            ("train_policy.py respond D24", "tldr_policy.py respond T36", "rlvr_policy.py read_responses V76"),
+            result="logprobs",
+            title="log-prob",
+            formula="log π(y_t | x, y_<t)",
+            numbers="{logprobs}",
+            sentence="This is how likely the policy found the token when it sampled it. It was read from the model, "
+            "in nats.",
+            where=("train_policy.py respond D24", "tldr_policy.py respond T36", "rlvr_policy.py read_responses V76"),
         ),
         Step(
-            *("ref_logprobs", "log-prob, reference", "log ρ(y_t | x, y_<t)", "{ref_logprobs}"),
-            "This is how likely the model that training started from finds the same token.",
-            ("train_policy.py reference_logprobs D47", "tldr_policy.py logprobs T35", "rlvr_policy.py logprobs V57"),
+            result="ref_logprobs",
+            title="log-prob, reference",
+            formula="log ρ(y_t | x, y_<t)",
+            numbers="{ref_logprobs}",
+            sentence="This is how likely the model that training started from finds the same token.",
+            where=(
+                "train_policy.py reference_logprobs D47",
+                "tldr_policy.py logprobs T35",
+                "rlvr_policy.py logprobs V57",
+            ),
         ),
     ]
     rewards = (
@@ -655,28 +690,43 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
     formula, numbers = KL_FORMS[s["kl_estimator"]]
     found += [
         Step(
-            *("kl", "KL", formula, numbers),
-            "It is above 0 where the policy likes the token better than the reference does, and it will be penalised."
+            result="kl",
+            title="KL",
+            formula=formula,
+            numbers=numbers,
+            sentence="It is above 0 where the policy likes the token better than the reference does, and it will be "
+            "penalised."
             if s["kl_estimator"] != "full"
             else "The exact divergence is a sum over the whole vocabulary, which the trace does not hold.",
-            (
+            where=(
                 "train_policy.py compute_rewards D51",
                 "tldr_policy.py compute_rewards T42",
                 "rlvr_math.py kl_estimate V48",
             ),
-            *("kl", "pays"),
+            recorded="kl",
+            only="pays",
         ),
         Step(
-            *("rewards", "reward", "r_t = −β · KL_t", "−{kl_coef} · {kl}"),
-            "A token that moves the policy away from the reference pays for it.",
-            *(rewards, "rewards", "is_inner"),
+            result="rewards",
+            title="reward",
+            formula="r_t = −β · KL_t",
+            numbers="−{kl_coef} · {kl}",
+            sentence="A token that moves the policy away from the reference pays for it.",
+            where=rewards,
+            recorded="rewards",
+            only="is_inner",
         ),
         Step(
-            *("rewards", "reward", "r_t = −β · KL_t + s", "−{kl_coef} · {kl} + {score}"),
-            "The score s judges the whole response, so it is added once, at the end."
+            result="rewards",
+            title="reward",
+            formula="r_t = −β · KL_t + s",
+            numbers="−{kl_coef} · {kl} + {score}",
+            sentence="The score s judges the whole response, so it is added once, at the end."
             if chapter != 2
             else "The score s judges the whole response. It is on the step after the last token, if there is one.",
-            *(rewards, "rewards", "is_last"),
+            where=rewards,
+            recorded="rewards",
+            only="is_last",
         ),
     ]
     reward, symbol = "{rewards}", "r_t"
@@ -684,23 +734,35 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
         reward, symbol = "{whitened_rewards}", "r'_t"
         found.append(
             Step(
-                *("whitened_rewards", "whitened reward", "r'_t = (r_t − μ_r) / σ_r + μ_r"),
-                "({rewards} − {reward_mean}) / {reward_deviation} + {reward_mean}",
-                "Rewards of all tokens that are whitened together get the deviation 1 and keep their mean μ_r.",
-                ("train_policy.py group_advantages D55", "tldr_policy.py compute_advantages T44"),
-                *("", "valued", "reward_deviation"),
+                result="whitened_rewards",
+                title="whitened reward",
+                formula="r'_t = (r_t − μ_r) / σ_r + μ_r",
+                numbers="({rewards} − {reward_mean}) / {reward_deviation} + {reward_mean}",
+                sentence="Rewards of all tokens that are whitened together get the deviation 1 and keep their mean "
+                "μ_r.",
+                where=("train_policy.py group_advantages D55", "tldr_policy.py compute_advantages T44"),
+                only="valued",
+                divisor="reward_deviation",
             )
         )
     found += estimator_steps(s, reward, symbol)
     if s["whiten_advantages"]:
         found.append(
             Step(
-                *("advantages", "whitened advantage", "A'_t = (A_t − μ_A) / σ_A"),
-                "({raw_advantages} − {advantage_mean}) / {advantage_deviation}",
-                "Advantages of all tokens that are whitened together get mean 0 and deviation 1, so that the size of "
-                "a step does not depend on the scale of the scores.",
-                ("train_policy.py group_advantages D58", "tldr_policy.py whiten T44", "rlvr_math.py whiten V45"),
-                *("advantages", "learns", "advantage_deviation"),
+                result="advantages",
+                title="whitened advantage",
+                formula="A'_t = (A_t − μ_A) / σ_A",
+                numbers="({raw_advantages} − {advantage_mean}) / {advantage_deviation}",
+                sentence="Advantages of all tokens that are whitened together get mean 0 and deviation 1, so that "
+                "the size of a step does not depend on the scale of the scores.",
+                where=(
+                    "train_policy.py group_advantages D58",
+                    "tldr_policy.py whiten T44",
+                    "rlvr_math.py whiten V45",
+                ),
+                recorded="advantages",
+                only="learns",
+                divisor="advantage_deviation",
             )
         )
     return found + loss_steps(s) + (value_steps(s) if s["estimator"] == "gae" else [])
@@ -714,61 +776,94 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
         critic = ("train_policy.py forward D26", "tldr_policy.py forward T38", "rlvr_policy.py forward V30")
         adapts = s["lam_alpha"] is not None
         own_lam = Step(
-            *("policy_lam", "lambda", "λ = 1 − 1 / (α · |y|)", "max(0, 1 − 1 / ({lam_alpha} · {valued_tokens}))"),
-            "The longer the response, the closer to 1, so that its first token still hears of the score.",
-            *(("rlvr_math.py gae V106",), "", "valued"),
+            result="policy_lam",
+            title="lambda",
+            formula="λ = 1 − 1 / (α · |y|)",
+            numbers="max(0, 1 − 1 / ({lam_alpha} · {valued_tokens}))",
+            sentence="The longer the response, the closer to 1, so that its first token still hears of the score.",
+            where=("rlvr_math.py gae V106",),
+            only="valued",
         )
         own_targets = Step(
-            *("of_targets", "advantage for the critic", "G_t = δ_t + γ λ_V · G_t+1"),
-            "{deltas} + {gamma} · {critic_lam} · {next_of_targets}",
-            "The critic's targets have a lambda of their own.",
-            *(("rlvr_math.py gae V105",), "", "valued"),
+            result="of_targets",
+            title="advantage for the critic",
+            formula="G_t = δ_t + γ λ_V · G_t+1",
+            numbers="{deltas} + {gamma} · {critic_lam} · {next_of_targets}",
+            sentence="The critic's targets have a lambda of their own.",
+            where=("rlvr_math.py gae V105",),
+            only="valued",
         )
         return [
             Step(
-                *("values", "value", "V_t", "{values}"),
-                "Before the token was written, the critic expected this sum of rewards from here on."
+                result="values",
+                title="value",
+                formula="V_t",
+                numbers="{values}",
+                sentence="Before the token was written, the critic expected this sum of rewards from here on."
                 if s["chapter"] == 1
                 else "The critic, a network of its own, expected this sum of rewards before the token was written.",
-                *(critic, "", "valued"),
+                where=critic,
+                only="valued",
             ),
             Step(
-                *("deltas", "temporal difference", f"δ_t = {symbol} + γ · V_t+1 − V_t"),
-                f"{reward} + {{gamma}} · {{next_values}} − {{values}}",
-                "The token did this much better than the critic had expected; below 0, worse.",
-                *(gae, "", "valued"),
+                result="deltas",
+                title="temporal difference",
+                formula=f"δ_t = {symbol} + γ · V_t+1 − V_t",
+                numbers=f"{reward} + {{gamma}} · {{next_values}} − {{values}}",
+                sentence="The token did this much better than the critic had expected; below 0, worse.",
+                where=gae,
+                only="valued",
             ),
             *([own_lam] if adapts else []),
             Step(
-                *("raw_advantages", "advantage", "A_t = δ_t + γ λ · A_t+1"),
-                "{deltas} + {gamma} · {policy_lam} · {next_raw_advantages}",
-                "A token also gets credit for what follows it, and less the further away that is.",
-                *(gae, "" if s["whiten_advantages"] else "advantages", "valued"),
+                result="raw_advantages",
+                title="advantage",
+                formula="A_t = δ_t + γ λ · A_t+1",
+                numbers="{deltas} + {gamma} · {policy_lam} · {next_raw_advantages}",
+                sentence="A token also gets credit for what follows it, and less the further away that is.",
+                where=gae,
+                recorded="" if s["whiten_advantages"] else "advantages",
+                only="valued",
             ),
             *([own_targets] if s["own_targets"] else []),
             Step(
-                *("returns", "return", "R_t = G_t + V_t" if s["own_targets"] else "R_t = A_t + V_t"),
-                "{of_targets} + {values}",
-                "The critic should have said this.",
-                *(gae, "returns", "valued"),
+                result="returns",
+                title="return",
+                formula="R_t = G_t + V_t" if s["own_targets"] else "R_t = A_t + V_t",
+                numbers="{of_targets} + {values}",
+                sentence="The critic should have said this.",
+                where=gae,
+                recorded="returns",
+                only="valued",
             ),
         ]
     recorded = "" if s["whiten_advantages"] else "advantages"
     if estimator in ("reinforce++", "remax"):
         gamma = "γ · " if estimator == "reinforce++" else ""
         sums = Step(
-            *("sums", "rewards from here on", f"G_t = r_t + {gamma}G_t+1"),
-            "{rewards} + {gamma} · {next_sums}" if gamma else "{rewards} + {next_sums}",
-            "Without a critic, a token gets everything that came after it.",
-            (f"rlvr_math.py {'reinforce_pp V39' if gamma else 'remax V41'}",),
-            *("", "valued"),
+            result="sums",
+            title="rewards from here on",
+            formula=f"G_t = r_t + {gamma}G_t+1",
+            numbers="{rewards} + {gamma} · {next_sums}" if gamma else "{rewards} + {next_sums}",
+            sentence="Without a critic, a token gets everything that came after it.",
+            where=(f"rlvr_math.py {'reinforce_pp V39' if gamma else 'remax V41'}",),
+            only="valued",
         )
         if gamma:
             formula, numbers, sentence = "A_t = G_t", "{sums}", "This is the advantage before whitening."
         else:
             formula, numbers = "A_t = G_t − s_greedy", "{sums} − {baselines}"
             sentence = "The score of the greedy response to the same prompt shows what was to be expected."
-        last = Step("raw_advantages", "advantage", formula, numbers, sentence, sums.where, recorded, "valued")
+        last = Step(
+            result="raw_advantages",
+            title="advantage",
+            formula=formula,
+            numbers=numbers,
+            sentence=sentence,
+            where=sums.where,
+            recorded=recorded,
+            only="valued",
+        )
         return [sums, last]
     formula, numbers, sentence = GROUP_FORMS[estimator]
     name = {"reinforce++-baseline": "reinforce_pp_baseline V40", "grpo": "grpo V33", "dr_grpo": "dr_grpo V36"}
@@ -778,26 +873,49 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
     where = (f"rlvr_math.py {(name | {'rloo': 'rloo V38', 'opo': 'opo V42'})[estimator]}",)
     centred = ("rlvr_math.py centred_scores V32",)
     return [
-        Step("total", "total", "R = Σ_t r_t", "{total}", "This is the whole reward of the response.", centred),
         Step(
-            *("group_mean", "mean of the group", "μ = Σ_i R_i / n", "({totals}) / {group_size}"),
-            "The other responses to the same prompt show what was to be expected.",
-            centred,
+            result="total",
+            title="total",
+            formula="R = Σ_t r_t",
+            numbers="{total}",
+            sentence="This is the whole reward of the response.",
+            where=centred,
         ),
         Step(
-            *("group_deviation", "deviation of the group", "σ = √(Σ_i (R_i − μ)² / (n − 1))", "{group_deviation}"),
-            "It is 0 if all responses did equally well.",
-            where,
+            result="group_mean",
+            title="mean of the group",
+            formula="μ = Σ_i R_i / n",
+            numbers="({totals}) / {group_size}",
+            sentence="The other responses to the same prompt show what was to be expected.",
+            where=centred,
         ),
         Step(
-            *("raw_advantages", "advantage", formula, numbers),
-            f"All tokens of the response share it. {sentence}",
-            *(where, recorded, "differ"),
+            result="group_deviation",
+            title="deviation of the group",
+            formula="σ = √(Σ_i (R_i − μ)² / (n − 1))",
+            numbers="{group_deviation}",
+            sentence="It is 0 if all responses did equally well.",
+            where=where,
         ),
         Step(
-            *("raw_advantages", "advantage", "A_t = 0", "0"),
-            equally,
-            *(("rlvr_math.py centred_scores V34",), recorded, "equal"),
+            result="raw_advantages",
+            title="advantage",
+            formula=formula,
+            numbers=numbers,
+            sentence=f"All tokens of the response share it. {sentence}",
+            where=where,
+            recorded=recorded,
+            only="differ",
+        ),
+        Step(
+            result="raw_advantages",
+            title="advantage",
+            formula="A_t = 0",
+            numbers="0",
+            sentence=equally,
+            where=("rlvr_math.py centred_scores V34",),
+            recorded=recorded,
+            only="equal",
         ),
     ]
 
@@ -807,54 +925,65 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
     where = ("train_policy.py policy_loss D60", "tldr_policy.py policy_loss T45", "rlvr_math.py token_losses V58")
     found = [
         Step(
-            *("new_logprobs", "new log-prob", "log π_new(y_t)", "{new_logprobs}"),
-            "The policy said this in the chosen epoch, before its optimiser step.",
-            ("train_policy.py ppo_update D62", "tldr_policy.py ppo_update T47", "rlvr_policy.py update V77"),
-            *("", "learns"),
+            result="new_logprobs",
+            title="new log-prob",
+            formula="log π_new(y_t)",
+            numbers="{new_logprobs}",
+            sentence="The policy said this in the chosen epoch, before its optimiser step.",
+            where=("train_policy.py ppo_update D62", "tldr_policy.py ppo_update T47", "rlvr_policy.py update V77"),
+            only="learns",
         )
     ]
     if s["loss"] != "reinforce":
         whole = s["loss"] == "gspo"
         found.append(
             Step(
-                *("ratio", "ratio"),
-                "ratio = exp(mean over y of log π_new − log π)" if whole else "ratio_t = π_new(y_t) / π(y_t)",
-                "exp({log_ratio})" if whole else "exp({new_logprobs} − {old_logprobs})",
-                "The response has become this many times as likely, averaged over its tokens."
+                result="ratio",
+                title="ratio",
+                formula="ratio = exp(mean over y of log π_new − log π)" if whole else "ratio_t = π_new(y_t) / π(y_t)",
+                numbers="exp({log_ratio})" if whole else "exp({new_logprobs} − {old_logprobs})",
+                sentence="The response has become this many times as likely, averaged over its tokens."
                 if whole
                 else "The token has become this many times as likely since it was sampled.",
-                (*where[:2], "rlvr_math.py token_losses V65" if whole else where[2]),
-                *("", "learns"),
+                where=(*where[:2], "rlvr_math.py token_losses V65" if whole else where[2]),
+                only="learns",
             )
         )
     if s["loss"] == "reinforce":
         found.append(
             Step(
-                *("loss", "policy loss of the token", "−A_t · log π_new(y_t)", "−{advantages} · {new_logprobs}"),
-                "There is no ratio and no clip.",
-                *((*where[:2], "rlvr_math.py token_losses V64"), "", "learns"),
+                result="loss",
+                title="policy loss of the token",
+                formula="−A_t · log π_new(y_t)",
+                numbers="−{advantages} · {new_logprobs}",
+                sentence="There is no ratio and no clip.",
+                where=(*where[:2], "rlvr_math.py token_losses V64"),
+                only="learns",
             )
         )
     elif s["loss"] == "cispo":
         found.append(
             Step(
-                *("loss", "policy loss of the token", "−clip(ratio_t) · A_t · log π_new(y_t)"),
-                "−{clipped_ratio} · {advantages} · {new_logprobs}",
-                "The clipped ratio is only a weight, so every token keeps its gradient.",
-                *((*where[:2], "rlvr_math.py token_losses V66"), "", "learns"),
+                result="loss",
+                title="policy loss of the token",
+                formula="−clip(ratio_t) · A_t · log π_new(y_t)",
+                numbers="−{clipped_ratio} · {advantages} · {new_logprobs}",
+                sentence="The clipped ratio is only a weight, so every token keeps its gradient.",
+                where=(*where[:2], "rlvr_math.py token_losses V66"),
+                only="learns",
             )
         )
     else:
-        numbers = "max({free}, {clipped})"
-        told = ("loss", "policy loss of the token", CLIPPED, numbers)
+        loss = {"result": "loss", "title": "policy loss of the token", "where": where}
+        clipped = loss | {"formula": CLIPPED, "numbers": "max({free}, {clipped})"}
         free = "The first of the two counts: the loss is not clipped, and the token has a gradient."
         held = "The second counts: the ratio has left its range in the direction that pays. The loss is constant."
-        found += [Step(*told, free, where, "", "is_free"), Step(*told, held, where, "", "is_clipped")]
+        found += [Step(**clipped, sentence=free, only="is_free"), Step(**clipped, sentence=held, only="is_clipped")]
         if s["dual_clip"] is not None and s["loss"] == "ppo":
             dual = "A token of a bad response that became much more likely has a constant loss (dual clip)."
-            formula = "−A'_t · c"
-            told = ("loss", "policy loss of the token", formula, "−{advantages} · {dual_clip}", dual)
-            found.append(Step(*told, (*where[:2], "rlvr_math.py token_losses V59"), "", "is_dual"))
+            loss["where"] = (*where[:2], "rlvr_math.py token_losses V59")
+            numbers = "−{advantages} · {dual_clip}"
+            found.append(Step(**loss, formula="−A'_t · c", numbers=numbers, sentence=dual, only="is_dual"))
     slope = {
         "reinforce": ("−A_t", "−{advantages}"),
         "cispo": ("−clip(ratio_t) · A_t", "−{clipped_ratio} · {advantages}"),
@@ -862,50 +991,75 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
     formula, numbers = slope.get(s["loss"], ("−A'_t · ratio_t", "−{advantages} · {ratio}"))
     found.append(
         Step(
-            *("gradient", "gradient", f"∂loss / ∂log π_new = {formula}", numbers),
-            "Descent makes the token more likely where this is below 0, and less likely where it is above.",
-            *(where, "", "is_free"),
+            result="gradient",
+            title="gradient",
+            formula=f"∂loss / ∂log π_new = {formula}",
+            numbers=numbers,
+            sentence="Descent makes the token more likely where this is below 0, and less likely where it is above.",
+            where=where,
+            only="is_free",
         )
     )
     flags = ["is_clipped"] * (s["loss"] in ("ppo", "gspo"))
     flags += ["is_dual"] * (s["dual_clip"] is not None and s["loss"] == "ppo")
     for flag in flags:
-        zero = ("gradient", "gradient", "∂loss / ∂log π_new = 0", "0")
-        found.append(Step(*zero, "In this epoch, the token teaches the policy nothing.", where, "", flag))
+        zero = Step(
+            result="gradient",
+            title="gradient",
+            formula="∂loss / ∂log π_new = 0",
+            numbers="0",
+            sentence="In this epoch, the token teaches the policy nothing.",
+            where=where,
+            only=flag,
+        )
+        found.append(zero)
     aggregate = ("train_policy.py policy_loss D61", "tldr_policy.py policy_loss T45", "rlvr_math.py aggregate V60")
     weighted = s["correction"] == "decoupled" or (s["correction"] == "bypass" and s["loss"] == "reinforce")
     if weighted:
         found.append(
             Step(
-                *("weights", "importance weight", "w_t = min(π / π_sampler, cap)", "{weights}"),
-                "Older weights have sampled the response. This factor corrects for it.",
-                (*where[:2], "rlvr_math.py importance_weights V85"),
-                *("", "learns"),
+                result="weights",
+                title="importance weight",
+                formula="w_t = min(π / π_sampler, cap)",
+                numbers="{weights}",
+                sentence="Older weights have sampled the response. This factor corrects for it.",
+                where=(*where[:2], "rlvr_math.py importance_weights V85"),
+                only="learns",
             )
         )
     found.append(
         Step(
-            *("share", "share of the policy loss", "w_t · loss_t / N" if weighted else "loss_t / N"),
-            "{weights} · {loss} / {divisor}" if weighted else "{loss} / {divisor}",
-            f"N is the divisor of the whole minibatch: {DIVISORS[s['aggregation']]}.",
-            *(aggregate, "", "learns" if s["off_policy_mask"] is None else "is_kept"),
+            result="share",
+            title="share of the policy loss",
+            formula="w_t · loss_t / N" if weighted else "loss_t / N",
+            numbers="{weights} · {loss} / {divisor}" if weighted else "{loss} / {divisor}",
+            sentence=f"N is the divisor of the whole minibatch: {DIVISORS[s['aggregation']]}.",
+            where=aggregate,
+            only="learns" if s["off_policy_mask"] is None else "is_kept",
         )
     )
     if s["off_policy_mask"] is not None:
         found.append(
             Step(
-                *("share", "share of the policy loss", "0", "0"),
-                "The response became so unlikely that it is no longer blamed (off-policy mask).",
-                *((*where[:2], "rlvr_math.py off_policy_mask V110"), "", "is_masked"),
+                result="share",
+                title="share of the policy loss",
+                formula="0",
+                numbers="0",
+                sentence="The response became so unlikely that it is no longer blamed (off-policy mask).",
+                where=(*where[:2], "rlvr_math.py off_policy_mask V110"),
+                only="is_masked",
             )
         )
     if s["nll_coef"]:
         found.append(
             Step(
-                *("nll_share", "share of the likelihood loss", "−μ · log π_new(y_t) / N_right"),
-                "−{nll_coef} · {new_logprobs} / {right_tokens}",
-                "The response is right, so each of its tokens is made more likely, whatever its advantage.",
-                *((*where[:2], "rlvr_policy.py micro_batch_loss V108"), "", "is_right"),
+                result="nll_share",
+                title="share of the likelihood loss",
+                formula="−μ · log π_new(y_t) / N_right",
+                numbers="−{nll_coef} · {new_logprobs} / {right_tokens}",
+                sentence="The response is right, so each of its tokens is made more likely, whatever its advantage.",
+                where=(*where[:2], "rlvr_policy.py micro_batch_loss V108"),
+                only="is_right",
             )
         )
     if s["kl_loss_coef"]:
@@ -916,14 +1070,22 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
         numbers = "{kl_loss}" if s["kl_loss_estimator"] == "full" else numbers
         found += [
             Step(
-                *("kl_loss", "KL in the loss", formula, numbers),
-                "In the loss, only the slope of this estimate acts.",
-                *((*where[:2], "rlvr_policy.py kl_in_loss V49"), "", "learns"),
+                result="kl_loss",
+                title="KL in the loss",
+                formula=formula,
+                numbers=numbers,
+                sentence="In the loss, only the slope of this estimate acts.",
+                where=(*where[:2], "rlvr_policy.py kl_in_loss V49"),
+                only="learns",
             ),
             Step(
-                *("kl_share", "share of the KL loss", "β_loss · KL_t / N", "{kl_loss_coef} · {kl_loss} / {divisor}"),
-                "It has the divisor of the policy loss.",
-                *(aggregate, "", "learns"),
+                result="kl_share",
+                title="share of the KL loss",
+                formula="β_loss · KL_t / N",
+                numbers="{kl_loss_coef} · {kl_loss} / {divisor}",
+                sentence="It has the divisor of the policy loss.",
+                where=aggregate,
+                only="learns",
             ),
         ]
     return found
@@ -932,29 +1094,36 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
 def value_steps(s: Mapping[str, Any]) -> list[Step]:
     """Step 7: the critic's loss."""
     where = ("train_policy.py value_loss D59", "tldr_policy.py value_loss T45", "rlvr_math.py value_losses V69")
-    told = ("value_loss", "value loss of the token", VALUE_CLIPPED, "½ max({value_free}, {value_clipped})")
+    loss = {"result": "value_loss", "title": "value loss of the token", "formula": VALUE_CLIPPED, "where": where}
+    loss["numbers"] = "½ max({value_free}, {value_clipped})"
+    free = "The first error counts: the critic has a gradient here."
+    held = "The second error counts: the critic has moved as far towards the return as it may."
     return [
         Step(
-            *("new_values", "new value", "V_new", "{new_values}"),
-            "The critic said this in the chosen epoch, before its optimiser step.",
-            *(where, "", "value_learns"),
+            result="new_values",
+            title="new value",
+            formula="V_new",
+            numbers="{new_values}",
+            sentence="The critic said this in the chosen epoch, before its optimiser step.",
+            where=where,
+            only="value_learns",
         ),
-        Step(*told, "The first error counts: the critic has a gradient here.", where, "", "value_is_free"),
+        Step(**loss, sentence=free, only="value_is_free"),
+        Step(**loss, sentence=held, only="value_is_clipped"),
         Step(
-            *told,
-            "The second error counts: the critic has moved as far towards the return as it may.",
-            *(where, "", "value_is_clipped"),
-        ),
-        Step(
-            *("value_share", "share of the value loss", "value loss_t / N_V", "{value_loss} / {value_divisor}"),
-            "N_V is what the minibatch's value loss is divided by."
+            result="value_share",
+            title="share of the value loss",
+            formula="value loss_t / N_V",
+            numbers="{value_loss} / {value_divisor}",
+            sentence="N_V is what the minibatch's value loss is divided by."
             + (f" The loss then counts {s['vf_coef']:g} times." if s["chapter"] < 3 else ""),
-            *(where, "", "value_learns"),
+            where=where,
+            only="value_learns",
         ),
     ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """A step with the numbers of one token."""
 
@@ -992,11 +1161,15 @@ def explain(
         if any(x is None or x != x for x in [*used, value]):
             missing.append(step.title)
             continue
-        told = recorded.get(step.recorded, NAN)
+        expected = recorded.get(step.recorded, NAN)
         size = max(map(abs, [*used, value, 0.1])) / min(numbers.get(step.divisor, 1), 1)
-        difference = 0.0 if told != told else value - told
+        difference = 0.0 if expected != expected else value - expected
         filled = re.sub(r"{(\w+)}", lambda match: written(numbers[match[1]]), step.numbers)
-        lines.append(Line(step, filled, value, difference, abs(difference) > ROUNDING * size))
+        lines.append(
+            Line(
+                step=step, numbers=filled, value=value, difference=difference, wrong=abs(difference) > ROUNDING * size
+            )
+        )
     return lines, list(dict.fromkeys(missing))
 
 

@@ -33,7 +33,7 @@ from ppo_rlhf.lib.errors import InputError
 Weights = Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Spec:
     """The facts about the policy that an engine needs."""
 

@@ -98,13 +98,13 @@ def main() -> None:
     pipe, llm = Connection(int(sys.argv[1])), None
     while True:
         try:
-            name, *given = pipe.recv()
+            name, *arguments = pipe.recv()
         except EOFError:
             return
         if name == "start":
-            llm, answer = start(*given)
+            llm, answer = start(*arguments)
         else:
-            answer = {"load": load, "sample": sample}[name](llm, *given)
+            answer = {"load": load, "sample": sample}[name](llm, *arguments)
         pipe.send(answer)
 
 

@@ -162,7 +162,7 @@ class LineCache:
         return keys, values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """Rows that attention sees together, padded on the right, where a causal mask hides it."""
 
@@ -186,7 +186,7 @@ def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
             # Padding is hidden, so it may hold any of the tokens.
             from_line = (torch.arange(rows * longest) % tokens).index_copy(0, to_line, torch.arange(tokens))
             from_line, to_line = from_line.to(device), to_line.to(device)
-        groups.append(Group(rows, longest, tokens, from_line, to_line))
+        groups.append(Group(rows=rows, longest=longest, tokens=tokens, from_line=from_line, to_line=to_line))
     return groups
 
 

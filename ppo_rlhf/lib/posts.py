@@ -41,7 +41,7 @@ COMPARISON_FILES = hub.HubFiles(
 # ---- Task ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskArgs:
     posts: str = "tldr"
     """where posts and reference summaries come from: tldr, posts, reviews, or a folder with posts_<split>.jsonl"""
@@ -211,9 +211,12 @@ class Posts:
     def __len__(self) -> int:
         return len(self.queries)
 
+    def rows(self, inds: torch.Tensor | slice) -> "Posts":
+        return Posts(self.queries[inds], self.references[inds], 0)
+
     def first(self, n: int) -> "Posts":
         """The first n posts."""
-        return Posts(self.queries[:n], self.references[:n], 0)
+        return self.rows(slice(n))
 
     def lengths(self, pad_id: int) -> torch.Tensor:
         """Tokens of each post with its reference: (posts,)."""
@@ -311,7 +314,7 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
 # ---- Comparisons -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparisons:
     """Pairs of summaries, and which of the two a person preferred."""
 
@@ -478,8 +481,13 @@ def summarise(
         tensors = (held_out.queries[inds], held_out.references[inds], contexts, uniforms[inds])
         queries, references, contexts, uniforms_of_rows = (tensor.to(accelerator.device) for tensor in tensors)
         responses, _ = lm.generate_until(
-            *(lm_backbone, contexts, uniforms_of_rows),
-            *(ids.pad, ids.vocab_size, temperature, {ids.stop}),
+            lm_backbone,
+            contexts,
+            uniforms_of_rows,
+            pad_id=ids.pad,
+            vocab_size=ids.vocab_size,
+            temperature=temperature,
+            stop_ids={ids.stop},
         )
         return responses, *measure(queries, responses, references)
 

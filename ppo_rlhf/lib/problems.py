@@ -33,7 +33,7 @@ SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
 # ---- Task ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskArgs:
     problems: str = "gsm8k"
     """where problems come from: gsm8k, sums, arithmetic, a folder with problems_<split>.jsonl, or a .jsonl file"""
@@ -181,7 +181,7 @@ def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBas
 # ---- Problems --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problems:
     """Prompts, and the answers of correct responses."""
 
@@ -270,7 +270,8 @@ def read_problems(
             f"{flag('task.examples')} {task.examples}: a prompt with its {len(examples)} examples has {before} "
             f"tokens before its question; give fewer, or a {flag('task.prompt_length')} above {before}"
         )
-    kept, too_long, unscorable, empty = [], 0, 0, 0
+    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "answers", "kinds")}
+    too_long = unscorable = empty = 0
     for where, row in islice(load_rows(source, field, split), limit or None):
         posts.check_row(row, (task.question_column, task.answer_column), f"{flag(f'task.{field}')} {where}")
         answer = answer_of(row[task.answer_column], task.answer_format)
@@ -287,15 +288,18 @@ def read_problems(
         if len(tokens) > task.prompt_length:
             too_long += 1
             continue
-        kept.append((tokens, prompt, answer, str(row.get(task.kind_column, ""))))
-    if not kept:
+        kept["prompts"].append(tokens)
+        kept["texts"].append(prompt)
+        kept["answers"].append(answer)
+        kept["kinds"].append(str(row.get(task.kind_column, "")))
+    if not kept["prompts"]:
         by = f" that {flag('rewards.verifier')} {verifier} can accept" if verifier else ""
         raise InputError(
             f"{flag(f'task.{field}')} {source}: none of its {split or 'test'} rows can be used: {unscorable} give no "
             f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}, {empty} have a prompt of "
             f"no tokens, and {too_long} one of more than {flag('task.prompt_length')} {task.prompt_length}"
         )
-    return Problems(*map(list, zip(*kept, strict=True)), too_long=too_long, unscorable=unscorable, empty=empty)
+    return Problems(**kept, too_long=too_long, unscorable=unscorable, empty=empty)
 
 
 def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torch.Tensor:
@@ -319,7 +323,7 @@ def to_texts(tokenizer: PreTrainedTokenizerBase, responses: torch.Tensor, ids: T
     return [tokenizer.decode(row, skip_special_tokens=True) for row in kept]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Solved:
     """A response to each problem."""
 
@@ -362,7 +366,12 @@ def solve(
 
 def solved(tokenizer: PreTrainedTokenizerBase, ids: TaskIds, responses: torch.Tensor, right: torch.Tensor) -> Solved:
     stopped = torch.isin(responses, torch.tensor(ids.stops)).any(1)
-    return Solved(to_texts(tokenizer, responses, ids), (responses != ids.pad).sum(1), stopped.double(), right)
+    return Solved(
+        texts=to_texts(tokenizer, responses, ids),
+        lengths=(responses != ids.pad).sum(1),
+        stopped=stopped.double(),
+        right=right,
+    )
 
 
 def evaluation(

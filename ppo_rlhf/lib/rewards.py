@@ -327,8 +327,7 @@ def import_functions(shaping: Any) -> None:
 
 def keeps_nothing(*names: str) -> bool:
     """Whether all functions with these names are this package's own, which keep no state between calls."""
-    modules = [name.split(":")[0] for name in names if name and name not in VERIFIERS]
-    return all(scorers.MOVED.get(module, module).startswith("ppo_rlhf.") for module in modules)
+    return all(name.startswith("ppo_rlhf.") for name in names if name and name not in VERIFIERS)
 
 
 # ---- Lengths and pass@k ----------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
     kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
-    kinds |= {"name": str, "id": str, "inputs": dict}
+    kinds |= {"name": str, "script": str, "id": str, "inputs": dict}
     values = {name: meta[name] for name in kinds if name in meta}
     if meta.get("joint") and isinstance(meta["joint"], dict):
         kinds |= {"joint.args": dict, "joint.timestamp": int}
@@ -222,6 +222,7 @@ class Run:
         # [D82] The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
+            "script": script_of(args),
             "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
             "args": dataclasses.asdict(args),
             "joint": {name: joint[name] for name in ("args", "timestamp")} if joint else previous.get("joint"),
@@ -421,6 +422,10 @@ class Run:
         every = self.args.trace_interval
         return every > 0 and (step % every == 0 or step + 1 == self.meta["sizes"]["updates"])
 
+    def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> traces.Recorder:
+        """What keeps episodes of updates in traces/. options: of traces.Recorder."""
+        return traces.Recorder(self.folder, self.accelerator, tokenizer, pad_id, **options)
+
     def trace(
         self,
         step: int,
@@ -451,11 +456,20 @@ class Run:
         an update computed of them, as lib/traces.py says.
         """
         if self.is_main:
-            ids = (tokenizer, pad_id, queries, responses)
-            traces.write(
-                self.folder,
-                traces.of_tokens(step, again, *ids, tokens, episodes, texts, epochs or {}, statistics or {}),
+            trace = traces.of_tokens(
+                step,
+                again,
+                tokenizer=tokenizer,
+                pad_id=pad_id,
+                queries=queries,
+                responses=responses,
+                tokens=tokens,
+                episodes=episodes,
+                texts=texts,
+                epochs=epochs or {},
+                statistics=statistics or {},
             )
+            traces.write(self.folder, trace)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -510,14 +524,14 @@ class Run:
 
         A second SIGTERM ends the process at once. Yields advance(text), to be called once per step.
         """
-        told = math.inf
+        first_signal = math.inf
 
         def on_sigterm(signal_number: int, frame: Any) -> None:
-            nonlocal told
+            nonlocal first_signal
             now = time.monotonic()
-            if now - told > SAME_SIGNAL:
+            if now - first_signal > SAME_SIGNAL:
                 errors.leave(0, errors.with_how_to_go_on("stopped by SIGTERM"))
-            told, self._told_to_stop = min(told, now), True
+            first_signal, self._told_to_stop = min(first_signal, now), True
 
         try:
             with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
@@ -549,14 +563,9 @@ class Run:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-        )
-        with Progress(*columns) as self._progress:
+        title_and_bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        left = (TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        with Progress(*title_and_bar, *left) as self._progress:
             task = self._progress.add_task(title, total=total, completed=done, text="")
             yield lambda text: self._progress.update(task, advance=1, text=text)
         self._progress = None
@@ -651,6 +660,11 @@ def say(line: str) -> None:
     """Print a line, once however many processes there are."""
     if errors.is_first_process():
         print(line)
+
+
+def script_of(args: Any) -> str:
+    """The name of the training script whose Args these are, such as train_policy."""
+    return Path(sys.modules[type(args).__module__].__file__ or "").stem
 
 
 def run_name(args: Any, timestamp: int) -> str:

@@ -14,24 +14,26 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, rewards, scorers
+from ppo_rlhf.lib import files
 from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # queries that are answered again each time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     """The episodes that are kept of an update (0-based)."""
 
@@ -98,7 +100,7 @@ def read(run_folder: Path, update: int, again: bool = False) -> Trace:
         for name, tensor in tensors.items():
             kind, column = name.split(".", 1)
             parts[kind][column] = tensor
-        return Trace(update, again, **parts, **texts)
+        return Trace(update=update, again=again, **parts, **texts)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
 
@@ -150,15 +152,15 @@ def of_tokens(
     """
     n = len(next(iter(tokens.values())))
     return Trace(
-        update,
-        again,
-        [tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
-        [pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
-        {"ids": responses[:n], **tokens},
-        {name: values[:n] for name, values in episodes.items()},
-        {name: values[:n] for name, values in texts.items()},
-        {name: values[:n] for name, values in epochs.items()},
-        {name: values[:n] for name, values in statistics.items()},
+        update=update,
+        again=again,
+        queries=[tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
+        responses=[pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
+        tokens={"ids": responses[:n], **tokens},
+        episodes={name: values[:n] for name, values in episodes.items()},
+        texts={name: values[:n] for name, values in texts.items()},
+        epochs={name: values[:n] for name, values in epochs.items()},
+        statistics={name: values[:n] for name, values in statistics.items()},
     )
 
 
@@ -208,22 +210,149 @@ def statistics_of_minibatches(
         if "returns" in numbers:
             of_rewards = moments(rewards[rows], value_mask[rows], reduce)
             of_advantages = moments(numbers["returns"] - values[rows], mask[rows], reduce)
-            told = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True))
-            told |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
-            told |= {"tokens": reduce(mask[rows].sum()), "values": reduce(value_mask[rows].sum())}
-            found.append((rows, {name: x.expand(rows.shape) for name, x in told.items()}))
+            of_all = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True))
+            of_all |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
+            of_all |= {"tokens": reduce(mask[rows].sum()), "values": reduce(value_mask[rows].sum())}
+            found.append((rows, {name: x.expand(rows.shape) for name, x in of_all.items()}))
     return found
+
+
+# ---- The recorder ---------------------------------------------------------------------------------------------
+
+# Numbers of tokens that a trace keeps. `scored` says what was scored, `mask` and `value_mask` what the losses count;
+# without them, everything.
+KEPT = {"scored", "mask", "value_mask", "tool", "logprobs", "sampler_logprobs", "ref_logprobs", "new_logprobs"}
+KEPT |= {"kl", "exact_kl", "rewards", "values", "new_values", "advantages", "returns", "weights"}
+KEPT |= {"entropies", "ratio", "clipped"}
+
+
+class Recorder:
+    """Keeps a few episodes of an update, and responses to queries that are the same each time.
+
+    A script's rollout may be of any type; `numbers` gives its tensors by name:
+
+        query_responses              token ids (rows, context_length + response_length)
+        the names of KEPT            numbers of tokens (rows, response_length)
+        any name, (rows,)            numbers of episodes, such as scores and stopped
+        any name, a dictionary       of more numbers of episodes
+        a name with a dot            a tensor under its name in the file, such as statistics.kept
+        seen                         what each pass of the update computed
+
+    Nothing else that it gives is kept.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_id: int,
+        *,
+        episodes: int,
+        after_update: Callable[[Any, slice], dict[str, Tensor]],
+        again: Callable[[float], Any],
+        cliprange: float | None = None,
+        numbers: Callable[[Any], Mapping[str, Any]] = vars,
+        texts: Callable[[Mapping[str, Any]], dict[str, list[str]]] = lambda numbers: {},
+    ):
+        """folder: of the run. episodes: how many to keep, at most those of one process.
+
+        after_update: (a rollout, its first rows) -> numbers of these rows by name: `new_logprobs` under the policy
+        after the update and what else the losses have. again: KL coefficient -> a rollout of the queries that are
+        the same each time. cliprange: of the policy's ratio, unless after_update says what is clipped. texts: more
+        texts of the episodes whose numbers it gets, by name.
+        """
+        self.folder, self.accelerator, self.tokenizer, self.pad_id = folder, accelerator, tokenizer, pad_id
+        self.episodes, self.after_update, self.again = episodes, after_update, again
+        self.cliprange, self.numbers, self.texts = cliprange, numbers, texts
+
+    @torch.no_grad()
+    def record(self, update: int, rollout: Any, kl_coef: float) -> None:
+        """Write both traces of an update. kl_coef: for the second one. Every process must call this."""
+        batch = self.numbers(rollout)
+        rows = slice(min(self.episodes, len(batch["logprobs"])))
+        found = {name: value for name, value in batch.items() if isinstance(value, Tensor | dict)}
+        found = {name: rows_of(value, rows) for name, value in found.items()} | self.after_update(rollout, rows)
+        found["ratio"] = torch.exp(found["new_logprobs"] - found["logprobs"])
+        if self.cliprange is not None:
+            clipped_ratio = found["ratio"].clamp(1 - self.cliprange, 1 + self.cliprange)
+            found["clipped"] = found["advantages"] * (clipped_ratio - found["ratio"]) < 0
+        seen = [*batch["seen"], *self._statistics(batch)]
+        for name, tensor in of_epochs(seen, rows.stop).items():
+            found[f"{'epochs' if tensor.dim() > 2 else 'statistics'}.{name}"] = tensor
+        self._write(update, False, found)
+
+        found = dict(self.numbers(self.again(kl_coef)))
+        found["statistics.kl_coef"] = torch.full((len(found["logprobs"]),), kl_coef, dtype=torch.float64)
+        self._write(update, True, found)
+
+    def _statistics(self, batch: Mapping[str, Any]) -> list[Seen]:
+        """Mean and deviation with which each minibatch was whitened, and how many tokens and values count in it.
+
+        The rows of a minibatch are (local_minibatch,) where all of it is whitened together, and (groups, rows) where
+        each group is by itself; of groups, the first is kept.
+        """
+        everything, found = torch.ones_like(batch["logprobs"], dtype=torch.bool), []
+        mask, value_mask = batch.get("mask", everything), batch.get("value_mask", everything)
+        total = partial(self.accelerator.reduce, reduction="sum")
+        for rows, numbers in batch["seen"]:
+            if "returns" not in numbers:
+                continue
+            counts = {"tokens": total(mask[rows].sum()), "values": total(value_mask[rows].sum())}
+            returns, reduce = numbers["returns"], total
+            if rows.dim() > 1:
+                rows, returns, reduce = rows[0], returns[0], torch.clone
+            of_rewards = moments(batch["rewards"][rows], value_mask[rows], reduce)
+            of_advantages = moments(returns - batch["values"][rows], mask[rows], reduce)
+            of_all = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True)) | counts
+            of_all |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
+            found.append((rows, {name: x.expand(rows.shape) for name, x in of_all.items()}))
+        return found
+
+    def _write(self, update: int, again: bool, numbers: Mapping[str, Any]) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        parts: dict[str, dict[str, Tensor]] = {part: {} for part in ("tokens", "episodes", "epochs", "statistics")}
+        for name, value in numbers.items():
+            if isinstance(value, dict):
+                parts["episodes"] |= value
+            elif "." in name:
+                kind, column = name.split(".", 1)
+                parts[kind][column] = value
+            elif isinstance(value, Tensor) and value.dim() == 1:
+                parts["episodes"][name] = value
+            elif name in KEPT:
+                parts["tokens"][name] = value
+        queries, responses = numbers["query_responses"].tensor_split([-numbers["logprobs"].shape[1]], dim=1)
+        trace = of_tokens(
+            update,
+            again,
+            tokenizer=self.tokenizer,
+            pad_id=self.pad_id,
+            queries=queries,
+            responses=responses,
+            **parts,
+            texts=self.texts(numbers),
+        )
+        write(self.folder, trace)
+
+
+def rows_of(numbers: Tensor | dict[str, Tensor], rows: slice) -> Tensor | dict[str, Tensor]:
+    return {name: x[rows] for name, x in numbers.items()} if isinstance(numbers, dict) else numbers[rows]
 
 
 # ---- What the scripts share -----------------------------------------------------------------------------------
 
 
-def scorer_of_traces(score: scorers.Scorer, function: str) -> scorers.Scorer:
+def scorer_of_traces(score: Callable[..., Tensor], function: str) -> Callable[..., Tensor]:
     """The scorer for responses that only a trace shows: `score`, or one that says NaN where that calls a user's code.
 
-    Such a function may count its calls or draw random numbers, and a trace must not change a run's scores.
+    function: what `score` calls, package.module:name, or an empty text. A function of the user's may count its calls
+    or draw random numbers, and a trace must not change a run's scores. Those of this package keep nothing.
     """
-    return score if rewards.keeps_nothing(function) else lambda queries, *_: torch.full((len(queries),), math.nan)
+    if not function or function.startswith("ppo_rlhf."):
+        return score
+    return lambda queries, *_: torch.full((len(queries),), math.nan, device=queries.device)
 
 
 def after_update(

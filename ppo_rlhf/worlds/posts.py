@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from ppo_rlhf.lib import cli, errors, processes
@@ -415,7 +414,7 @@ def find_world(args: PostsArgs | None = None) -> Path:
 
 
 def main() -> None:
-    world = find_world(tyro.cli(PostsArgs, description=__doc__))
+    world = find_world(cli.parse(PostsArgs, description=__doc__))
     facts = building.read_facts(world)
     with (world / "posts_train.jsonl").open() as file:
         post = json.loads(file.readline())

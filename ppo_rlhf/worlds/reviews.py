@@ -33,9 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from ppo_rlhf.lib import errors
+from ppo_rlhf.lib import cli, errors
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building, posts, smollm
 
@@ -246,7 +244,7 @@ def facts() -> dict[str, Any]:
 
 
 def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
+    args = cli.parse(Args, description=__doc__)
     model, world = smollm.find_model(args.model), find_world(args.ratings)
     found = facts()
     print(f"{model}: SmolLM2-135M-Instruct")

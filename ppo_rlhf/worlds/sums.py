@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -437,7 +436,7 @@ def find_world(args: SumsArgs | None = None) -> Path:
 
 
 def main() -> None:
-    world = find_world(tyro.cli(SumsArgs, description=__doc__))
+    world = find_world(cli.parse(SumsArgs, description=__doc__))
     facts = building.read_facts(world)
     greedy, samples = (facts["start"][name]["right"] for name in ("greedy", "samples"))
     print(f"{world}: a Llama of {facts['parameters']:,} parameters, correct in {samples:.0%} of its samples", end=" ")

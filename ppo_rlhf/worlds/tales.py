@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -394,7 +393,7 @@ def find_world(args: TalesArgs | None = None) -> Path:
 
 
 def main() -> None:
-    world = find_world(tyro.cli(TalesArgs, description=__doc__))
+    world = find_world(cli.parse(TalesArgs, description=__doc__))
     facts = building.read_facts(world)
     print(
         f"{world}: {facts['settings']['stories']:,} stories, a GPT-2 of {facts['parameters']:,} parameters", end=" "
