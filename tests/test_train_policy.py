@@ -15,6 +15,7 @@ import json
 import math
 import random
 import re
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
 from ppo_rlhf.lib import errors, plots, processes, run, texts
-from ppo_rlhf.lib.cli import AdaptiveKLArgs
+from ppo_rlhf.lib.cli import AdaptiveKLArgs, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.models import load_reward_model
 from ppo_rlhf.lib.texts import TaskArgs
@@ -359,6 +360,37 @@ def test_a_run_that_failed_goes_on_while_its_error_is_kept(
         run_in(tmp_path, args, monkeypatch)
     train_policy.train(dataclasses.replace(args, resume=str(only(tmp_path, "runs/*"))))
     assert metrics_of(only(tmp_path, "runs/*")) == finished.left.metrics and kept
+
+
+# What a checkpoint may have to hold: every preset as it is, and every option that changes what is kept.
+HELD = {name: f"--preset {name}" for name in train_policy.PRESETS} | {
+    "cnndm": "--preset cnndm --task.end_text .",  # a story has no line break at which a query could end
+    "head": "--preset tales --ppo.value_head_lr 0.01 --frozen_bfloat16 --trace_interval 1",
+    "low precision": "--preset reviews --dtype bfloat16 --gradient_checkpointing",
+    "function": "--preset tales --rewards.function test_train_policy:length_of --rewards.normalize_samples 16",
+    "no responses that stop": "--preset tales --task.truncate_text Mara",
+}
+
+
+@pytest.mark.parametrize("words", HELD.values(), ids=HELD)
+def test_a_checkpoint_takes_whatever_a_run_holds(
+    words: str, tiny_world: Path, tiny_reward: Path, tmp_path: Path, monkeypatch
+):
+    scorer = "" if "function" in words else f"--rewards.trained_model {tiny_reward}"
+    words += f" {scorer} --base_model {tiny_world}/model --task.query_dataset {tiny_world}/stories.txt"
+    words += " --task.query_length 16 --task.response_length 12 --task.truncate_after 0"
+    words += " --ppo.batch_size 16 --ppo.whiten_groups 1 --ppo.total_episodes 32"
+    words += " --save_interval 1 --keep_checkpoints 2 --log_interval 1"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
+    train_policy.train(parse_args(train_policy.PRESETS, words.split()))
+    folder = only(tmp_path, "runs/*")
+    expected, weights = metrics_of(folder), load_file(only(tmp_path, "models/*/policy/model.safetensors"))
+    shutil.rmtree(folder / "checkpoints/2")
+    train_policy.train(parse_args(train_policy.PRESETS, ["--resume", str(folder)]))
+    assert len(expected) == 2 and metrics_of(folder) == expected
+    for name, weight in load_file(only(tmp_path, "models/*/policy/model.safetensors")).items():
+        assert torch.equal(weight, weights[name])
 
 
 def test_the_replayed_run_leaves_nothing_out(expected: Left, args: Args):
