@@ -97,7 +97,7 @@ def newest_run(runs: Path) -> Path:
 
 TRACE_BYTES = 1_500_000  # of traces on a page; beyond, updates are left out
 MOST_POINTS = 2_000  # of a curve; beyond, rows are left out, but none that is a spike
-SCRIPTS = {
+KINDS = {  # by script
     "train_reward": "training of a reward model (chapter 1)",
     "train_policy": "PPO on continuations, against a reward model (chapter 1)",
     "tldr_sft": "fine-tuning on reference summaries (chapter 2)",
@@ -128,7 +128,7 @@ class OneRun:
         labels |= {"rewards.monitor": "watched by", "base_model": "starts from"}
         labels |= {f"task.{name}": "texts" for name in ("query_dataset", "posts", "problems")}
         labels |= {"task.response_length": "tokens of a response, at most", "preset": "preset", "seed": "seed"}
-        facts, sizes = {"run": self.name, "what": SCRIPTS[self.meta["script"]]}, meta.get("sizes", {})
+        facts, sizes = {"run": self.name, "what": KINDS[self.meta["script"]]}, meta.get("sizes", {})
         if {"updates", "batch"} <= set(sizes):
             facts["updates"] = f"{sizes['updates']:,} of {sizes['batch']:,} episodes each"
         facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
@@ -213,7 +213,7 @@ def read_run(folder: Path) -> OneRun:
 
 def check_meta(path: Path, meta: dict[str, Any]) -> None:
     """Raise an InputError if something that the page uses is not there or has a type that no run writes."""
-    if meta.get("script") not in SCRIPTS:
+    if meta.get("script") not in KINDS:
         raise InputError(f"{path} names no training script; an older version of this package made the run")
     values = files.flatten(meta)  # a part that is a dictionary is not in it, its values are
     parts = ("args.ppo", "args.rewards", "args.rewards.adaptive_kl", "args.task", "sizes", "versions")

@@ -1,6 +1,7 @@
 """What stands twice has the same text; what is written anew in chapter 2 agrees with chapter 1 where they overlap."""
 
 import ast
+import inspect
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -297,14 +298,14 @@ def test_chapter_2_agrees_with_chapter_1(check):
 RIGHT = {name: getattr(tldr_policy, name) for name in vars(tldr_policy)}
 
 
-def first_column_only(name: str, place: int) -> Callable:
+def first_column_only(name: str) -> Callable:
     """The function with a mask that is not all true."""
     mask = ALL.clone()
     mask[0, -1] = False
 
     def function(*arguments, **options):
-        changed = [mask[: len(a)] if i == place else a for i, a in enumerate(arguments)]
-        return RIGHT[name](*changed, **options)
+        bound = inspect.signature(RIGHT[name]).bind(*arguments, **options).arguments
+        return RIGHT[name](**bound | {"mask": mask[: len(bound["mask"])]})
 
     return function
 
@@ -316,7 +317,7 @@ class OtherController(tldr_policy.AdaptiveKLController):
 
 # what goes wrong in chapter 2: (name, what stands there instead, the checks that must fail)
 MISTAKES: dict[str, tuple[str, Callable, list[Callable]]] = {
-    "a token less in whitening": ("whiten", first_column_only("whiten", 1), [check_whiten, check_update]),
+    "a token less in whitening": ("whiten", first_column_only("whiten"), [check_whiten, check_update]),
     "a detached mean": (
         "whiten",
         lambda x, mask, *, keep_mean, reduce=torch.clone: (
@@ -324,26 +325,26 @@ MISTAKES: dict[str, tuple[str, Callable, list[Callable]]] = {
         ),
         [check_whiten],
     ),
-    "a token less in rewards": ("compute_rewards", first_column_only("compute_rewards", 3), [check_rewards]),
+    "a token less in rewards": ("compute_rewards", first_column_only("compute_rewards"), [check_rewards]),
     "k3": (
         "compute_rewards",
         lambda *arguments: RIGHT["compute_rewards"](*arguments[:-1], "k3"),
         [check_rewards],
     ),
-    "a value less in GAE": ("compute_gae", first_column_only("compute_gae", 2), [check_gae, check_update]),
+    "a value less in GAE": ("compute_gae", first_column_only("compute_gae"), [check_gae, check_update]),
     "a token less in the policy loss": (
         "policy_loss",
-        first_column_only("policy_loss", 3),
+        first_column_only("policy_loss"),
         [check_policy_loss, check_update],
     ),
     "a value less in the value loss": (
         "value_loss",
-        first_column_only("value_loss", 3),
+        first_column_only("value_loss"),
         [check_value_loss, check_update],
     ),
     "losses of micro-batches are means": (
         "value_loss",
-        lambda *arguments: RIGHT["value_loss"](*arguments[:5], arguments[3].sum()),
+        lambda *tensors, mask, **options: RIGHT["value_loss"](*tensors, mask=mask, **options | {"count": mask.sum()}),
         [check_update],
     ),
     "another controller": ("AdaptiveKLController", OtherController, [check_controller]),

@@ -779,7 +779,8 @@ def test_the_reward_of_the_first_page_gains(tmp_path, monkeypatch):
     stories = (tales.write_story(random.Random(seed), 3) for seed in range(2_000))
     (tmp_path / "stories.txt").write_text("\n".join(stories) + "\n")
     model = building.TRAINED / building.name_with_hash("tales", train_worlds.WORLDS["tales"][1])
-    shorter = f"--base_model {model}/model --task.query_dataset stories.txt --ppo.total_episodes 6400 --trace_interval 0"
+    shorter = f"--base_model {model}/model --task.query_dataset stories.txt --ppo.total_episodes 6400"
+    shorter += " --trace_interval 0"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
@@ -969,5 +970,5 @@ def test_help_breaks_no_command(path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.parse(Few, ["--help"], description=described)
     shown = capsys.readouterr().out.splitlines()
-    commands = re.findall(r"^ .*ppo_rlhf/\w+\.py.*", described, re.MULTILINE)
+    commands = re.findall(r"^ +(?:python|torchrun|accelerate) .*", described, re.MULTILINE)
     assert commands and {shown.count(command) for command in commands} == {1}
