@@ -8,13 +8,13 @@ trained on in the next.)
 
     learner, update t                                            worker, again and again
 
-    a. publish the weights: version t
-    b. ask for batch t + K, of version t          pieces ->      wait for a piece: prompts, noise, version
-    c. wait for batch t, of version t - K                        load that version, if it is another
-       1. to 5. of rlvr_policy.py, except for    <- answers      sample: ids, their log-probs, the version
-       the sampling
-    d. correct for the age of the weights
-       6. to 8. of rlvr_policy.py
+    publish the weights: version t
+    ask for batch t + K, of version t             pieces ->      wait for a piece: prompts, noise, version
+    1. of rlvr_policy.py                                         load that version, if it is another
+    2. wait for batch t, of version t - K        <- answers      sample: ids, their log-probs, the version
+    3. to 5. of rlvr_policy.py
+    correct for the age of the weights
+    6. to 8. of rlvr_policy.py
 
 Time goes from left to right; v1 is the weights after the first update:
 
@@ -28,6 +28,8 @@ At most K batches are ready at a time; then workers wait. Nothing is dropped, be
 longest: long answers. Sampling noise belongs to the episode. So a piece that was lost with its worker is sampled
 again by another worker, with the same result; and with K = 0, metrics and weights are those of rlvr_policy.py, bit
 for bit.
+
+The loop is `train` of rlvr_policy.py; `SamplerAhead` below is its step 2.
 
 Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/details.
@@ -58,17 +60,17 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import Tensor
 
-from ppo_rlhf import rlvr_data, rlvr_math, rlvr_metrics, rlvr_policy
+from ppo_rlhf import rlvr_args, rlvr_data, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import checkpoints, cli, engine, errors, processes, run
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Args(rlvr_policy.Args):
+@dataclass(frozen=True, kw_only=True)
+class Args(rlvr_args.Args):
     exp_name: str = "rlvr_async"
     staleness: int = 1
     """age in updates of the weights that sample a batch, less at the start; 0: sampling and training take turns"""
@@ -105,126 +107,65 @@ class Args(rlvr_policy.Args):
     with a negative advantage have no policy loss. None: no such mask"""
 
 
-def preset(args: rlvr_policy.Args) -> Args:
+def preset(args: rlvr_args.Args) -> Args:
     """The same arguments, sampled ahead where that is possible."""
     same = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     return Args(**same | {"exp_name": Args.exp_name, "staleness": 0 if args.ppo.filter_groups else Args.staleness})
 
 
-PRESETS = {name: preset(args) for name, args in rlvr_policy.PRESETS.items()}
+PRESETS = {name: preset(args) for name, args in rlvr_args.PRESETS.items()}
 
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
 def train(args: Args) -> Path:
     """As `train` of rlvr_policy.py, with samplers in processes of their own."""
-    accelerator = processes.make_accelerator()
+    processes.make_accelerator()
     check_arguments(args)
     with connected(args) as ray:
-        setup, actor_critic, reference = rlvr_policy.load(args)
-        args, sizes = setup.args, setup.sizes
-        rank, reduce = accelerator.process_index, partial(accelerator.reduce, reduction="sum")
-        optimizers = rlvr_policy.make_optimizers(actor_critic, args.ppo)
-        this_run, progress = rlvr_policy.start_run(setup, actor_critic, optimizers)
-        pool, controller = progress.pool, progress.controller
-        trace = partial(rlvr_policy.trace_episodes, this_run, setup, actor_critic, reference)
-
-        with last_words(accelerator), Batches(setup, actor_critic.lm_backbone, ray, progress) as batches:
-            for number in this_run.updates("RLVR", progress.first_update, sizes.updates):
-                # a. Publish the weights, and b. ask for batches.
-                batches.publish(number)
-                batches.ask_up_to(min(number + args.staleness, sizes.updates - 1))
-                lr = rlvr_policy.set_learning_rates(optimizers, args.ppo, number, sizes.updates)
-                if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
-                    samples = args.eval_samples if number == 0 else 0
-                    with this_run.before_update(number):
-                        progress.evaluation |= rlvr_metrics.evaluate(setup, actor_critic, samples)[0]
-
-                # c. Wait for the batch, and read and score it with the learner's own networks.
-                with actor_critic.sampling():
-                    while not pool.is_full():
-                        draw = rlvr_policy.draw_problems(setup, pool.rounds, rank)  # 1.
-                        sampled, version = batches.take(pool.rounds)  # 2.
-                        told = (setup, actor_critic, reference, draw, sampled)
-                        pool.add(rlvr_policy.rollout(*told, version=version, on_policy=is_on_policy(args)))
-                    episodes, generated = pool.take()  # with 3. log-probs and 4. scores
-
-                # [V88] 5. The KL in the reward is that of the policy that learns, although another has sampled.
-                rewards = rlvr_policy.token_rewards(episodes, controller.value, args.rewards.kl_estimator)
-                ppo, policy_learns = rlvr_policy.ppo_of_update(args.ppo, progress.explained, number)
-
-                # d. Correct for the age of the weights.
-                trained, weights, reweigh, mismatch = correct(episodes, args, number, accelerator)
-
-                # 6. Advantages and returns, and 7. epochs over minibatches.
-                advantages, returns = rlvr_policy.compute_advantages(trained, rewards[0], ppo, reduce)
-                batch = rlvr_data.make_batch(trained, rewards, advantages, returns, number, weights)
-                orders = [
-                    rlvr_policy.draw_minibatches(args.seed, number, epoch, sizes, rank)
-                    for epoch in range(ppo.noptepochs)
-                ]
-                steps = rlvr_policy.update(
-                    *(actor_critic, optimizers, reference, batch, orders, args, setup.ids.pad, accelerator),
-                    policy_learns=policy_learns,
-                    reweigh=reweigh,
-                )
-
-                # 8. Adapt the KL coefficient and log.
-                metrics = rlvr_metrics.update_metrics(setup, episodes, generated, batch, steps, number)
-                metrics |= rlvr_metrics.run_metrics(setup, this_run, progress, number, lr, len(generated))
-                metrics |= mismatch | batches.seconds()
-                controller.update(metrics.get("objective/kl", 0.0), sizes.batch)
-                progress.explained = max(progress.explained, metrics.get("val/explained_var", 0.0))
-                this_run.end_of_update(
-                    *(number, metrics | progress.evaluation),
-                    f"correct {metrics['objective/verifiable_correct_rate']:.3f}",
-                    samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
-                    trace=partial(trace, number, episodes, batch, controller, ppo),
-                    checkpoint=partial(
-                        *(rlvr_policy.training_state, actor_critic, optimizers, progress), batches.kept_versions
-                    ),
-                )
-                rlvr_metrics.say_if_nothing_is_learned(setup, this_run)
-            this_run.meta |= batches.workers_used()
-    return rlvr_policy.finish(setup, this_run, actor_critic)
+        return rlvr_policy.train(args, partial(SamplerAhead, ray=ray))
 
 
 # ---- Batches that are sampled ahead ----------------------------------------------------------------------------
 
 
-class Batches:
-    """The batches that were requested and not yet taken. The main process requests them for all processes."""
+class SamplerAhead(rlvr_policy.Sampler):
+    """Step 2 in other processes, ahead of the learner. The main process asks for the responses of all processes."""
 
-    def __init__(self, setup: rlvr_policy.Setup, policy: nn.Module, ray: Any, progress: rlvr_policy.Progress):
-        self.setup, self.policy, self.ray, self.is_main = setup, policy, ray, setup.accelerator.is_main_process
+    def __init__(self, setup: rlvr_data.Setup, actor_critic: rlvr_policy.ActorCritic, ray: Any):
+        super().__init__(setup, actor_critic)
+        self.ray, self.is_main = ray, setup.accelerator.is_main_process
         self.asked: dict[int, list[list[Future]]] = {}  # of each round the pieces of each process
-        self.next = progress.pool.rounds  # round to ask for; without filter_groups, each update has one
-        self.older = progress.others  # weights that a checkpoint has kept
         self.versions: dict[int, Any] = {}  # published weights
         self.waiting = self.publishing = 0.0  # seconds
 
-    def __enter__(self) -> Batches:
-        if self.is_main:
-            self.workers = Workers(self.setup, self.ray)
+    @contextlib.contextmanager
+    def at_work(self, this_run: run.Run, progress: rlvr_data.Progress) -> Iterator[None]:
+        self.next = progress.pool.rounds  # round to ask for; without filter_groups, each update has one
+        kept_versions, progress.of_sampler = progress.of_sampler, {}
+        if not self.is_main:
+            yield
+            return
+        with last_words(), contextlib.closing(Workers(self.setup, self.ray)) as self.workers:
             # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
-            for name, weights in self.older.items():
+            for name, weights in kept_versions.items():
                 self.put(int(name.removeprefix("version ")), weights)
-        self.older.clear()
-        return self
+            yield
+            this_run.meta |= {"workers_lost": self.workers.lost, "vllm": self.workers.ours.get("vllm", "")}
 
-    def __exit__(self, *_: object) -> None:
-        if self.is_main:
-            self.workers.close()
-
-    def workers_used(self) -> dict[str, Any]:
-        """For meta.json, on the main process."""
-        return {"workers_lost": self.workers.lost, "vllm": self.workers.ours.get("vllm", "")} if self.is_main else {}
+    def begin_update(self, number: int) -> None:
+        """Publish the weights, and ask for all batches that they are to sample."""
+        self.publish(number)
+        if self.setup.args.ppo.filter_groups:
+            return  # how many rounds a batch needs is known only when they are there
+        while self.next <= min(number + self.setup.args.staleness, self.setup.sizes.updates - 1):
+            self.ask(self.next, self.version_of(self.next))
 
     def publish(self, version: int) -> None:
         """Make the policy's weights known as this version; forget those that no batch needs any more."""
         started = time.monotonic()
         # [V92] All trained parameters by name, tied weights once, are one object with one version.
-        parameters = checkpoints.trained_parameters(self.policy)
+        parameters = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
         weights = {name: processes.gather_for_saving(parameter) for name, parameter in parameters.items()}
         from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
@@ -240,13 +181,6 @@ class Batches:
         # [V80] [V81] It depends on the number alone, not on timing.   one_step_off_policy/ray_trainer.py#L437-L515
         return max(number - self.setup.args.staleness, 0)
 
-    def ask_up_to(self, number: int) -> None:
-        """Ask for all batches up to that of this update, unless they were asked for already."""
-        if self.setup.args.ppo.filter_groups:
-            return  # how many rounds a batch needs is known only when they are there
-        while self.next <= number:
-            self.ask(self.next, self.version_of(self.next))
-
     def ask(self, round_number: int, version: int) -> None:
         setup, self.next = self.setup, round_number + 1
         if not self.is_main:
@@ -259,44 +193,49 @@ class Batches:
             for n, (contexts, noise, temperature) in zip(copies, requests, strict=False):
                 # A piece has as many rows as the learner would sample at a time, so that sums are rounded alike.
                 for prompts, uniforms in zip(contexts.split(chunk), noise.split(chunk), strict=True):
-                    pieces.append(self.workers.ask(weights, prompts[::n], n, uniforms, temperature, version))
+                    piece = {"prompts": prompts[::n].cpu().numpy(), "n": n, "noise": uniforms.cpu().numpy()}
+                    piece |= {"temperature": temperature, "version": version}
+                    pieces.append(self.workers.ask(weights, piece))
 
-    def take(self, round_number: int) -> tuple[list[rlvr_data.Sampled], int]:
-        """Responses to the requests of this process in a round, and the version that has sampled; waits for them."""
+    def sample(self, draw: rlvr_data.Draw) -> rlvr_data.Samples:
+        """Responses to the requests of this process in a round; waits for them."""
         version = self.version_of(self.current)
-        if round_number >= self.next:
-            self.ask(round_number, version)
+        if draw.round >= self.next:
+            self.ask(draw.round, version)
         started, setup = time.monotonic(), self.setup
 
         def wait() -> list[list[engine.Sampled]]:
-            return [[piece.result() for piece in pieces] for pieces in self.asked.pop(round_number)]
+            return [[piece.result() for piece in pieces] for pieces in self.asked.pop(draw.round)]
 
-        mine = from_main(wait)[setup.accelerator.process_index]
-        answers = []
-        for piece in mine:
+        pieces = []
+        for piece in from_main(wait)[setup.accelerator.process_index]:
             # [V91] A piece has one version from the first token to the last. Engine and learner agree on its ends.
             responses, logprobs = torch.tensor(piece.responses), torch.tensor(piece.logprobs)
             stopped = rlvr_math.response_mask(responses, setup.ids.stops)[1]
             if (piece.versions != version).any() or (piece.finished != stopped.numpy()).any():
                 raise RuntimeError(
-                    f"round {round_number}: a worker has answered with other weights or ends than we see"
+                    f"round {draw.round}: a worker has answered with other weights or ends than we see"
                 )
             # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
-            answers.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
+            pieces.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
         self.waiting += run.seconds_since(started)
         rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request
-        requests = [answers[:rows], answers[rows:]] if answers[rows:] else [answers]
-        return [tuple(map(torch.cat, zip(*pieces, strict=True))) for pieces in requests], version
+        of_requests = [pieces[:rows], pieces[rows:]] if pieces[rows:] else [pieces]
+        answers = [tuple(map(torch.cat, zip(*some, strict=True))) for some in of_requests]
+        return rlvr_data.Samples(draw=draw, answers=answers, version=version, on_policy=is_on_policy(self.setup.args))
 
-    def kept_versions(self) -> dict[str, dict[str, Tensor]]:
+    def correct(self, episodes: rlvr_data.Rollout, number: int) -> rlvr_data.Correction:
+        return correct(episodes, self.setup.args, number, self.setup.accelerator)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
         """For a checkpoint: the weights that sample for the next updates, except the newest, which it has anyway."""
         kept = {
             v: self.workers.wait(self.versions[v]) for v in self.versions if v >= self.version_of(self.current + 1)
         }
         return {f"version {v}": {name: torch.tensor(x) for name, x in kept[v].items()} for v in kept}
 
-    def seconds(self) -> dict[str, float]:
-        """Of the last update: waiting for batches, and publishing."""
+    def metrics(self) -> dict[str, float]:
+        """Seconds of the last update: waiting for batches, and publishing."""
         waiting, self.waiting = self.waiting, 0.0
         return {"time/waiting": waiting, "time/weight_sync": self.publishing}
 
@@ -333,7 +272,7 @@ class Workers:
     """
 
     # [V97] They are Ray actors that hold an engine; only the learner's first process talks to them. Ray is an extra.
-    def __init__(self, setup: rlvr_policy.Setup, ray: Any):
+    def __init__(self, setup: rlvr_data.Setup, ray: Any):
         args, ids = setup.args, setup.ids
         self.ray, self.time_out, self.lost, self.closed = ray, args.time_out, 0, False
         folder = Path(args.base_model)
@@ -359,12 +298,14 @@ class Workers:
         for _ in range(args.workers):
             self.free.put(None)
 
-    def ask(self, weights: Any, prompts: Tensor, n: int, noise: Tensor, temperature: float, version: int) -> Future:
-        """A promise of a Sampled. weights: those of the version, published. Requests are answered in their order."""
-        piece = (prompts.cpu().numpy(), n, noise.cpu().numpy(), temperature, version)
+    def ask(self, weights: Any, piece: dict[str, Any]) -> Future:
+        """A promise of a Sampled. Pieces are answered in their order.
+
+        weights: of the piece's version, published. piece: the arguments of an engine's `sample`.
+        """
         return self.threads.submit(self.answer, weights, piece)
 
-    def answer(self, weights: Any, piece: tuple) -> engine.Sampled:
+    def answer(self, weights: Any, piece: dict[str, Any]) -> engine.Sampled:
         worker, there = self.free.get(), self.ray.exceptions
         try:
             for _ in range(LIVES):
@@ -389,14 +330,14 @@ class Workers:
         self.actors.append(self.actor_class.remote(self.spec))
         return Worker(self.actors[-1])
 
-    def answer_of(self, worker: Worker, weights: Any, piece: tuple) -> engine.Sampled:
-        actor, version = worker.actor, piece[-1]
+    def answer_of(self, worker: Worker, weights: Any, piece: dict[str, Any]) -> engine.Sampled:
+        actor = worker.actor
         if worker.version is None:
             self.check(self.wait(actor.describe.remote()))
-        if worker.version != version:
-            self.wait(actor.load.remote(weights, version))
-            worker.version = version
-        return self.wait(actor.sample.remote(*piece))
+        if worker.version != piece["version"]:
+            self.wait(actor.load.remote(weights, piece["version"]))
+            worker.version = piece["version"]
+        return self.wait(actor.sample.remote(**piece))
 
     def wait(self, answer: Any) -> Any:
         with ray_errors(self.ray):
@@ -474,11 +415,8 @@ def greet(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def last_words(accelerator: Accelerator) -> Iterator[None]:
+def last_words() -> Iterator[None]:
     """Starts a second process that prints a message if Ray ends this one without any, because Ray itself has died."""
-    if not accelerator.is_main_process:
-        yield
-        return
     words = f"error: this process has died: Ray was lost, or it was killed; {errors.how_to_go_on}"
     code = "import os, sys; os.read(0, 1) or print(sys.argv[1], file=sys.stderr)"  # without a word, the end
     options = {"stdin": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -517,12 +455,9 @@ def ray_errors(ray: Any) -> Iterator[None]:
 # ---- Corrections: the policy that samples is older than the one that learns -------------------------------------
 
 ROUNDING = 1e-4  # by which a ratio of equal weights may be off 1 in float32
-Reweigh = Callable[[Tensor, rlvr_data.Batch], Tensor]  # (new_logprobs, mb) -> factors of the losses
 
 
-def correct(
-    episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: Accelerator
-) -> tuple[rlvr_data.Rollout, Tensor | None, Reweigh | None, dict[str, float]]:
+def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: Accelerator) -> rlvr_data.Correction:
     """The batch from which update `number` learns, of episodes that older weights have sampled.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
@@ -532,18 +467,17 @@ def correct(
                     reinforce has no ratio and gets a factor instead: min(new / mu, cap) * the loss
         none        the loss of the ratio new / prox: as if prox had sampled
 
-    Returns the episodes with the masks and the old log-probs of the loss; the weights of its tokens (rows,
-    response_length), or None if all are 1; a function that computes more factors from the newest policy, or None (see
-    newest_factors); and metrics of how far the sampler is from the learner. Every process must call this, and all get
-    the same statistics of the whole batch.
+    reweigh of what it returns: see newest_factors. Every process must call this, and all get the same statistics of
+    the whole batch.
     """
-    whole = (episodes.logprobs, episodes.sampler_logprobs, episodes.mask, episodes.versions)
-    # The first three are (batch, response_length), the last is (batch,).
-    prox, mu, mask, versions = (accelerator.gather(tensor.contiguous()) for tensor in whole)
+    # Of the whole batch, the first three (batch, response_length), the last (batch,).
+    columns = (episodes.logprobs, episodes.sampler_logprobs, episodes.mask)
+    prox, mu, mask = (accelerator.gather(column.contiguous()) for column in columns)
+    versions = accelerator.gather(episodes.versions.contiguous())
     local_batch = len(episodes.mask)
     mine = slice(accelerator.process_index * local_batch, (accelerator.process_index + 1) * local_batch)
     # Weights of each token or of its response; they are capped below.
-    weights = rlvr_math.importance_weights(prox, mu, mask, args.correction_level, math.inf)
+    weights = rlvr_math.importance_weights(prox, mu, mask, kind=args.correction_level, cap=math.inf)
     each = weights[mask] if args.correction_level == "token" else weights.amax(1)[mask.any(1)]
     clipped, each = each > args.correction_cap * (1 + ROUNDING), each.clamp(max=args.correction_cap)
     weights, mean = weights.clamp(max=args.correction_cap), mean_of(each)
@@ -552,7 +486,9 @@ def correct(
         weights = weights / mean
     kept = mask
     if args.rejection != "none":
-        kept = rlvr_math.rejection_mask(prox, mu, mask, args.rejection, args.rejection_low, args.rejection_high)
+        kept = rlvr_math.rejection_mask(
+            prox, mu, mask, kind=args.rejection, low=args.rejection_low, high=args.rejection_high
+        )
     # The mismatch is always logged, also where the weights are the same.
     metrics = {f"async/{name}": value.item() for name, value in rlvr_math.mismatch(prox, mu, mask).items()}
     age = (number - versions).double()
@@ -567,18 +503,19 @@ def correct(
     # Advantages are those of all tokens, and a rejection only leaves tokens out of the loss. But a response of which
     # every token is rejected leaves its group's baseline too.
     masks = {"mask": episodes.mask & kept[mine].any(1, keepdim=True), "loss_mask": episodes.loss_mask & kept[mine]}
-    trained, way = dataclasses.replace(episodes, **masks), correction_of(args)
-    reweigh = newest_factors(args)
-    if way == "decoupled":
+    way = correction_of(args)
+    # [V84] With bypass, the old log-probs are the sampler's.   core_algos.py#L2065-L2195
+    logprobs = episodes.sampler_logprobs if way == "bypass" else episodes.logprobs
+    return rlvr_data.Correction(
+        episodes=dataclasses.replace(episodes, **masks, logprobs=logprobs),
         # [V83] The clip is around prox, and the weight leads from mu to prox.   core_algos.py#L1237
-        return trained, weights[mine], reweigh, metrics
-    if way == "none":
-        return trained, None, reweigh, metrics
-    # [V84] The old log-probs are the sampler's.   core_algos.py#L2065-L2195
-    return dataclasses.replace(trained, logprobs=episodes.sampler_logprobs), None, reweigh, metrics
+        weights=weights[mine] if way == "decoupled" else None,
+        reweigh=newest_factors(args),
+        metrics=metrics,
+    )
 
 
-def newest_factors(args: Args) -> Reweigh | None:
+def newest_factors(args: Args) -> rlvr_data.Reweigh | None:
     """Factors of the policy's losses that each pass computes from the newest policy; None if there are none."""
     has_weights = correction_of(args) == "bypass" and args.ppo.loss == "reinforce"
     if not has_weights and args.off_policy_mask is None:
@@ -587,11 +524,13 @@ def newest_factors(args: Args) -> Reweigh | None:
     def factors(new_logprobs: Tensor, mb: rlvr_data.Batch) -> Tensor:
         found = torch.ones_like(new_logprobs)
         if has_weights:
-            told = (mb.logprobs, mb.loss_mask, args.correction_level, args.correction_cap)
-            found = rlvr_math.importance_weights(new_logprobs, *told)
+            found = rlvr_math.importance_weights(
+                new_logprobs, mb.logprobs, mb.loss_mask, kind=args.correction_level, cap=args.correction_cap
+            )
         if args.off_policy_mask is not None:
-            told = (mb.sampler_logprobs, mb.advantages, mb.loss_mask, args.off_policy_mask)
-            found = found * rlvr_math.off_policy_mask(new_logprobs, *told)
+            found = found * rlvr_math.off_policy_mask(
+                new_logprobs, mb.sampler_logprobs, mb.advantages, mask=mb.loss_mask, delta=args.off_policy_mask
+            )
         return found
 
     return factors

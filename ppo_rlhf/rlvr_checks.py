@@ -1,4 +1,4 @@
-"""Checks of the arguments of rlvr_policy.py: refused values, and values that are probably a mistake.
+"""Checks of the arguments of chapter 3: refused values, and values that are probably a mistake.
 
 Marks like [V56] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/details.
@@ -6,15 +6,14 @@ next to marks are the original's. See docs/details.
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
-from ppo_rlhf import rlvr_math
+from ppo_rlhf import rlvr_args, rlvr_math
 from ppo_rlhf.lib import cli, problems
 from ppo_rlhf.lib.errors import InputError
 
 
-def check_arguments(args: Any, usual: Any) -> None:
-    """Raise an InputError for arguments that cannot be meant. usual: the defaults of the preset."""
+def check_arguments(args: rlvr_args.Args) -> None:
+    """Raise an InputError for arguments that cannot be meant."""
     ppo, shaping = args.ppo, args.rewards
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
@@ -26,16 +25,16 @@ def check_arguments(args: Any, usual: Any) -> None:
     cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
     cli.at_least(0, "ppo.", ppo, "nll_coef", *(["critic_lam"] if ppo.critic_lam is not None else []))
     cli.at_least(0, "lora.", args.lora, "rank")
-    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "adam_eps", "max_grad_norm")
+    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "max_grad_norm")
     may_be_none = ("cliprange_low", "dual_clip", "cliprange_value", "lam_alpha", "critic_explains")
     cli.above_zero("ppo.", ppo, *(name for name in may_be_none if getattr(ppo, name) is not None))
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
-    for problem in (*impossible(args), *without_effect(args, usual)):
+    for problem in (*impossible(args), *without_effect(args)):
         raise InputError(problem)
 
 
-def impossible(args: Any) -> Iterator[str]:
+def impossible(args: rlvr_args.Args) -> Iterator[str]:
     """Arguments that do not go together."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
@@ -58,8 +57,7 @@ def impossible(args: Any) -> Iterator[str]:
             f"{flag('rewards.kl_loss_coef')} that is {flag('rewards.kl_coef')}, and no "
             f"{flag('rewards.adaptive_kl.target')}: in the reward alone its gradient points away from the reference"
         )
-    whitened = ppo.advantage in rlvr_math.WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages
-    if full_in_reward and (whitened or ppo.advantage == "grpo"):
+    if full_in_reward and (ppo.whitens or ppo.advantage == "grpo"):
         yield (
             f"{flag('rewards.kl_estimator')} full needs advantages that nothing rescales, since the loss has the "
             f"rest of its gradient: {flag('ppo.whiten_advantages')} False, and {flag('ppo.advantage')} rloo, not grpo"
@@ -102,9 +100,10 @@ def impossible(args: Any) -> Iterator[str]:
         )
 
 
-def without_effect(args: Any, usual: Any) -> Iterator[str]:
-    """Arguments that were given although nothing reads them: their value is not the usual one."""
+def without_effect(args: rlvr_args.Args) -> Iterator[str]:
+    """Arguments that were given although nothing reads them: their value is not that of the preset."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    usual = rlvr_args.PRESETS.get(args.preset, rlvr_args.Args())
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
     of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains"
     lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
@@ -121,7 +120,7 @@ def without_effect(args: Any, usual: Any) -> Iterator[str]:
         ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
         ("rewards.overlong_factor", shaping.overlong_buffer, flag("rewards.overlong_buffer")),
         ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
-        ("rewards.kl_estimator", shaping.kl_coef or shaping.kl_loss_coef, flag("rewards.kl_coef")),
+        ("rewards.kl_estimator", shaping.has_penalty, flag("rewards.kl_coef")),
         ("rewards.kl_loss_estimator", shaping.kl_loss_coef, flag("rewards.kl_loss_coef")),
         ("rewards.adaptive_kl.horizon", shaping.adaptive_kl.target, flag("rewards.adaptive_kl.target")),
     ]
@@ -132,7 +131,7 @@ def without_effect(args: Any, usual: Any) -> Iterator[str]:
                 yield f"{flag(name)} {value} does nothing without {reader}; leave it at {default!r}"
 
 
-def doubts(args: Any) -> Iterator[str]:
+def doubts(args: rlvr_args.Args) -> Iterator[str]:
     """Warnings about settings that may be a mistake."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
@@ -175,7 +174,7 @@ def doubts(args: Any) -> Iterator[str]:
         )
 
 
-def check_problems(source: problems.Problems, sizes: Any) -> None:
+def check_problems(source: problems.Problems, sizes: rlvr_args.PpoSizes) -> None:
     """Raise an InputError if there are fewer problems than a round of generation draws."""
     if len(source) < sizes.round_prompts:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Samples and batches of chapter 3: tensors with a row for each episode, and how samples fill a batch.
+"""What the steps of chapter 3 hand to each other: samples, batches, how samples fill a batch, the state of a run.
 
 Marks like [V78] name an implementation detail; see docs/details.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import rlvr_math
-from ppo_rlhf.lib import cli, traces
+from ppo_rlhf import rlvr_args, rlvr_math
+from ppo_rlhf.lib import cli, networks, problems, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Steps 1 and 2: what a sampler gets and gives --------------------------------------------------------------
@@ -33,6 +35,7 @@ class Request(NamedTuple):
 class Draw(NamedTuple):
     """Step 1: this process's rows of a round."""
 
+    round: int  # how many rounds came before it, since the run began
     problems: Tensor  # (local_round,), numbers of the problems, each n times
     groups: Tensor  # (local_round,), equal for the responses to one problem
     requests: list[Request]  # one for all rows; with remax, a second one for the greedy responses
@@ -40,10 +43,29 @@ class Draw(NamedTuple):
 
 Sampled = tuple[Tensor, Tensor]  # for a request: responses and their log-probs, both (rows, response_length)
 
+
+class Samples(NamedTuple):
+    """Step 2: the answers to the requests of a draw."""
+
+    draw: Draw
+    answers: list[Sampled]  # one for each request
+    version: int  # updates that the sampling policy had seen
+    on_policy: bool  # whether that is the policy that learns, and the log-probs are in its arithmetic
+
+
 # ---- Episodes --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+class Reading(NamedTuple):
+    """What the networks say about the tokens of responses: four of (rows, response_length), 0 where masked."""
+
+    logprobs: Tensor
+    values: Tensor  # 0 without a critic
+    entropies: Tensor  # exact, in nats; 0 if the log-probs were known
+    exact_kl: Tensor  # from the reference, in nats; 0 if it was not asked for
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """Tensors with a row for each episode. In a mask, True is a token that the policy wrote."""
 
@@ -64,10 +86,10 @@ class Rows:
         return {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
 
     def rows(self, inds: Tensor | slice) -> Self:
-        return type(self)(*(tensor[inds] for tensor in self.tensors().values()))
+        return dataclasses.replace(self, **{name: tensor[inds] for name, tensor in self.tensors().items()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout(Rows):
     """The samples, and what steps 1 to 4 found out about them."""
 
@@ -84,7 +106,20 @@ class Rollout(Rows):
     versions: Tensor  # (rows,), updates that the sampling policy had seen
 
 
-@dataclass(frozen=True)
+Reweigh = Callable[[Tensor, "Batch"], Tensor]  # (new_logprobs, mb) -> more factors of the policy's losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """The batch from which an update learns, of episodes that another policy may have sampled."""
+
+    episodes: Rollout  # with the masks and the old log-probs of the loss
+    weights: Tensor | None = None  # (rows, response_length), factors of the losses; None: 1
+    reweigh: Reweigh | None = None  # None: no more factors
+    metrics: dict[str, float] = field(default_factory=dict)  # how far the sampler is from the learner
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch(Rows):
     """The input of the losses of step 7: the results of steps 5 and 6, and what else they need."""
 
@@ -97,37 +132,34 @@ class Batch(Rows):
     sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn
     right: Tensor  # (rows,) bool, whether the verifier accepts the response
     fresh: Tensor  # (rows,) bool, whether this update's policy has sampled the row
+    reweigh: Reweigh | None = None  # gives more factors of the policy's losses; None: there are none
     seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in super().tensors().items() if name != "seen"}
+        return {name: value for name, value in super().tensors().items() if name not in ("reweigh", "seen")}
 
     @property
     def right_mask(self) -> Tensor:
         """The tokens (rows, response_length) of correct responses that are trained on."""
         return self.loss_mask & self.right.unsqueeze(1)
 
-    def see(
-        self, rows: Tensor, new_logprobs: Tensor, new_values: Tensor, entropies: Tensor, exact_kl: Tensor
-    ) -> None:
+    def see(self, rows: Tensor, new: Reading) -> None:
         """Remember for a trace what a pass computed for these rows (micro_batch,)."""
-        found = {"new_logprobs": new_logprobs, "new_values": new_values, "exact_kl": exact_kl}
+        found = {"new_logprobs": new.logprobs, "new_values": new.values, "exact_kl": new.exact_kl}
         self.seen.append((rows, {name: x.detach() for name, x in found.items()}))
 
 
 def make_batch(
-    episodes: Rollout,
-    rewards: tuple[Tensor, Tensor, Tensor],
-    advantages: Tensor,
-    returns: Tensor,
-    update: int,
-    weights: Tensor | None = None,
+    correction: Correction, rewards: tuple[Tensor, Tensor, Tensor], estimate: tuple[Tensor, Tensor], number: int
 ) -> Batch:
-    """The batch of an update. rewards: as compute_rewards gives them. weights None: 1 for every token."""
-    kept = {part.name: getattr(episodes, part.name) for part in dataclasses.fields(Rows)}
-    weights = torch.ones_like(episodes.logprobs) if weights is None else weights
-    told = {"sampler_logprobs": episodes.sampler_logprobs, "right": episodes.parts[:, 0] > 0}
-    return Batch(*kept.values(), *rewards, advantages, returns, weights, **told, fresh=episodes.versions == update)
+    """The batch of update `number`. rewards: as compute_rewards gives them; estimate: advantages and returns."""
+    episodes, weights = correction.episodes, correction.weights
+    found = {part.name: getattr(episodes, part.name) for part in dataclasses.fields(Rows)}
+    found |= zip(("rewards", "non_score_rewards", "kl"), rewards, strict=True)
+    found |= zip(("advantages", "returns"), estimate, strict=True)
+    found |= {"sampler_logprobs": episodes.sampler_logprobs, "fresh": episodes.versions == number}
+    found |= {"right": episodes.parts[:, 0] > 0, "reweigh": correction.reweigh}
+    return Batch(**found, weights=torch.ones_like(episodes.logprobs) if weights is None else weights)
 
 
 # ---- How a batch is filled -------------------------------------------------------------------------------------
@@ -137,9 +169,15 @@ class Pool:
     """Collects what is sampled until it makes a batch: in one round or, with filter_groups, in several."""
 
     def __init__(
-        self, ppo: Any, pad_id: int, accelerator: Accelerator, *, rounds: int = 0, surplus: Rollout | None = None
+        self,
+        ppo: rlvr_args.PpoArgs,
+        pad_id: int,
+        accelerator: Accelerator,
+        *,
+        rounds: int = 0,
+        surplus: Rollout | None = None,
     ):
-        """ppo: the arguments. rounds: made since the run began. surplus: what the last batch has left over."""
+        """rounds: made since the run began. surplus: what the last batch has left over."""
         self.ppo, self.pad_id, self.accelerator, self.rounds, self.surplus = ppo, pad_id, accelerator, rounds, surplus
         self.generated: list[Rollout] = []  # by this process, for the current batch
         self.kept = [surplus] if surplus else []  # groups of all processes whose scores differ
@@ -163,9 +201,9 @@ class Pool:
         self.generated.append(rollout)
         if self.ppo.filter_groups:
             # [V78] Only groups whose raw scores differ are kept; the others have no signal.
-            tensors = rollout.tensors().values()
-            everyone = Rollout(*(self.accelerator.gather(tensor.contiguous()) for tensor in tensors))
-            self.kept.append(everyone.rows(scores_differ(everyone)))
+            tensors = rollout.tensors().items()
+            of_all = Rollout(**{name: self.accelerator.gather(tensor.contiguous()) for name, tensor in tensors})
+            self.kept.append(of_all.rows(scores_differ(of_all)))
 
     def take(self) -> tuple[Rollout, list[Rollout]]:
         """This process's part of the batch, and all that it has generated for it. Makes room for the next batch."""
@@ -183,13 +221,11 @@ class Pool:
 def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
     """All their rows, with padding before shorter queries."""
     width = max(one.query_responses.shape[1] for one in rollouts)
-    padded = [
-        dataclasses.replace(
-            one, query_responses=F.pad(one.query_responses, (width - one.query_responses.shape[1], 0), value=pad_id)
-        )
-        for one in rollouts
+    tensors = {part.name: [getattr(one, part.name) for one in rollouts] for part in dataclasses.fields(Rollout)}
+    tensors["query_responses"] = [
+        F.pad(one, (width - one.shape[1], 0), value=pad_id) for one in tensors["query_responses"]
     ]
-    return Rollout(*(torch.cat(parts) for parts in zip(*(one.tensors().values() for one in padded), strict=True)))
+    return Rollout(**{name: torch.cat(parts) for name, parts in tensors.items()})
 
 
 def scores_differ(rollout: Rollout) -> Tensor:
@@ -197,3 +233,36 @@ def scores_differ(rollout: Rollout) -> Tensor:
     live, scores, groups = rollout.mask.any(1), rollout.raw_scores, rollout.groups
     largest = rlvr_math.by_group(scores.masked_fill(~live, -math.inf), groups, "amax")
     return largest > rlvr_math.by_group(scores.masked_fill(~live, math.inf), groups, "amin")
+
+
+# ---- A run -----------------------------------------------------------------------------------------------------
+
+Source = tuple[Callable[..., Tensor], float]  # (prompts, texts, answers, queries=, responses=) -> (rows,); its weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The parts of a run that no update changes."""
+
+    args_as_typed: rlvr_args.Args  # with names such as `sums` that are not yet paths
+    args: rlvr_args.Args
+    sizes: rlvr_args.PpoSizes
+    tokenizer: PreTrainedTokenizerBase
+    ids: problems.TaskIds
+    problems: problems.Problems  # to train on
+    held_out: problems.Problems
+    sources: dict[str, Source]  # what scores, under its name; the verifier first
+    adapters: nn.Module | None  # peft's handle of the policy's adapters
+    accelerator: Accelerator
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The state that one update hands to the next, in addition to the networks; a checkpoint keeps it."""
+
+    first_update: int  # when this process started or resumed the run
+    controller: networks.AdaptiveKLController
+    pool: Pool
+    evaluation: dict[str, float]  # the newest
+    explained: float  # the largest share of the variance of the returns that the critic has explained, at least 0
+    of_sampler: dict[str, dict[str, Tensor]]  # parts of the checkpoint that are the sampler's

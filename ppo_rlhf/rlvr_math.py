@@ -135,11 +135,11 @@ def gae(
         # [V106] With a fixed lambda, the score reaches the first token times lam^|y|, which is 0.2 at 0.95 and 30
         #        tokens. Here it is about exp(-1 / lam_alpha), however long the response is.
         policy_lam = 1 - 1 / (lam_alpha * mask.sum(1).to(values.dtype)).clamp(min=1)  # (batch,)
-    advantages = sums_of_errors(rewards, mask, values, gamma, policy_lam)
+    advantages = sums_of_errors(rewards, mask, values, gamma=gamma, lam=policy_lam)
     # [V105] At critic_lam 1, the targets are sums of rewards without any value in them. Lower ones mix in what the
     #        critic already says, which carries its errors from token to token.
     same = lam_alpha is None and critic_lam == lam
-    of_targets = advantages if same else sums_of_errors(rewards, mask, values, gamma, critic_lam)
+    of_targets = advantages if same else sums_of_errors(rewards, mask, values, gamma=gamma, lam=critic_lam)
     return advantages.masked_fill(~mask, 0), (of_targets + values).masked_fill(~mask, 0)
 
 

@@ -1,7 +1,6 @@
 """The log of a run of chapter 3: metrics, evaluations, samples, traces, panels of its picture.
 
-None of this changes what is learned. `setup` is a Setup of rlvr_policy.py, and
-`progress` its Progress.
+None of this changes what is learned.
 
 Marks like [V55] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/details.
@@ -9,15 +8,16 @@ next to marks are the original's. See docs/details.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from ppo_rlhf import rlvr_data, rlvr_math
+from ppo_rlhf import rlvr_args, rlvr_data, rlvr_math
 from ppo_rlhf.lib import cli, lm, problems, processes, rewards, run, texts, traces
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
@@ -42,14 +42,15 @@ def token_statistics(
 
 
 def update_metrics(
-    setup: Any,
+    setup: rlvr_data.Setup,
+    number: int,
+    *,
     episodes: rlvr_data.Rollout,
     generated: list[rlvr_data.Rollout],
     batch: rlvr_data.Batch,
     steps: dict[str, Tensor],
-    number: int,
 ) -> dict[str, float]:
-    """The metrics of an update. Every process adds its shares, and all get the same numbers.
+    """The metrics of update `number`. Every process adds its shares, and all get the same numbers.
 
     generated: all that was sampled for it; nothing, if what was left over filled the batch. steps: what update
     returned. Raises a NumericalError if the numbers are impossible.
@@ -69,12 +70,12 @@ def update_metrics(
         "val/groups_all_right": rlvr_math.by_group((right | ~live).double(), one["groups"], "amin"),
         "val/groups_all_wrong": rlvr_math.by_group((~right | ~live).double(), one["groups"], "amin"),
     }
-    if hasattr(setup.args, "tools"):  # of rlvr_tools.py
+    if setup.args.tools:
         of_responses["val/tool_tokens"] = one["from_tool"].sum(1)
         of_responses["val/tool_calls"] = answered_calls(setup, one["responses"], one["from_tool"])
     # [V55] A row without a token is in no mean.
     # Where there is no reference, nobody knows the KL: 0 would say that the policy does not move.
-    has_reference = has_penalty(setup.args.rewards)
+    has_reference = setup.args.rewards.has_penalty
     of_episodes = {"objective/kl": batch.kl.sum(1)} if has_reference else {}
     of_episodes |= {
         "objective/non_score_reward": batch.non_score_rewards.sum(1),
@@ -122,8 +123,8 @@ def update_metrics(
         # Returns that differ by no more than rounding have nothing that a critic could explain.
         vary = variance_of_returns > 1e-12 * (m["square_of_return"] + m["square_of_error"])
         m["val/explained_var"] = 1 - variance_of_errors / variance_of_returns if vary else 0.0
-    everyone = accelerator.gather(lengths)
-    m |= {"val/sequence_lengths_min": everyone.min().item(), "val/sequence_lengths_max": everyone.max().item()}
+    all_lengths = accelerator.gather(lengths)
+    m |= {"val/sequence_lengths_min": all_lengths.min().item(), "val/sequence_lengths_max": all_lengths.max().item()}
     left_out = () if critic else ("loss/value_avg", "val/clipfrac_avg")
     left_out += () if setup.args.rewards.kl_loss_coef else ("loss/kl_avg",)
     metrics = {name: m[name] for name in m if "/" in name and name not in left_out}
@@ -131,7 +132,7 @@ def update_metrics(
     return metrics
 
 
-def answered_calls(setup: Any, responses: Tensor, from_tool: Tensor) -> Tensor:
+def answered_calls(setup: rlvr_data.Setup, responses: Tensor, from_tool: Tensor) -> Tensor:
     """How many calls the tool answered in each response (rows,), empty answers included.
 
     responses: (rows, response_length); from_tool: of that shape, the tokens that the tool wrote.
@@ -142,15 +143,10 @@ def answered_calls(setup: Any, responses: Tensor, from_tool: Tensor) -> Tensor:
     return ends[:, :-1].sum(1).clamp(max=setup.args.tools.max_calls)
 
 
-def has_penalty(rewards: Any) -> bool:
-    """Whether the KL is penalised, so that there is a reference."""
-    return bool(rewards.kl_coef or rewards.kl_loss_coef)
-
-
 PATIENCE = 3  # updates
 
 
-def say_if_nothing_is_learned(setup: Any, this_run: run.Run) -> None:
+def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None:
     """Say once what to do if no response is ever correct, or if all responses to a problem always score the same."""
     rows, args, flag = this_run.rows, setup.args, cli.flag
     if len(rows) == PATIENCE and not any(row["objective/verifiable_correct_rate"] for row in rows):
@@ -175,7 +171,7 @@ def say_if_nothing_is_learned(setup: Any, this_run: run.Run) -> None:
 
 
 def run_metrics(
-    setup: Any, this_run: run.Run, progress: Any, number: int, lr: float, rounds: int
+    setup: rlvr_data.Setup, this_run: run.Run, progress: rlvr_data.Progress, number: int, lr: float, rounds: int
 ) -> dict[str, float]:
     """How far the run is. rounds: of this update; 0 if what was left over filled the batch."""
     seconds, episode = this_run.seconds(), progress.pool.rounds * setup.sizes.round
@@ -191,12 +187,12 @@ def run_metrics(
     }
 
 
-def sample_rows(setup: Any, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch) -> list[dict[str, Any]]:
+def sample_rows(setup: rlvr_data.Setup, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch) -> list[dict[str, Any]]:
     """The first group, at most four of it, or three single responses: texts, scores, mean advantages of tokens."""
     n = setup.args.ppo.samples_per_prompt
-    few = slice(0, min(n, 4) if n > 1 else 3)
-    rows = episodes.rows(few)
-    mean = batch.advantages[few].sum(1) / rows.mask.sum(1).clamp(min=1)
+    printed = slice(0, min(n, 4) if n > 1 else 3)
+    rows = episodes.rows(printed)
+    mean = batch.advantages[printed].sum(1) / rows.mask.sum(1).clamp(min=1)
     columns = {
         "prompt": [setup.problems.texts[i] for i in rows.problems],
         "response": problems.to_texts(setup.tokenizer, rows.responses, setup.ids),
@@ -207,84 +203,118 @@ def sample_rows(setup: Any, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def what_epochs_computed(
-    episodes: rlvr_data.Rollout, batch: rlvr_data.Batch, ppo: Any, count: int, accelerator: Accelerator
-) -> dict[str, dict[str, Tensor]]:
-    """The other parts of a trace of the first `count` episodes: `epochs` and `statistics`, see lib/traces.py."""
-    statistics = traces.of_epochs(batch.seen, count)
-    epochs = {name: statistics.pop(name) for name in ("new_logprobs", "new_values", "exact_kl")}
-    statistics["kept"] = batch.mask[:count].any(1)
-    if ppo.advantage == "remax":
-        statistics["baselines"] = episodes.baselines[:count]
-    if ppo.advantage in rlvr_math.WHITENED if ppo.whiten_advantages is None else ppo.whiten_advantages:
-        estimate = partial(rlvr_math.ESTIMATORS[ppo.advantage], values=batch.values, baselines=episodes.baselines)
-        lambdas = {"lam": ppo.lam, "lam_alpha": ppo.lam_alpha}
-        raw, _ = estimate(batch.rewards, batch.mask, episodes.groups, gamma=ppo.gamma, **lambdas)
-        reduce = partial(accelerator.reduce, reduction="sum")
-        mean, deviation = traces.moments(raw, batch.mask, reduce)  # with which the whole batch was whitened
-        statistics |= {"advantage_mean": mean.expand(count), "advantage_deviation": deviation.expand(count)}
-    return {"epochs": epochs, "statistics": statistics | lambdas_of(ppo, count)}
+def numbers_of_trace(
+    setup: rlvr_data.Setup, ppo: rlvr_args.PpoArgs, *, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch
+) -> dict[str, Any]:
+    """What a trace keeps of episodes, as the recorder of lib/traces.py takes it. ppo: of the update."""
+    names = ["query_responses", "logprobs", "sampler_logprobs", "ref_logprobs"]
+    names += ["scores", "raw_scores", "stopped", "groups"]
+    names += ["exact_kl"] if setup.args.rewards.kl_estimator == "full" else []
+    numbers: dict[str, Any] = {name: getattr(episodes, name) for name in names}
+    names = ["kl", "rewards", "weights", "advantages"] + (["values", "returns"] if ppo.advantage == "gae" else [])
+    numbers |= {name: getattr(batch, name) for name in names} | {"mask": batch.loss_mask, "scored": episodes.mask}
+    numbers["sources"] = {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
+    numbers |= {"tool": episodes.from_tool} if setup.args.tools else {}
+    if ppo.critic_explains is not None:  # value pretraining changes the lambda of the critic's targets
+        lam = ppo.lam if ppo.critic_lam is None else ppo.critic_lam
+        numbers["statistics.critic_lam"] = torch.full((len(episodes.scores),), lam, dtype=torch.float64)
+    return numbers | {"problem": episodes.problems.unsqueeze(1)}  # which is not kept, but names the answer
 
 
-def lambdas_of(ppo: Any, count: int) -> dict[str, Tensor]:
-    """For traces of `count` episodes: the lambda of the critic's targets, which value pretraining changes."""
-    if ppo.critic_explains is None:
-        return {}
-    lam = ppo.lam if ppo.critic_lam is None else ppo.critic_lam
-    return {"critic_lam": torch.full((count,), lam, dtype=torch.float64)}
-
-
-def keep_trace(
+def record_trace(
     this_run: run.Run,
-    setup: Any,
+    setup: rlvr_data.Setup,
     number: int,
+    *,
     episodes: rlvr_data.Rollout,
     batch: rlvr_data.Batch,
-    found: dict[str, Tensor],
-    **options: Any,
+    raw_advantages: Callable[[], Tensor],
+    kl_coef: float,
+    ppo: rlvr_args.PpoArgs,
+    network: Callable[..., rlvr_data.Reading],
+    again: Callable[..., tuple[rlvr_data.Rollout, rlvr_data.Batch]],
 ) -> None:
-    """Write these episodes with all their numbers. found: more numbers of their tokens. options: of Run.trace."""
-    names = (
-        "logprobs",
-        "sampler_logprobs",
-        "ref_logprobs",
-        *(["values"] if setup.args.ppo.advantage == "gae" else []),
-        *(["exact_kl"] if setup.args.rewards.kl_estimator == "full" else []),
+    """Write both traces of an update: whole groups of the batch, and of the same problems each time.
+
+    raw_advantages: of the batch, before they were whitened. ppo: of this update. network: the policy after it. again:
+    does steps 1 to 6 for a setup, a number of problems, and a function that changes the episodes before step 5. Every
+    process must call this.
+    """
+    n, answers, most = (
+        ppo.samples_per_prompt,
+        setup.problems.answers,
+        setup.sizes.local_batch // ppo.samples_per_prompt,
     )
-    of_tokens = {name: getattr(episodes, name) for name in names}
-    of_tokens |= {"kl": batch.kl, "rewards": batch.rewards, "mask": batch.loss_mask, "scored": episodes.mask}
-    of_tokens |= {"weights": batch.weights}
-    if setup.args.ppo.advantage == "gae":
-        of_tokens["returns"] = batch.returns
-    of_episodes = {name: getattr(episodes, name) for name in ("scores", "raw_scores", "stopped", "groups")}
-    of_episodes |= {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
-    if hasattr(setup.args, "tools"):
-        of_tokens["tool"] = episodes.from_tool
-    tokens = episodes.query_responses.tensor_split([-episodes.mask.shape[1]], dim=1)
-    answers = [setup.problems.answers[i] for i in episodes.problems.tolist()]
-    told = (setup.tokenizer, setup.ids.pad, *tokens, of_tokens | found, of_episodes)
-    this_run.trace(number, *told, answer=answers, **options)
+    prompts, kept = (min(math.ceil(k / n), most) for k in (traces.TRACED, setup.args.trace_episodes))
+
+    def after_update(_: dict[str, Any], rows: slice) -> dict[str, Tensor]:
+        old = batch.rows(rows)
+        new = network(old.query_responses, old.responses, episodes.mask[rows], setup.ids.pad)
+        _, clipped, _ = rlvr_math.token_losses(
+            new.logprobs, old.logprobs, old.advantages, mask=old.loss_mask, loss=ppo.loss, **ppo.bounds
+        )
+        ratio = torch.exp(new.logprobs - old.logprobs)
+        return {"new_logprobs": new.logprobs, "entropies": new.entropies, "clipped": clipped, "ratio": ratio}
+
+    # A user's function may count its calls or draw random numbers, so traces do not call it. In its place, all scores
+    # are 0 at first, because NaN would leave all tokens out, and then unknown.
+    known = rewards.keeps_nothing(setup.args.rewards.verifier, setup.args.rewards.format)
+
+    def with_known_scores(episodes: rlvr_data.Rollout) -> rlvr_data.Rollout:
+        names = () if known else ("scores", "raw_scores", "parts")
+        nan = {name: torch.full_like(getattr(episodes, name), math.nan) for name in names}
+        return dataclasses.replace(episodes, **nan)
+
+    def numbers_again(_: float) -> dict[str, Any]:
+        silent = (lambda prompts, *_, **__: torch.zeros(len(prompts)).double(), 0.0)
+        sources = setup.sources if known else dict.fromkeys(setup.sources, silent)
+        found, made = again(dataclasses.replace(setup, sources=sources), prompts, with_known_scores)
+        numbers = numbers_of_trace(setup, ppo, episodes=found, batch=made)
+        return {name: value for name, value in numbers.items() if known or name != "advantages"}
+
+    numbers = numbers_of_trace(setup, ppo, episodes=episodes, batch=batch)
+    numbers |= {"seen": batch.seen, "statistics.kept": batch.mask.any(1)}
+    numbers |= {"statistics.baselines": episodes.baselines} if ppo.advantage == "remax" else {}
+    if ppo.whitens:  # the mean and deviation of the whole batch
+        reduce = partial(setup.accelerator.reduce, reduction="sum")
+        mean, deviation = traces.moments(raw_advantages(), batch.mask, reduce)
+        numbers["statistics.advantage_mean"] = mean.expand(len(batch.mask))
+        numbers["statistics.advantage_deviation"] = deviation.expand(len(batch.mask))
+    recorder = this_run.recorder(
+        setup.tokenizer,
+        setup.ids.pad,
+        episodes=kept * n,
+        after_update=after_update,
+        again=numbers_again,
+        numbers=dict,
+        texts=lambda numbers: {"answer": [answers[i] for i in numbers["problem"].flatten().tolist()]},
+    )
+    recorder.record(number, numbers, kl_coef)
 
 
-def evaluate(setup: Any, actor_critic: Any, samples: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Solve the held-out problems greedily, and by so many samples. Returns means and rows for evaluation.jsonl.
+def evaluate(
+    setup: rlvr_data.Setup, respond: Callable[..., rlvr_data.Sampled], *, with_samples: bool
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Solve the held-out problems greedily and, with_samples, by eval_samples of each, too.
 
-    Every process must call this.
+    respond: of a sampler. Returns means and rows for evaluation.jsonl. Every process must call this.
     """
     # [V98] All problems of the split in their order, each once; strict and flexible.   metric_utils.py#L420-L640
     args, task, held_out = setup.args, setup.args.task, setup.held_out
     of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if task.answer_format == "hashes" else []
     names, field = list(dict.fromkeys([args.rewards.verifier, *of_hashes])), "rewards.verifier"
     verifiers = [rewards.load_verifier(name, field, task.response_prefix, on_all_processes=True) for name in names]
-    chunk, shape = setup.sizes.local_rollout_batch, (len(held_out), 1, task.response_length)
-    sample = partial(actor_critic.sample, setup.ids)
-    by = partial(problems.solve, held_out, sample, verifiers, setup.tokenizer, setup.ids, chunk, setup.accelerator)
-    with actor_critic.sampling():
-        (greedy,) = by(problems.GREEDY, torch.full(shape, 0.5, dtype=torch.float64))
-        noise = [lm.keyed_generator(args.seed, "evaluate", number) for number in range(samples)]
-        uniforms = [torch.rand(shape, generator=generator, dtype=torch.float64) for generator in noise]
-        sampled = by(args.eval_temperature, torch.cat(uniforms, 1)) if samples else []
-    return problems.evaluation(held_out, task.kind_column, names, greedy, sampled)
+    settings = {"tokenizer": setup.tokenizer, "ids": setup.ids, "accelerator": setup.accelerator}
+    settings |= {"local_batch": setup.sizes.local_rollout_batch}
+    solve = partial(problems.solve, held_out, respond, verifiers, **settings)
+    shape = (len(held_out), 1, task.response_length)
+    greedy_noise = torch.full(shape, 0.5, dtype=torch.float64)
+    (greedy,), samples = solve(temperature=problems.GREEDY, uniforms=greedy_noise), []
+    if with_samples and args.eval_samples:
+        generators = [lm.keyed_generator(args.seed, "evaluate", number) for number in range(args.eval_samples)]
+        noise = [torch.rand(shape, generator=generator, dtype=torch.float64) for generator in generators]
+        samples = solve(temperature=args.eval_temperature, uniforms=torch.cat(noise, 1))
+    return problems.evaluation(held_out, task.kind_column, names=names, greedy=greedy, samples=samples)
 
 
 PANELS = {
@@ -306,7 +336,7 @@ PANELS = {
 }
 
 
-def panels(args: Any, verifiers: list[str], evaluation: list[str]) -> dict[str, list[str]]:
+def panels(args: rlvr_args.Args, verifiers: list[str], evaluation: list[str]) -> dict[str, list[str]]:
     """The panels of learning_curves.png. verifiers: of the evaluations, whose metrics have these names."""
     of_kind = f"eval/{verifiers[0]}_{args.task.kind_column}_"
     found = PANELS | {
@@ -315,6 +345,6 @@ def panels(args: Any, verifiers: list[str], evaluation: list[str]) -> dict[str, 
     }
     if args.ppo.samples_per_prompt == 1:
         found.pop("groups without a signal")
-    if hasattr(args, "tools"):
+    if args.tools:
         found["answers of the tool per response"] = ["val/tool_calls"]
     return found

@@ -1,7 +1,5 @@
 """Step 4 of chapter 3: what scores responses, the weighted sum of what it says, and punishments.
 
-`setup`, `args` and `shaping` are Setup, Args and RewardsArgs of rlvr_policy.py.
-
 Marks like [V22] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 beside marks are the original's. See docs/details.
 """
@@ -9,25 +7,25 @@ beside marks are the original's. See docs/details.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ppo_rlhf import rlvr_args, rlvr_data
 from ppo_rlhf.lib import models, networks, packing, problems, rewards
 from ppo_rlhf.lib.errors import NumericalError
 
-Source = tuple[Callable[..., Tensor], float]  # (prompts, texts, answers, queries, responses) -> (rows,); its weight
 
-
-def load_sources(args: Any, ids: problems.TaskIds, accelerator: Accelerator) -> dict[str, Source]:
+def load_sources(
+    args: rlvr_args.Args, ids: problems.TaskIds, accelerator: Accelerator
+) -> dict[str, rlvr_data.Source]:
     """What scores, under its name, with its weight; the verifier first."""
     shaping, prefix = args.rewards, args.task.response_prefix
 
     def of_texts(name: str, field: str) -> Callable[..., Tensor]:
         says = rewards.load_verifier(name, field, prefix, on_all_processes=True)
-        return lambda prompts, texts, answers, *_: torch.tensor(says(prompts, texts, answers), dtype=torch.float64)
+        return lambda *columns, **_: torch.tensor(says(*columns), dtype=torch.float64)
 
     sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
     if shaping.format:
@@ -38,7 +36,7 @@ def load_sources(args: Any, ids: problems.TaskIds, accelerator: Accelerator) -> 
         models.place(reward_model, accelerator)
         score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
 
-        def of_model(prompts: Any, texts: Any, answers: Any, queries: Tensor, responses: Tensor) -> Tensor:
+        def of_model(*texts: list[str], queries: Tensor, responses: Tensor) -> Tensor:
             scores = score(queries, responses).double()  # (rows,)
             # [V22] Only functions of texts may say that a response cannot be scored.
             if not scores.isfinite().all():
@@ -50,19 +48,22 @@ def load_sources(args: Any, ids: problems.TaskIds, accelerator: Accelerator) -> 
 
 
 def score_responses(
-    setup: Any, prompts: list[str], answers: list[str], queries: Tensor, responses: Tensor
+    setup: rlvr_data.Setup, prompts: list[str], answers: list[str], queries: Tensor, responses: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say."""
     texts = problems.to_texts(setup.tokenizer, responses, setup.ids)
     functions, weights = zip(*setup.sources.values(), strict=True)
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
-    said = [function(prompts, texts, answers, queries, responses).to(responses.device) for function in functions]
+    tokens = {"queries": queries, "responses": responses}
+    said = [function(prompts, texts, answers, **tokens).to(responses.device) for function in functions]
     parts = torch.stack(said, 1)
     return parts, parts @ parts.new_tensor(weights)
 
 
-def punish(raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: Any, response_length: int) -> Tensor:
+def punish(
+    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: rlvr_args.RewardsArgs, response_length: int
+) -> Tensor:
     """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
     # [V24] The punishment comes after the sum.
     ended = has_ended(lengths, stopped, shaping)
@@ -76,7 +77,7 @@ def punish(raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: Any, r
     return scores
 
 
-def has_ended(lengths: Tensor, stopped: Tensor, shaping: Any) -> Tensor:
+def has_ended(lengths: Tensor, stopped: Tensor, shaping: rlvr_args.RewardsArgs) -> Tensor:
     """Which responses (rows,) end; lengths: their numbers of tokens."""
     # [V25] One that is too short counts as one that does not end.
     return stopped & (lengths >= shaping.min_response_length)

@@ -1,7 +1,7 @@
 """A response may call a tool, such as a calculator: chapter 3 with responses of several turns.
 
-This is rlvr_policy.py with another step 2. The policy writes a call, such as `[7+5]`. Generation stops at the end of
-the call, the tool's answer is inserted, and generation continues:
+This is rlvr_policy.py with another sampler, step 2. The policy writes a call, such as `[7+5]`. Generation stops at
+the end of the call, the tool's answer is inserted, and generation continues:
 
     Petra has 7 apples. Felix gives her 5. She loses 3. How many apples does Petra have?
     [7+5]12
@@ -45,47 +45,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf import rlvr_policy
+from ppo_rlhf import rlvr_args, rlvr_data, rlvr_policy
 from ppo_rlhf.lib import cli, lm, passes, problems, processes, texts, tools
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ToolsArgs:
-    tool: str = "calculator"
-    """what answers calls: calculator, or package.module:name of a function (call text) -> text"""
-    call_start: str = "["
-    """text before a call. The call is the text between the last call_start of a turn and call_end"""
-    call_end: str = "]"
-    """text that ends a call: exactly one token, at which generation stops"""
-    max_calls: int = 8
-    """calls that are answered in a response; it ends at the next one"""
-    max_answer: int = 12
-    """the most tokens of an answer; a longer one is replaced by an error text"""
-    time_limit: float = 5.0
-    """seconds for a call of your own function, after which the answer is an error text"""
-
-
-@dataclass(frozen=True)
-class Args(rlvr_policy.Args):
+@dataclass(frozen=True, kw_only=True)
+class Args(rlvr_args.Args):
     preset: str = "sums-tools"
     """names a set of defaults: sums-tools"""
     exp_name: str = "rlvr_tools"
-    tools: ToolsArgs = field(default_factory=ToolsArgs)
+    tools: rlvr_args.ToolsArgs = field(default_factory=rlvr_args.ToolsArgs)
     """the tool and how it is called"""
 
 
-SUMS_TOOLS = {
-    part.name: getattr(rlvr_policy.PRESETS["sums-grpo"], part.name) for part in dataclasses.fields(rlvr_policy.Args)
-}
+SUMS_GRPO = rlvr_args.PRESETS["sums-grpo"]
+SUMS_TOOLS = {part.name: getattr(SUMS_GRPO, part.name) for part in dataclasses.fields(rlvr_args.Args)}
 SUMS_TOOLS |= {
     "preset": "sums-tools",
     "exp_name": Args.exp_name,
     "base_model": "sums-tools",
     "task": problems.TASKS["sums-tools"],
-    "ppo": rlvr_policy.PpoArgs(
+    "ppo": rlvr_args.PpoArgs(
         total_episodes=60 * 256,
         samples_per_prompt=8,
         nminibatches=2,
@@ -102,11 +85,6 @@ PRESETS = {"sums-tools": Args(**SUMS_TOOLS)}
 
 def train(args: Args) -> Path:
     """As `train` of rlvr_policy.py, where responses may call a tool."""
-    return rlvr_policy.train(args, loader=load)
-
-
-def load(args: Args, joint: dict | None = None) -> tuple:
-    """As `load` of rlvr_policy.py, but the policy samples by `converse`."""
     cli.at_least(1, "tools.", args.tools, "max_calls", "max_answer")
     cli.above_zero("tools.", args.tools, "time_limit")
     if args.tools.time_limit > tools.LONGEST_LIMIT:
@@ -117,15 +95,21 @@ def load(args: Args, joint: dict | None = None) -> tuple:
     if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
         raise InputError("tools cannot be combined with FSDP")
     tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)  # found before any model is loaded
-    setup, actor_critic, reference = rlvr_policy.load(args, joint)
-    actor_critic.generate = partial(converse, talk=conversation(setup, tool))
-    return setup, actor_critic, reference
+    return rlvr_policy.train(args, partial(sampler_with_tool, tool=tool))
+
+
+def sampler_with_tool(
+    setup: rlvr_data.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tools.Tool
+) -> rlvr_policy.Sampler:
+    """Step 2 with the answers of a tool in the responses."""
+    generate = partial(converse, conversation=conversation(setup, tool))
+    return rlvr_policy.Sampler(setup, actor_critic, generate)
 
 
 # ---- Step 2: generate, call, continue --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """What `converse` needs to know about calls."""
 
@@ -143,19 +127,19 @@ def converse(
     vocab_size: int,
     temperature: float,
     stop_ids: Collection[int],
-    talk: Conversation,
+    conversation: Conversation,
 ) -> tuple[Tensor, Tensor]:
     """Sample responses as lm.generate_until does, with the tool's answers in them.
 
     contexts: (rows, context_length); uniforms: (rows, response_length). Returns responses and their log-probs, (rows,
     response_length). The log-prob of a token from the tool is NaN; after the end of a response it is 0.
     """
-    width, pauses = uniforms.shape[1], {*stop_ids, talk.call_end}
+    width, pauses = uniforms.shape[1], {*stop_ids, conversation.call_end}
     responses = contexts.new_full(uniforms.shape, pad_id)
     logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
     lengths = torch.zeros(len(contexts), dtype=torch.long, device=contexts.device)  # tokens of each response so far
     rows = torch.arange(len(contexts), device=contexts.device)  # those that continue
-    for turn in range(talk.max_calls + 1):
+    for turn in range(conversation.max_calls + 1):
         # [V102] Read the ids of prompt and response so far as they are, then generate up to a call or the end.
         so_far = torch.cat([contexts[rows], responses[rows]], 1)
         so_far = passes.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
@@ -164,21 +148,22 @@ def converse(
         places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens
         room = width - int(lengths[rows].min())
         noise = uniforms[rows].gather(1, places.clamp(max=width - 1))[:, :room]
-        new, new_logprobs = lm.generate_until(lm_backbone, so_far, noise, pad_id, vocab_size, temperature, pauses)
+        settings = {"pad_id": pad_id, "vocab_size": vocab_size, "stop_ids": pauses, "temperature": temperature}
+        new, new_logprobs = lm.generate_until(lm_backbone, so_far, noise, **settings)
         fits = (places[:, :room] < width) & (new != pad_id)  # (rows, room)
-        responses[rows] = put(responses[rows], places, new, fits)
-        logprobs[rows] = put(logprobs[rows], places, new_logprobs, fits)
+        responses[rows] = put(responses[rows], new, places=places, fits=fits)
+        logprobs[rows] = put(logprobs[rows], new_logprobs, places=places, fits=fits)
         begun, lengths[rows] = lengths[rows], lengths[rows] + fits.sum(1)
 
         # Answer the rows that have called and have room for more.
         last = responses[rows, lengths[rows] - 1]  # (rows,); each row has a new token
-        calls = (last == talk.call_end) & (lengths[rows] < width)
+        calls = (last == conversation.call_end) & (lengths[rows] < width)
         rows, begun = rows[calls], begun[calls]
-        if turn == talk.max_calls or not len(rows):
+        if turn == conversation.max_calls or not len(rows):
             break
         for row, start in zip(rows.tolist(), begun.tolist(), strict=True):
             end = int(lengths[row])
-            answer = talk.answer(responses[row, start:end].tolist())[: width - end]
+            answer = conversation.answer(responses[row, start:end].tolist())[: width - end]
             responses[row, end : end + len(answer)] = torch.tensor(answer, dtype=responses.dtype)
             logprobs[row, end : end + len(answer)] = math.nan
             lengths[row] += len(answer)
@@ -188,7 +173,7 @@ def converse(
     return responses, logprobs
 
 
-def put(whole: Tensor, places: Tensor, new: Tensor, fits: Tensor) -> Tensor:
+def put(whole: Tensor, new: Tensor, places: Tensor, fits: Tensor) -> Tensor:
     """A copy of `whole` (rows, width) with the new numbers (rows, room) that fit at their places (rows, width)."""
     spare = F.pad(whole, (0, 1))  # what does not fit goes to a column that is dropped
     targets = places[:, : new.shape[1]].masked_fill(~fits, whole.shape[1])
@@ -198,7 +183,7 @@ def put(whole: Tensor, places: Tensor, new: Tensor, fits: Tensor) -> Tensor:
 # ---- The tool --------------------------------------------------------------------------------------------------
 
 
-def conversation(setup: rlvr_policy.Setup, tool: tools.Tool) -> Conversation:
+def conversation(setup: rlvr_data.Setup, tool: tools.Tool) -> Conversation:
     """What a tool needs to answer calls. Raises an InputError if something does not fit."""
     args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
     with cli.typed_as({"task.call_end": "tools.call_end"}):
@@ -223,7 +208,7 @@ def conversation(setup: rlvr_policy.Setup, tool: tools.Tool) -> Conversation:
         tokens = encode(said.encode(errors="replace").decode())
         return tokens if len(tokens) <= args.max_answer else encode(tools.TOO_LONG)
 
-    return Conversation(call_end, args.max_calls, answer)
+    return Conversation(call_end=call_end, max_calls=args.max_calls, answer=answer)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_variants_differ_in_their_method_alone(tmp_path):
         python, script, *words = shlex.split(job.command)
         assert (python, script, job.seed) == ("python", rlvr_policy.__file__, 3)
         read[name] = cli.parse_args(rlvr_policy.PRESETS, words)
-        rlvr_policy.check_arguments(read[name])
+        rlvr_checks.check_arguments(read[name])
         assert not [*rlvr_checks.doubts(read[name])] and rlvr_policy.ppo_sizes(read[name].ppo, 1).updates == 32
         assert read[name].base_model == read[name].task.problems == "sums-long" and read[name].rewards.kl_coef == 0
     plain = read["gae"].ppo
@@ -119,7 +119,7 @@ def test_arithmetic_is_learned_by_three_methods(tmp_path):
         _, script, *words = shlex.split(job.command)
         assert (script, job.seed) == (rlvr_policy.__file__, 3)
         read[name] = cli.parse_args(rlvr_policy.PRESETS, words)
-        rlvr_policy.check_arguments(read[name])
+        rlvr_checks.check_arguments(read[name])
         assert not [*rlvr_checks.doubts(read[name])] and read[name].rewards.kl_loss_coef > 0
     plain = read["dr_grpo"]
     assert plain == dataclasses.replace(rlvr_policy.PRESETS["arithmetic"], log_interval=0)

@@ -12,7 +12,7 @@ from runs import metrics_of, only
 from transformers import AutoModelForCausalLM
 
 from benchmark.experiments import estimators
-from ppo_rlhf import rlvr_math, rlvr_policy
+from ppo_rlhf import rlvr_checks, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import cli
 
 SIZES = (
@@ -54,7 +54,7 @@ def test_every_estimator_and_nothing_that_the_script_refuses():
     assert len({v.folder for v in variants}) == len(variants)
     for variant in variants:
         args = cli.parse_args(rlvr_policy.PRESETS, ["--preset", "sums", *variant.words.split()])
-        rlvr_policy.check_arguments(args)
+        rlvr_checks.check_arguments(args)
         coefficients = {args.rewards.kl_coef, args.rewards.kl_loss_coef}
         if variant.part in ("alone", "beside") and variant.name != "none":
             assert coefficients == {0, 0.3} and (args.rewards.kl_coef == 0) == ("loss" in variant.name)

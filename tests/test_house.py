@@ -11,7 +11,7 @@ import ppo_rlhf
 
 PACKAGE = Path(ppo_rlhf.__file__).parent
 TRAINING = ("train_reward", "train_policy", "tldr_sft", "tldr_reward", "tldr_policy")
-PAGES_OF_CHAPTER_3 = ("rlvr_math", "rlvr_data", "rlvr_scores")
+PAGES_OF_CHAPTER_3 = ("rlvr_args", "rlvr_math", "rlvr_data", "rlvr_scores")
 Sources = dict[str, str]  # name of a module below ppo_rlhf -> its text
 
 
@@ -88,11 +88,37 @@ def test_a_script_imports_few_modules_and_no_bare_names_but_errors(name):
     allowed = {f"lib.errors:{error}" for error in ("InputError", "NumericalError", "Stopped")}
     if name in ("tldr_policy", "rlvr_policy"):  # those who use these scripts find it there, as in train_policy.py
         allowed.add("lib.networks:AdaptiveKLController")
-    if name == "rlvr_policy":  # whose formulas are on a page of their own, and are read like its own functions
+    if name == "rlvr_policy":  # whose types are on pages of their own, and are read like its own
         allowed |= {place for place in bare if place.split(":")[0] in PAGES_OF_CHAPTER_3}
     assert bare <= allowed
     most = 16 if name == "rlvr_policy" else 13  # checks and metrics; sample.py needs the data of three chapters
     assert len(modules) <= most, sorted(modules)
+
+
+# ---- No circle is hidden: chapter 3's functions say which of our types they take --------------------------------
+
+FROM_RAY = {"ray", "actor", "weights", "answer"}  # objects of another package, which may be missing
+
+
+def erased(source: str) -> set[str]:
+    """Parameters and fields that are annotated as Any, though * and ** may be."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found |= {node.target.id} if is_any(node.annotation) else set()
+        elif isinstance(node, ast.arguments):
+            named = (*node.posonlyargs, *node.args, *node.kwonlyargs)
+            found |= {one.arg for one in named if is_any(one.annotation)}
+    return found
+
+
+def is_any(annotation: ast.expr | None) -> bool:
+    return isinstance(annotation, ast.Name) and annotation.id == "Any"
+
+
+@pytest.mark.parametrize("name", sorted(name for name in SOURCES if name.startswith("rlvr_")))
+def test_no_type_of_ours_is_any(name):
+    assert erased(SOURCES[name]) <= (FROM_RAY if name == "rlvr_async" else set())
 
 
 # ---- What chapter 1's scripts need of us: the run's folder, the command line, published data -------------------
@@ -120,7 +146,9 @@ def test_services_are_small():
 MOST_UNNAMED = 3  # values of a tuple that a call unpacks, fields of a dataclass that is built without their names
 SAY_NOTHING = {"told", "tools", "few", "quiet", "everywhere", "given"}
 # Scripts join when their chapter keeps to it.
-NAMED = {name for name in SOURCES if name.startswith(("tldr_", "lib.")) or name in ("sample", "judge", "report")}
+NAMED = {
+    name for name in SOURCES if name.startswith(("tldr_", "rlvr_", "lib.")) or name in ("sample", "judge", "report")
+}
 NAMED -= {"lib.label_files", "lib.models", "lib.passes", "lib.texts"}
 
 
@@ -160,7 +188,8 @@ def packed(scope: ast.FunctionDef | ast.Module) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_values_have_names_at_the_call(name):
-    assert unnamed(SOURCES[name]) == []
+    allowed = {"tools"} if name in ("rlvr_args", "rlvr_tools") else set()  # a group of arguments, --tools.
+    assert set(unnamed(SOURCES[name])) <= allowed
 
 
 # ---- The small files are complete: they can be read, and carried away, alone -----------------------------------
@@ -218,6 +247,11 @@ def test_a_circle_is_found(module, source):
 )
 def test_an_import_that_goes_the_wrong_way_is_found(module, source, other):
     assert trespasses(HOUSE) == set() and trespasses(HOUSE | {module: source}) == {(module, other)}
+
+
+def test_a_type_that_is_erased_is_found():
+    source = "class A:\n    b: Any\n    c: int\ndef f(d: Any, *e: Any, g: dict[str, Any], h: Any = 0): pass"
+    assert erased(source) == {"b", "d", "h"}
 
 
 def test_a_bare_name_is_found():

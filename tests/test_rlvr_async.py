@@ -100,7 +100,7 @@ class Kept(engine.BuiltIn):
         """Of the processes that are told so, the first that is asked for so many pieces dies in the middle of it."""
         self.calls, self.place, self.tokens = calls, place, 0
 
-    def sample(self, *piece):
+    def sample(self, **piece):
         self.calls -= 1
         if self.calls == 0 and not os.path.exists(self.place):
             open(self.place, "w").close()
@@ -113,7 +113,7 @@ class Kept(engine.BuiltIn):
                 return read(*arguments, **options)
 
             self.model.base_model.forward = read_a_little
-        return engine.BuiltIn.sample(self, *piece)
+        return engine.BuiltIn.sample(self, **piece)
 
 
 @pytest.fixture(scope="module")
@@ -174,26 +174,22 @@ def test_without_staleness_it_is_the_synchronous_script(
 def two_updates_late(tiny_sums, tmp_path_factory):
     """The slow version: each round is sampled by a copy of the policy from two updates before."""
     policies: list[torch.nn.Module] = []
-    rollout = rlvr_policy.rollout
 
-    def generate_late(setup, actor_critic, draw):
-        policies.append(copy.deepcopy(actor_critic.lm_backbone))
-        old, ids = policies[max(len(policies) - 3, 0)], setup.ids
-        answers = []
-        for contexts, uniforms, temperature in draw.requests:
-            few = [
-                lm.generate_until(old, *rows, ids.pad, ids.vocab_size, temperature, ids.stops)
-                for rows in zip(contexts.split(4), uniforms.split(4), strict=True)
-            ]
-            answers.append(tuple(map(torch.cat, zip(*few, strict=True))))
-        return answers
-
-    def of_two_updates_before(*given, version):
-        return rollout(*given, version=max(version - 2, 0), on_policy=False)
+    class LateSampler(rlvr_policy.Sampler):
+        def sample(self, draw):
+            policies.append(copy.deepcopy(self.actor_critic.lm_backbone))
+            old, ids, answers = policies[max(len(policies) - 3, 0)], self.setup.ids, []
+            for contexts, uniforms, temperature in draw.requests:
+                pieces = [
+                    lm.generate_until(old, *rows, ids.pad, ids.vocab_size, temperature, ids.stops)
+                    for rows in zip(contexts.split(4), uniforms.split(4), strict=True)
+                ]
+                answers.append(tuple(map(torch.cat, zip(*pieces, strict=True))))
+            version = max(self.version - 2, 0)
+            return rlvr_data.Samples(draw=draw, answers=answers, version=version, on_policy=False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rlvr_policy, "generate", generate_late)
-        patch.setattr(rlvr_policy, "rollout", of_two_updates_before)
+        patch.setattr(rlvr_policy, "Sampler", LateSampler)
         return train_by(rlvr_policy, tiny_sums, tmp_path_factory.mktemp("run"), *DOUBLE)
 
 
@@ -323,7 +319,7 @@ def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, 
 @pytest.fixture
 def workers_of(cluster, monkeypatch):
     """A function that makes workers of an engine which has no model, and so starts quickly."""
-    monkeypatch.setattr(engine, "Spec", lambda *_: None)
+    monkeypatch.setattr(engine, "Spec", lambda **_: None)
     made = []
 
     def make(light: type, workers: int = 1, **settings) -> Workers:
@@ -366,7 +362,8 @@ def light_engine(told: dict[str, str], **methods) -> type:
 
 def ask(workers: Workers, number: int, version: int, weight: float):
     weights = ray.put({"w": weight})
-    return workers.ask(weights, torch.tensor([number]), 1, torch.zeros(1, 1), 1.0, version)
+    piece = {"prompts": np.array([number]), "n": 1, "noise": np.zeros((1, 1)), "temperature": 1.0}
+    return workers.ask(weights, piece | {"version": version})
 
 
 def test_pieces_come_in_order_each_from_its_version(workers_of):
@@ -550,10 +547,9 @@ def test_more_threads_than_cores_are_said(monkeypatch, capsys, staleness, worker
 
 WITNESSED = """
 import os, sys
-from types import SimpleNamespace
 from ppo_rlhf import rlvr_async
 
-with rlvr_async.last_words(SimpleNamespace(is_main_process=True)):
+with rlvr_async.last_words():
     os._exit(7) if sys.argv[1] == "at once" else sys.exit(3)
 """
 
@@ -628,13 +624,14 @@ def args_of(**settings) -> Args:
 )
 def test_weights_of_decoupled_ppo(settings, weights):
     batch = stale_batch()
-    trained, found, _, metrics = correct(batch, args_of(**settings), 5, ALONE)
-    assert_close(found, torch.tensor(weights, dtype=torch.float64), atol=1e-12, rtol=0)
+    correction = correct(batch, args_of(**settings), 5, ALONE)
+    trained, metrics = correction.episodes, correction.metrics
+    assert_close(correction.weights, torch.tensor(weights, dtype=torch.float64), atol=1e-12, rtol=0)
     assert trained.logprobs is batch.logprobs and trained.mask.equal(LIVE) and trained.loss_mask.equal(LIVE)
     if not settings:
         assert metrics["async/weight_mean"] == pytest.approx(10.25 / 8)
         assert metrics["async/clipped_share"] == 3 / 8 and metrics["async/rejected_share"] == 0
-        at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE)[-1]  # one ratio is 3
+        at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE).metrics  # one ratio is 3
         assert at_the_cap["async/clipped_share"] == 2 / 8
         assert metrics["async/staleness_mean"] == pytest.approx(4 / 3) and metrics["async/staleness_max"] == 2
         ratios = torch.tensor(RATIOS, dtype=torch.float64)[LIVE]
@@ -645,53 +642,56 @@ def test_weights_of_decoupled_ppo(settings, weights):
 def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word():
     batch = stale_batch()
     for args in (Args(staleness=0), args_of(correction="none")):
-        trained, weights, reweigh, _ = correct(batch, args, 5, ALONE)
-        assert weights is reweigh is None and trained.logprobs is batch.logprobs and trained.loss_mask.equal(LIVE)
-    trained, weights, reweigh, _ = correct(batch, args_of(correction="bypass"), 5, ALONE)
-    assert weights is reweigh is None and trained.logprobs is batch.sampler_logprobs
+        same = correct(batch, args, 5, ALONE)
+        assert same.weights is same.reweigh is None
+        assert same.episodes.logprobs is batch.logprobs and same.episodes.loss_mask.equal(LIVE)
+    bypass = correct(batch, args_of(correction="bypass"), 5, ALONE)
+    assert bypass.weights is bypass.reweigh is None and bypass.episodes.logprobs is batch.sampler_logprobs
     # The loss reinforce has no ratio; its weights are those of the newest policy, here twice as likely as prox.
     for level, expected in {"token": [0.5, 2, 4], "sequence": [4] * 3}.items():
         settings = {"correction_level": level, "correction_cap": 4.0, "ppo": rlvr_policy.PpoArgs(loss="reinforce")}
-        trained, weights, reweigh, _ = correct(batch, args_of(correction="bypass", **settings), 5, ALONE)
-        assert trained.logprobs is batch.sampler_logprobs and weights is None
-        assert reweigh(batch.logprobs + math.log(2), trained)[0].tolist() == pytest.approx(expected)
-    assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE)[1] is not None
+        bypass = correct(batch, args_of(correction="bypass", **settings), 5, ALONE)
+        assert bypass.episodes.logprobs is batch.sampler_logprobs and bypass.weights is None
+        twice_as_likely = bypass.reweigh(batch.logprobs + math.log(2), bypass.episodes)
+        assert twice_as_likely[0].tolist() == pytest.approx(expected)
+    assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE).weights is not None
 
 
-@pytest.mark.parametrize("correction", ["decoupled", "bypass", "none"])
-def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(correction):
+@pytest.mark.parametrize("way", ["decoupled", "bypass", "none"])
+def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(way):
     """Whatever the old policy of the ratio is, the sampler's log-probs count, and those of the newest policy."""
     batch, zeros = stale_batch(), torch.zeros(3, 3, dtype=torch.float64)
-    args = args_of(correction=correction, off_policy_mask=0.5)
-    trained, weights, reweigh, _ = correct(batch, args, 5, ALONE)
+    args = args_of(correction=way, off_policy_mask=0.5)
+    correction = correct(batch, args, 5, ALONE)
     advantages = torch.tensor([[-1.0, 1, -1], [-1, -1, -1], [-1, -1, -1]]).double()
-    mb = rlvr_data.make_batch(trained, (zeros, zeros, zeros), advantages, zeros, 5, weights)
+    mb = rlvr_data.make_batch(correction, (zeros, zeros, zeros), (advantages, zeros), 5)
     for fall, expected in (
         (0.4, [[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
         (0.6, [[0, 1, 0], [0, 0, 0], [0, 0, 1]]),  # the last token of the third is padding
     ):
-        found = reweigh(batch.sampler_logprobs - fall, mb)
+        found = mb.reweigh(batch.sampler_logprobs - fall, mb)
         assert found.tolist() == expected
     # Prox is further from the sampler than that; what counts is the newest policy.
-    assert (reweigh(batch.logprobs - 10, mb)[LIVE & (advantages < 0)] == 0).all()
+    assert (mb.reweigh(batch.logprobs - 10, mb)[LIVE & (advantages < 0)] == 0).all()
     ppo = rlvr_policy.PpoArgs(loss="reinforce")
-    if correction == "bypass":
-        _, _, both, _ = correct(batch, args_of(correction=correction, off_policy_mask=0.5, ppo=ppo), 5, ALONE)
-        found = both(batch.sampler_logprobs - 0.6, mb)
+    if way == "bypass":
+        both = correct(batch, dataclasses.replace(args, ppo=ppo), 5, ALONE)
+        found = both.reweigh(batch.sampler_logprobs - 0.6, mb)
         assert found[0].tolist() == pytest.approx([0, math.exp(-0.6), 0])
 
 
 def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_group():
     kept = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0]]).bool()
-    trained, _, _, metrics = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
+    correction = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
+    trained, metrics = correction.episodes, correction.metrics
     assert trained.loss_mask.equal(kept) and trained.mask.any(1).tolist() == [True, True, False]
     assert trained.mask[:2].equal(LIVE[:2]) and metrics["async/rejected_share"] == pytest.approx(4 / 8)
     sizes = {"rejection_low": 0.2, "rejection_high": 3.2}
-    assert correct(stale_batch(), args_of(rejection="token", **sizes), 5, ALONE)[0].mask.any(1).sum() == 2
+    assert correct(stale_batch(), args_of(rejection="token", **sizes), 5, ALONE).episodes.mask.any(1).sum() == 2
     # Geometric means: 0.75 ** (1 / 3) = 0.91, 1 and 4.
-    by_response, *_ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.9), 5, ALONE)
+    by_response = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.9), 5, ALONE).episodes
     assert by_response.loss_mask.any(1).tolist() == [True, True, False] and by_response.loss_mask[:2].all()
-    by_response, *_ = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.95), 5, ALONE)
+    by_response = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.95), 5, ALONE).episodes
     assert by_response.loss_mask.any(1).tolist() == [False, True, False]
     # The advantages of what is kept are those of all tokens.
     rewards = numbers(2, 3, 3)
@@ -708,16 +708,16 @@ def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_
 def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing(normalised):
     batch = dataclasses.replace(stale_batch(), mask=torch.zeros_like(LIVE), loss_mask=torch.zeros_like(LIVE))
     args = args_of(correction_normalised=normalised, rejection="token")
-    trained, weights, _, metrics = correct(batch, args, 5, ALONE)
-    assert not trained.loss_mask.any() and not weights.any()
-    numbers = {name: value for name, value in metrics.items() if "staleness" not in name}
+    correction = correct(batch, args, 5, ALONE)
+    assert not correction.episodes.loss_mask.any() and not correction.weights.any()
+    numbers = {name: value for name, value in correction.metrics.items() if "staleness" not in name}
     assert len(numbers) == 12 and set(numbers.values()) == {0.0}
 
 
 def test_processes_find_the_same_weights_of_the_whole_batch():
     batch, settings = stale_batch(), {"correction_normalised": True, "rejection": "token"}
     batch = dataclasses.replace(batch, **{n: torch.cat([t, t[:1]]) for n, t in batch.tensors().items()})
-    trained, weights, _, metrics = correct(batch, args_of(**settings), 5, ALONE)
+    whole = correct(batch, args_of(**settings), 5, ALONE)
 
     def on_process(process):
         rows = slice(2 * process.process_index, 2 * process.process_index + 2)
@@ -725,10 +725,10 @@ def test_processes_find_the_same_weights_of_the_whole_batch():
         return correct(part, args_of(**settings), 5, process)
 
     parts = on_processes(2, on_process)
-    assert_close(torch.cat([part[1] for part in parts]), weights)
-    assert torch.cat([part[0].loss_mask for part in parts]).equal(trained.loss_mask)
-    assert all(part[-1] == pytest.approx(metrics) for part in parts)
-    assert metrics["async/rejected_share"] == 6 / 11  # of 11 tokens, in float64
+    assert_close(torch.cat([part.weights for part in parts]), whole.weights)
+    assert torch.cat([part.episodes.loss_mask for part in parts]).equal(whole.episodes.loss_mask)
+    assert all(part.metrics == pytest.approx(whole.metrics) for part in parts)
+    assert whole.metrics["async/rejected_share"] == 6 / 11  # of 11 tokens, in float64
 
 
 # ---- Arguments, metrics ----------------------------------------------------------------------------------------
@@ -773,7 +773,7 @@ def test_presets_are_those_of_the_synchronous_script(capsys):
 
 
 def test_every_metric_of_asynchrony_is_explained(two_updates_late):
-    metrics = correct(stale_batch(), args_of(), 5, ALONE)[-1].keys() | {"time/waiting", "time/weight_sync"}
+    metrics = correct(stale_batch(), args_of(), 5, ALONE).metrics.keys() | {"time/waiting", "time/weight_sync"}
     metrics |= {"async/masked_share"}  # of the mask, whose share the passes count
     explained = {name for name in explained_metrics(3) if name.startswith(("async/", "time/"))}
     assert metrics == explained

@@ -17,7 +17,8 @@ from torch.testing import assert_close
 from ppo_rlhf import rlvr_async
 from ppo_rlhf.check import forms
 from ppo_rlhf.lib import derivation
-from ppo_rlhf.rlvr_data import Rollout, make_batch, scores_differ
+from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs
+from ppo_rlhf.rlvr_data import Reading, Rollout, make_batch, scores_differ
 from ppo_rlhf.rlvr_math import (
     ESTIMATORS,
     IN_GROUPS,
@@ -33,17 +34,8 @@ from ppo_rlhf.rlvr_math import (
     value_losses,
     whiten,
 )
-from ppo_rlhf.rlvr_policy import (
-    ActorCritic,
-    PpoArgs,
-    RewardsArgs,
-    bounds,
-    compute_advantages,
-    kl_in_loss,
-    punish,
-    token_rewards,
-    update,
-)
+from ppo_rlhf.rlvr_policy import ActorCritic, compute_advantages, kl_in_loss, token_rewards, update
+from ppo_rlhf.rlvr_scores import punish
 
 ROWS, LENGTH = 6, 5
 MASK = torch.tensor(
@@ -76,6 +68,11 @@ def rollout_of(mask: torch.Tensor = MASK, **fields: torch.Tensor) -> Rollout:
 ALONE = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, process_index=0)
 
 
+def setup_of(args: Args, pad: int, accelerator=ALONE, sizes=None) -> SimpleNamespace:
+    """What `update` and `draw_minibatches` read of a Setup."""
+    return SimpleNamespace(args=args, ids=SimpleNamespace(pad=pad), accelerator=accelerator, sizes=sizes)
+
+
 class StandIn(torch.nn.Module):
     """In place of a policy: parameters, and how log-probs of responses, and exact KLs, are read from them."""
 
@@ -87,19 +84,26 @@ class StandIn(torch.nn.Module):
 
     def forward(self, tokens, responses, mask, pad_id, reference):
         logprobs, exact_kl = (x.masked_fill(~mask, 0) for x in self.read(self.table, tokens, mask))
-        return logprobs, torch.zeros_like(logprobs), torch.zeros_like(logprobs), exact_kl
+        zeros = torch.zeros_like(logprobs)
+        return Reading(logprobs=logprobs, values=zeros, entropies=zeros, exact_kl=exact_kl)
 
 
 def updated_stand_in(
     network: StandIn, episodes: Rollout, rewards: torch.Tensor, args: rlvr_async.Args
 ) -> dict[str, torch.Tensor]:
     """The steps of an update as rlvr_async.py makes it of episodes of one update before; network.table.grad stays."""
-    trained, weights, reweigh, _ = rlvr_async.correct(episodes, args, 1, ALONE)
-    advantages, returns = compute_advantages(trained, rewards, args.ppo, torch.clone)
-    batch = make_batch(trained, (rewards, rewards, rewards), advantages, returns, 1, weights)
-    optimizers, order = {"policy": torch.optim.SGD(network.parameters(), lr=0.0)}, torch.arange(len(batch.mask))
-    options = {"policy_learns": True, "reweigh": reweigh}
-    return update(network, optimizers, None, batch, [order[None]], args, -1, ALONE, **options)
+    correction = rlvr_async.correct(episodes, args, 1, ALONE)
+    estimate = compute_advantages(correction.episodes, rewards, args.ppo, torch.clone)
+    batch = make_batch(correction, (rewards, rewards, rewards), estimate, 1)
+    return update(
+        setup_of(args, -1),
+        batch,
+        actor_critic=network,
+        reference=None,
+        optimizers={"policy": torch.optim.SGD(network.parameters(), lr=0.0)},
+        permutations=[torch.arange(len(batch.mask))[None]],
+        policy_learns=True,
+    )
 
 
 # ---- Masks and rewards -----------------------------------------------------------------------------------------
@@ -590,10 +594,10 @@ def test_cispo_has_a_lower_bound_only_if_one_is_asked_for(low, weights):
     settings = PpoArgs(loss="cispo", cliprange_low=low)
     ratios, mask = torch.tensor([[0.05, 0.9, 5.0]], dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
     new = ratios.log().requires_grad_(True)
-    losses, clipped, _ = token_losses(new, torch.zeros(1, 3), torch.ones(1, 3), mask, "cispo", **bounds(settings))
+    losses, clipped, _ = token_losses(new, torch.zeros(1, 3), torch.ones(1, 3), mask, "cispo", **settings.bounds)
     assert (-torch.autograd.grad(losses.sum(), new)[0])[0].tolist() == pytest.approx(weights)
     assert clipped[0].tolist() == [low is not None, False, True]
-    assert bounds(PpoArgs()) == {"low": 0.2, "high": 0.2, "dual_clip": None}
+    assert PpoArgs().bounds == {"low": 0.2, "high": 0.2, "dual_clip": None}
 
 
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_says_so():

@@ -19,10 +19,11 @@ from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from benchmark.experiments import forgetting
-from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_tools, sample
+from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_scores, rlvr_tools, sample
 from ppo_rlhf.lib import cli, lm, models, plots, problems, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.rlvr_policy import ESTIMATORS, IN_GROUPS, PRESETS
+from ppo_rlhf.rlvr_args import PRESETS
+from ppo_rlhf.rlvr_math import ESTIMATORS, IN_GROUPS
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
@@ -437,7 +438,7 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
     args = dataclasses.replace(
         args, rewards=dataclasses.replace(args.rewards, trained_model=str(folder), trained_weight=3.0), ppo=few
     )
-    score, weight = rlvr_policy.load_sources(args, ids, SimpleNamespace(device=torch.device("cpu")))["reward_model"]
+    score, weight = rlvr_scores.load_sources(args, ids, SimpleNamespace(device=torch.device("cpu")))["reward_model"]
     queries = torch.tensor([[400, 400, 5], [6, 7, 8], [400, 9, 10], [11, 12, 13], [400, 400, 14]])
     responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400], [4, 5, 6], [7, 8, 0]])
     model = models.load_reward_model(folder, torch.float64)
@@ -450,11 +451,14 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
         return forward(self, tokens, pad_id)
 
     monkeypatch.setattr(lm.RewardModel, "forward", counted)
-    assert score([], [], [], queries, responses).tolist() == pytest.approx(alone, rel=1e-9) and weight == 3.0
+    assert (
+        score([], [], [], queries=queries, responses=responses).tolist() == pytest.approx(alone, rel=1e-9)
+        and weight == 3.0
+    )
     assert sorted(read) == [(1, 3), (2, 4), (2, 6)]  # tokens of the rows: 6, 5, 4, 4, 3
     monkeypatch.setattr(lm.RewardModel, "forward", lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan))
     with pytest.raises(NumericalError, match="the reward model gives scores that are not finite"):
-        score([], [], [], queries, responses)
+        score([], [], [], queries=queries, responses=responses)
 
 
 def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_folder, monkeypatch):
@@ -734,7 +738,7 @@ def test_a_run_of_an_older_version_is_called_that(tmp_path, begun):
 
 
 def test_a_temperature_of_samples_may_stay_when_they_are_switched_off():
-    rlvr_policy.check_arguments(
+    rlvr_checks.check_arguments(
         cli.parse_args(PRESETS, ["--preset", "sums", "--eval_samples", "0", "--eval_temperature", "0.7"])
     )
 
@@ -781,7 +785,7 @@ def test_k1_in_the_loss_is_no_choice():
 def test_presets_are_named_by_their_key_and_pass_the_checks():
     for name, args in PRESETS.items():
         assert args.preset == name and not [*rlvr_checks.doubts(args)]
-        rlvr_policy.check_arguments(args)
+        rlvr_checks.check_arguments(args)
         rlvr_policy.ppo_sizes(args.ppo, 4)
         assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
 

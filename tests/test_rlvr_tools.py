@@ -6,6 +6,7 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models, m
     prompts = [torch.randint(5, 28, (n,), generator=generator).tolist() for n in (1, 4, 2, 6, 3, 5) * 4]
     contexts = torch.tensor([[PAD] * (6 - len(prompt)) + prompt for prompt in prompts])
     uniforms = torch.rand(len(prompts), WIDTH, generator=generator, dtype=torch.float64)
-    talk = rlvr_tools.Conversation(END, max_calls, odd_answer)
+    talk = rlvr_tools.Conversation(call_end=END, max_calls=max_calls, answer=odd_answer)
 
     def converse(rows: list[int]) -> tuple:
         return rlvr_tools.converse(model, contexts[rows], uniforms[rows], PAD, PAD, 1.5, [STOP], talk)
@@ -124,7 +125,7 @@ def test_conversations_made_by_hand(monkeypatch, tiny_models):
         called.append(written)
         return answers[tuple(written[-2:])]
 
-    talk = rlvr_tools.Conversation(END, 2, answer)
+    talk = rlvr_tools.Conversation(call_end=END, max_calls=2, answer=answer)
     contexts, model = torch.tensor([[PAD, first] for first in lines]), tiny_models("gpt2")
     found = rlvr_tools.converse(model, contexts, torch.rand(6, 8), PAD, PAD, 1.0, [STOP], talk)
     responses, own = found[0].tolist(), (~found[1].isnan()).int().tolist()
@@ -175,7 +176,7 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("letters.py").write_text(LETTERS)
     args = cli.parse_args(rlvr_tools.PRESETS, arguments(tiny_tools))
-    setup, actor_critic, reference = rlvr_tools.load(args)
+    setup, actor_critic, reference = rlvr_policy.load(args)
     with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
         actor_critic.critic.reward_head.weight.copy_(torch.linspace(-1, 1, 16)[None])
         actor_critic.lm_backbone.base_model.embed_tokens.weight.mul_(1.2)
@@ -186,9 +187,11 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
     assert one[-1] == ids[0] and talk.answer(one) == tokenizer.encode("12")
     error = talk.answer(own[2])
     assert tokenizer.decode(error) == "error: failed" or tokenizer.decode(error) == "7"
-    draw = rlvr_policy.draw_problems(setup, 0, 0)
+    tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)
+    sampler, draw = rlvr_tools.sampler_with_tool(setup, actor_critic, tool), rlvr_policy.draw_problems(setup, 0, 0)
     with actor_critic.sampling():
-        ((responses, logprobs),) = rlvr_policy.generate(setup, actor_critic, draw)
+        samples = sampler.sample(draw)
+        ((responses, logprobs),) = samples.answers
         written = [one + tokenizer.encode("12") + own[1], own[2] + error]
         masks = [[1] * len(one) + [0, 0] + [1] * len(own[1]), [1] * len(own[2]) + [0] * len(error)]
         for row, tokens in enumerate(written):
@@ -202,7 +205,8 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
             of_tool = ~torch.tensor(mask).bool()
             logprobs[row] = read[row].masked_fill(torch.arange(24) >= len(mask), 0)
             logprobs[row, : len(mask)].masked_fill_(of_tool, math.nan)
-        rollout = rlvr_policy.rollout(setup, actor_critic, reference, draw, [(responses, logprobs)], version=0)
+        networks = {"actor_critic": actor_critic, "reference": reference}
+        rollout = rlvr_policy.rollout(setup, samples, **networks)
     expected = torch.zeros(2, 24, dtype=torch.bool)
     for row, mask in enumerate(masks):
         expected[row, : len(mask)] = torch.tensor(mask).bool()
@@ -234,8 +238,10 @@ def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
     shaping = dataclasses.replace(setup.args.rewards, overlong_buffer=24, overlong_factor=3.0)
     setup = dataclasses.replace(setup, args=dataclasses.replace(setup.args, rewards=shaping))
     recorded = rollout.sampler_logprobs.masked_fill(rollout.from_tool, math.nan)
-    draw, sampled = rlvr_policy.draw_problems(setup, 0, 0), [(rollout.responses, recorded)]
-    again = rlvr_policy.rollout(setup, actor_critic, reference, draw, sampled, version=0)
+    answers = [(rollout.responses, recorded)]
+    draw = rlvr_policy.draw_problems(setup, 0, 0)
+    samples = rlvr_data.Samples(draw=draw, answers=answers, version=0, on_policy=True)
+    again = rlvr_policy.rollout(setup, samples, actor_critic=actor_critic, reference=reference)
     own = expected.sum(1).tolist()
     from_tool = [2, int(rollout.from_tool[1].sum())]  # `12`, and an error or `7`
     assert from_tool[1] >= 1
@@ -282,7 +288,7 @@ def gradients_of(
     setup, actor_critic, reference, rollout, expected = episodes
     rewards = rlvr_policy.token_rewards(rollout, 0.1, "k1")
     found = rlvr_policy.compute_advantages(rollout, rewards[0], setup.args.ppo, torch.clone)
-    batch = rlvr_data.make_batch(rollout, rewards, *found, 0)
+    batch = rlvr_data.make_batch(rlvr_data.Correction(episodes=rollout), rewards, found, 0)
     if spoil is not None:
         names = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl", "weights")
         spoilt = {name: getattr(batch, name).masked_fill(~batch.mask, spoil) for name in names}
@@ -294,10 +300,14 @@ def gradients_of(
     if not masked:
         batch = dataclasses.replace(batch, mask=batch.responses != setup.ids.pad, loss_mask=batch.responses != 400)
     optimizers = {"policy": torch.optim.SGD(actor_critic.parameters(), lr=0.0)}
-    args = dataclasses.replace(setup.args, ppo=dataclasses.replace(setup.args.ppo, nminibatches=1))
-    order = [torch.arange(16)[None]]
     rlvr_policy.update(
-        actor_critic, optimizers, reference, batch, order, args, setup.ids.pad, setup.accelerator, policy_learns=True
+        setup,
+        batch,
+        actor_critic=actor_critic,
+        reference=reference,
+        optimizers=optimizers,
+        permutations=[torch.arange(16)[None]],
+        policy_learns=True,
     )
     return torch.cat([p.grad.flatten() for p in actor_critic.parameters() if p.grad is not None])
 
@@ -491,18 +501,18 @@ def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
     assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
 
 
-def talk_of(setup: rlvr_policy.Setup) -> rlvr_tools.Conversation:
+def talk_of(setup: rlvr_data.Setup) -> rlvr_tools.Conversation:
     args = setup.args.tools
     return rlvr_tools.conversation(setup, tools.load_tool(args.tool, "tools.tool", args.time_limit))
 
 
-def setup_with(world: Path, **changes) -> rlvr_policy.Setup:
+def setup_with(world: Path, **changes) -> SimpleNamespace:
     """What `conversation` reads of a Setup."""
     args = rlvr_tools.PRESETS["sums-tools"]
     args = dataclasses.replace(args, tools=dataclasses.replace(args.tools, **changes))
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     ids = problems.task_ids(args.task, tokenizer)
-    return rlvr_policy.Setup(args, args, None, tokenizer, ids, None, None, {}, None, None)
+    return SimpleNamespace(args=args, tokenizer=tokenizer, ids=ids)
 
 
 def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypatch):

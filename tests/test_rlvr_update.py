@@ -8,24 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rlvr_math import numbers, rollout_of
+from test_rlvr_math import numbers, rollout_of, setup_of
 from test_tldr_math import on_processes
 from torch.testing import assert_close
 
-from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_policy
+from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import lm, memory, passes, problems
-from ppo_rlhf.rlvr_data import Pool, Rollout
-from ppo_rlhf.rlvr_policy import (
-    ESTIMATORS,
-    ActorCritic,
-    Args,
-    PpoArgs,
-    Reference,
-    RewardsArgs,
-    draw_minibatches,
-    ppo_sizes,
-    update,
-)
+from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs, ppo_sizes
+from ppo_rlhf.rlvr_data import Correction, Pool, Rollout
+from ppo_rlhf.rlvr_math import ESTIMATORS
+from ppo_rlhf.rlvr_policy import ActorCritic, Reference, draw_minibatches, update
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
 LENGTHS = [1, 7, 3, 5, 7, 2, 4, 6]
@@ -103,10 +95,9 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
     tokens, mask = tokens_and_mask([2, 3, 1])  # prompts of 6, 5 and 4 tokens
     read, shapes = lm.read_tokens, []
     monkeypatch.setattr(lm, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more))
-    settings = {"pad_id": PAD, "reference": reference, "exact": True}
-    rlvr_policy.passes.by_length(
-        *(rlvr_policy.read_responses, actor_critic, tokens, tokens[:, CONTEXT:], mask, torch.zeros(mask.shape)),
-        **settings | {"rows": 3, "recorded": False},
+    function = partial(rlvr_policy.read_responses, reference=reference, exact=True, recorded=False)
+    passes.by_length(
+        function, actor_critic, tokens, tokens[:, CONTEXT:], mask, torch.zeros(mask.shape), pad_id=PAD, rows=3
     )
     assert shapes == [(3, 8)] * 4  # policy, critic, and the reference twice
 
@@ -130,13 +121,16 @@ def test_a_prompt_is_read_once_for_all_its_responses(tiny_models, architecture):
     assert len(responses.unique(dim=0)) > 2
 
 
+def problems_of(prompts: list[list[int]], texts: list[str], answers: list[str]) -> problems.Problems:
+    columns = {"prompts": prompts, "texts": texts, "answers": answers, "kinds": [""] * len(prompts)}
+    return problems.Problems(**columns, too_long=0, unscorable=0, empty=0)
+
+
 def test_evaluations_read_a_prompt_once_for_all_its_samples(tiny_models):
     """V100: three problems, four samples of each, at most ten rows at a time; the same as one sample at a time."""
     model, tokens = tiny_models("llama", PAD).double(), tokens_and_mask()[0]
     prompts = [row[row != PAD].tolist() for row in tokens[:3, :CONTEXT]]
-    held_out = problems.Problems(
-        prompts=prompts, texts=list("abc"), answers=list("xyz"), kinds=[""] * 3, too_long=0, unscorable=0, empty=0
-    )
+    held_out = problems_of(prompts, list("abc"), list("xyz"))
     ids = problems.TaskIds(pad=PAD, stops=(STOP,))
     tokenizer = SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row)))
     verifiers = [lambda prompts, texts, answers: [len(text) + ord(a) for text, a in zip(texts, answers, strict=True)]]
@@ -206,7 +200,8 @@ def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process, **
     """Steps 6 and 7 up to the losses, as in `train`."""
     reduce = partial(process.reduce, reduction="sum")
     estimate = rlvr_policy.compute_advantages(episodes, rewards, ppo, reduce)
-    return rlvr_data.make_batch(episodes, (rewards, rewards, rewards), *estimate, 0, **options)
+    correction = Correction(episodes=episodes, **options)
+    return rlvr_data.make_batch(correction, (rewards, rewards, rewards), estimate, 0)
 
 
 def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy_learns: bool = True, **settings):
@@ -230,9 +225,15 @@ def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy
             "value": [p for name, p in parameters.items() if name.startswith("critic")],
         }
         optimizers = {name: torch.optim.SGD(ps, lr=0.1) for name, ps in chosen.items() if ps}
-        orders = [draw_minibatches(1, 0, epoch, sizes, rank) for epoch in range(args.ppo.noptepochs)]
+        setup = setup_of(args, PAD, process, sizes)
         steps = update(
-            *(actor_critic, optimizers, reference, batch, orders, args, PAD, process), policy_learns=policy_learns
+            setup,
+            batch,
+            actor_critic=actor_critic,
+            reference=reference,
+            optimizers=optimizers,
+            permutations=[draw_minibatches(setup, 0, epoch) for epoch in range(args.ppo.noptepochs)],
+            policy_learns=policy_learns,
         )
         return parameters, steps
 
@@ -279,8 +280,8 @@ def test_micro_batches_and_processes_change_nothing(tiny_models, variant, monkey
 
 def test_counts_of_micro_batches_would_be_noticed(tiny_models, monkeypatch):
     """A negative control of the test above: every micro-batch divided by its own count."""
-    right = rlvr_policy.aggregate
-    monkeypatch.setattr(rlvr_policy, "aggregate", lambda losses, mask, mode, **counts: right(losses, mask, mode))
+    right = rlvr_math.aggregate
+    monkeypatch.setattr(rlvr_math, "aggregate", lambda losses, mask, mode, **counts: right(losses, mask, mode))
     ((whole, _),) = updated(tiny_models)
     ((in_parts, _),) = updated(tiny_models, local_micro_batch_size=1)
     with pytest.raises(AssertionError):
@@ -305,18 +306,18 @@ def test_what_is_masked_reaches_no_gradient(tiny_models):
 
 def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_models, monkeypatch):
     seen = []
-    right = rlvr_policy.token_losses
+    right = rlvr_math.token_losses
 
     def watched(new_logprobs, logprobs, advantages, *more, **bounds):
         seen.append(advantages.detach())
         return right(new_logprobs, logprobs, advantages, *more, **bounds)
 
-    monkeypatch.setattr(rlvr_policy, "token_losses", watched)
+    monkeypatch.setattr(rlvr_math, "token_losses", watched)
     updated(tiny_models, advantage="grpo", nminibatches=4, noptepochs=1)
     batch, rewards = make_episodes(*networks(tiny_models))
     expected, _ = ESTIMATORS["grpo"](rewards, batch.mask, batch.groups)
     sizes = ppo_sizes(PpoArgs(batch_size=8, nminibatches=4), 1)
-    (order,) = [draw_minibatches(1, 0, 0, sizes, 0)]
+    order = draw_minibatches(setup_of(Args(), PAD, sizes=sizes), 0, 0)
     assert len(seen) == 4 and all(len(rows) == 2 for rows in order)
     lengths = (batch.query_responses != PAD).sum(1)
     for advantages, rows in zip(seen, order, strict=True):
@@ -391,16 +392,12 @@ def test_each_step_has_the_gradient_of_its_own_minibatch(tiny_models):
         (steps,) = on_processes(
             1,
             lambda p, order=order: update(
-                *(
-                    actor_critic,
-                    optimizers,
-                    reference,
-                    batch_of(episodes, rewards, args.ppo, p),
-                    [order],
-                    args,
-                    PAD,
-                    p,
-                ),
+                setup_of(args, PAD, p),
+                batch_of(episodes, rewards, args.ppo, p),
+                actor_critic=actor_critic,
+                reference=reference,
+                optimizers=optimizers,
+                permutations=[order],
                 policy_learns=True,
             ),
         )
@@ -447,8 +444,12 @@ def test_weights_of_another_sampler_scale_the_losses(tiny_models):
         (steps,) = on_processes(
             1,
             lambda p, network=network, optimizers=optimizers, weights=weights: update(
-                *(network, optimizers, reference, batch_of(episodes, rewards, args.ppo, p, weights=weights)),
-                *([torch.arange(8).view(1, 8)], args, PAD, p),
+                setup_of(args, PAD, p),
+                batch_of(episodes, rewards, args.ppo, p, weights=weights),
+                actor_critic=network,
+                reference=reference,
+                optimizers=optimizers,
+                permutations=[torch.arange(8).view(1, 8)],
                 policy_learns=True,
             ),
         )
@@ -458,14 +459,16 @@ def test_weights_of_another_sampler_scale_the_losses(tiny_models):
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_every_epoch_has_each_episode_once_whatever_the_number_of_processes(processes):
-    sizes = ppo_sizes(PpoArgs(batch_size=32, nminibatches=4), processes)
-    whole = draw_minibatches(5, 3, 0, ppo_sizes(PpoArgs(batch_size=32, nminibatches=4), 1), 0)
-    shares = [draw_minibatches(5, 3, 0, sizes, rank) + rank * sizes.local_batch for rank in range(processes)]
-    assert torch.cat(shares, 1).equal(whole)
+
+    def drawn(number: int, epoch: int, rank: int = 0, processes: int = processes) -> torch.Tensor:
+        sizes = ppo_sizes(PpoArgs(batch_size=32, nminibatches=4), processes)
+        setup = setup_of(Args(seed=5), PAD, SimpleNamespace(process_index=rank), sizes)
+        return draw_minibatches(setup, number, epoch) + rank * sizes.local_batch
+
+    whole = drawn(3, 0, processes=1)
+    assert torch.cat([drawn(3, 0, rank) for rank in range(processes)], 1).equal(whole)
     assert sorted(whole.flatten().tolist()) == list(range(32))
-    assert not whole.equal(draw_minibatches(5, 3, 1, sizes, 0)) and not whole.equal(
-        draw_minibatches(5, 4, 0, sizes, 0)
-    )
+    assert not whole.equal(drawn(3, 1)) and not whole.equal(drawn(4, 0))
 
 
 # ---- Dynamic sampling ------------------------------------------------------------------------------------------
@@ -574,8 +577,6 @@ def test_sizes_that_do_not_divide_offer_one_that_does(settings, processes, words
 
 
 def test_problems_must_fill_an_update():
-    few = problems.Problems(
-        prompts=[[1]] * 3, texts=[""] * 3, answers=["1"] * 3, kinds=[""] * 3, too_long=0, unscorable=0, empty=0
-    )
+    few = problems_of([[1]] * 3, [""] * 3, ["1"] * 3)
     with pytest.raises(ValueError, match="3 problems, fewer than the 4"):
         rlvr_checks.check_problems(few, ppo_sizes(PpoArgs(batch_size=4), 1))

@@ -11,7 +11,7 @@ import pytest
 from processes import launch
 
 from benchmark.experiments import staleness
-from ppo_rlhf import rlvr_async, rlvr_policy
+from ppo_rlhf import rlvr_async, rlvr_checks, rlvr_policy
 from ppo_rlhf.lib import cli
 
 UPDATES = 8
@@ -34,7 +34,7 @@ def test_arguments_differ_in_age_and_way_alone(tmp_path):
         assert (python, script, job.seed) == ("python", rlvr_async.__file__, 3)
         read = cli.parse_args(rlvr_async.PRESETS, words)
         rlvr_async.check_arguments(read)
-        rlvr_policy.check_arguments(read)
+        rlvr_checks.check_arguments(read)
         way = {"any": "none", "masked": "bypass"}.get(variant.way, variant.way)
         assert (read.staleness, read.correction) == (variant.staleness, way)
         assert read.off_policy_mask == (0.05 if variant.way == "masked" else None)

@@ -13,7 +13,7 @@ import torch
 from processes import launch
 
 from benchmark.experiments import tools
-from ppo_rlhf import rlvr_policy, rlvr_tools
+from ppo_rlhf import rlvr_checks, rlvr_policy, rlvr_tools
 from ppo_rlhf.lib import cli, tools as lib_tools
 from ppo_rlhf.lib.errors import InputError
 
@@ -28,7 +28,7 @@ def test_runs_differ_in_the_mistake_alone(tmp_path):
         python, script, command, variant, *words = shlex.split(job.command)
         assert (python, script, command, variant, job.seed) == ("python", tools.__file__, "with", name, 3)
         read.append(cli.parse_args(rlvr_tools.PRESETS, words))
-        rlvr_policy.check_arguments(read[-1])
+        rlvr_checks.check_arguments(read[-1])
     assert read[0] == read[1] and rlvr_policy.ppo_sizes(read[0].ppo, 1).updates == 60
     assert (read[0].ppo.advantage, read[0].eval_samples, read[0].eval_interval) == ("grpo", 2, 0)
 

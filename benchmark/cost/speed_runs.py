@@ -189,7 +189,7 @@ def rlvr(settings: Settings) -> Result:
     problems.problems_of_batch = in_order
     rollout_timed, rlvr_policy.rollout = watch.around("scoring", rlvr_policy.rollout), rollout
     log_untimed, Run.log = Run.log, log
-    rlvr_policy.generate = watch.around("generation", rlvr_policy.generate)
+    rlvr_policy.Sampler.sample = watch.around("generation", rlvr_policy.Sampler.sample)
     rlvr_policy.update = watch.around("training", rlvr_policy.update)
 
     flags = {

@@ -26,7 +26,7 @@ from ppo_rlhf.lib.errors import InputError
 SCRIPTS = {
     "train_policy": (train_policy, train_policy, "trace_episodes"),
     "tldr_policy": (tldr_policy, traces.Recorder, "record"),
-    "rlvr_policy": (rlvr_policy, rlvr_policy, "trace_episodes"),
+    "rlvr_policy": (rlvr_policy, traces.Recorder, "record"),
 }
 
 

@@ -404,7 +404,7 @@ def rounded_logits(model, hidden_states, vocab_size, temperature):
 
 
 lm.scaled_logits = rounded_logits
-# ---- Arguments -"""
+# ---- Train -"""
 NO_CLIP = ("--ppo.cliprange_low", "1", "--ppo.cliprange_high", "1e9")
 GAE = ("--ppo.advantage", "gae", "--ppo.samples_per_prompt", "1", "--ppo.critic_warmup", "3")
 SUMS = {
@@ -575,7 +575,7 @@ SUMS = {
     "bfloat16-output-layer": Ablation(
         "V15",
         "the output layer is in bfloat16, too",
-        lines={"# ---- Arguments -": ROUNDED_LOGITS},
+        lines={"# ---- Train -": ROUNDED_LOGITS},
         against="bfloat16",
         why="A rounded logit moves the log-prob of its token, and the ratio with it.",
     ),

@@ -128,11 +128,11 @@ def with_penalty(penalty: str, start: str, argv: list[str]) -> Callable[[], Any]
             actor_critic.lm_backbone.load_state_dict(AutoModelForCausalLM.from_pretrained(start).state_dict())
         return actor_critic, *others
 
-    def update_metrics(setup: Any, episodes: rlvr_data.Rollout, *others: Any) -> dict[str, float]:
+    def update_metrics(*given: Any, episodes: rlvr_data.Rollout, **others: Any) -> dict[str, float]:
         kl = (episodes.logprobs - episodes.ref_logprobs).masked_fill(~episodes.mask, 0).sum(1)
-        return plain[1](setup, episodes, *others) | {TRUE_KL: kl.mean().item()}
+        return plain[1](*given, episodes=episodes, **others) | {TRUE_KL: kl.mean().item()}
 
-    def kl_in_loss(new_logprobs: Any, mb: rlvr_data.Batch, *_: Any) -> Any:
+    def kl_in_loss(new_logprobs: Any, mb: rlvr_data.Batch, **_: Any) -> Any:
         return rlvr_math.kl_estimate(new_logprobs, mb.ref_logprobs, mb.loss_mask, "k1")
 
     rlvr_policy.load_networks, rlvr_metrics.update_metrics = load_networks, update_metrics

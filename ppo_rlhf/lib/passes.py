@@ -221,13 +221,14 @@ def starts_that_pay(ordered: list[int], cost: int) -> list[int]:
 def in_passes(function: Callable, plan: list[Pass], *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Apply a function to the rows of each pass, and put the rows of the tensors that it returns back in order.
 
-    function: (rows of each tensor, longest) -> a tensor or several, with a row for each row.
+    function: (rows of each tensor, longest) -> a tensor or several, with a row for each row. A named tuple stays one.
     """
     back = torch.cat([one.rows for one in plan]).argsort()
     results = [function(*(tensor[one.rows] for tensor in tensors), one.longest) for one in plan]
     if isinstance(results[0], Tensor):
         return torch.cat(results)[back]
-    return tuple(torch.cat(parts)[back] for parts in zip(*results, strict=True))
+    make = getattr(results[0], "_make", tuple)
+    return make(torch.cat(parts)[back] for parts in zip(*results, strict=True))
 
 
 def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -663,8 +663,8 @@ def say(line: str) -> None:
 
 
 def script_of(args: Any) -> str:
-    """The name of the training script whose Args these are, such as train_policy."""
-    return Path(sys.modules[type(args).__module__].__file__ or "").stem
+    """The training script whose Args these are, such as train_policy: their `script`, or the file that has them."""
+    return vars(type(args)).get("script") or Path(sys.modules[type(args).__module__].__file__ or "").stem
 
 
 def run_name(args: Any, timestamp: int) -> str:

@@ -69,7 +69,7 @@ class OwnTool:
 
     def __init__(self, name: str, field: str, seconds: float):
         """field: the argument that names it, for messages. seconds: that a call may take."""
-        self.name, self.seconds, self.process, self.told = name, seconds, None, False
+        self.name, self.seconds, self.process, self.failure_shown = name, seconds, None, False
         problem = self.start()
         if problem:
             raise InputError(f"{flag(field)} {name}: {problem}; write package.module:name of a function of a text")
@@ -113,8 +113,8 @@ class OwnTool:
 
     def tell(self, call: str, problem: str) -> None:
         """Show the first problem, if there is one."""
-        if problem and not self.told:
-            self.told = True
+        if problem and not self.failure_shown:
+            self.failure_shown = True
             print(f"{self.name} failed on {call[:LONGEST_CALL]!r}: {problem!r}. Later failures are not shown.")
 
     def close(self) -> None:

@@ -273,7 +273,7 @@ class Recorder:
         rows = slice(min(self.episodes, len(batch["logprobs"])))
         found = {name: value for name, value in batch.items() if isinstance(value, Tensor | dict)}
         found = {name: rows_of(value, rows) for name, value in found.items()} | self.after_update(rollout, rows)
-        found["ratio"] = torch.exp(found["new_logprobs"] - found["logprobs"])
+        found.setdefault("ratio", torch.exp(found["new_logprobs"] - found["logprobs"]))
         if self.cliprange is not None:
             clipped_ratio = found["ratio"].clamp(1 - self.cliprange, 1 + self.cliprange)
             found["clipped"] = found["advantages"] * (clipped_ratio - found["ratio"]) < 0

@@ -1,0 +1,378 @@
+"""Arguments of chapter 3: what they mean, presets, and how a batch is divided. rlvr_checks.py refuses bad values.
+
+Marks like [V99] name an implementation detail; see docs/details.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ppo_rlhf import rlvr_math
+from ppo_rlhf.lib import cli, models, problems, processes
+
+# ---- Arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardsArgs:
+    verifier: str = "gsm8k_strict"
+    """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, answer_line, or package.module:name of a function
+    (prompts, responses, answers: texts) -> list of floats. A response that gets None or NaN counts nowhere"""
+    verifier_weight: float = 1.0
+    """weight of the verifier's value in the score"""
+    format: str = ""
+    """a second verifier, of the form: gsm8k_format, think_answer, think_answer_tags, or a function; empty: none"""
+    format_weight: float = 1.0
+    """weight of the second verifier's value in the score"""
+    trained_model: str = ""
+    """folder of a reward model, models/<run>/reward, whose score is added; empty: none"""
+    trained_weight: float = 1.0
+    """weight of the reward model's score in the score"""
+    value_model: str = ""
+    """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
+    kl_coef: float = 0.001
+    """weight of the KL penalty in the reward at the start, reward per nat"""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
+    """estimate of the KL in the reward: k1 = log(policy/reference), abs, k2, k3: see kl_estimate; full: exact"""
+    kl_loss_coef: float = 0.0
+    """weight of the KL penalty in the loss, per nat"""
+    kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"
+    """estimate of the KL in the loss, where its slope acts and not its value"""
+    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
+    """controller of the KL coefficient in the reward"""
+    missing_stop: Literal["none", "replace", "subtract"] = "none"
+    """score of a response that does not end. replace: minus the penalty; subtract: lowered by the penalty"""
+    missing_stop_penalty: float = 1.0
+    """units of score, for missing_stop"""
+    min_response_length: int = 0
+    """tokens; for missing_stop and mask_truncated, a shorter response counts as one that does not end"""
+    overlong_buffer: int = 0
+    """over this many tokens before response_length, a punishment rises from 0; 0: no punishment"""
+    overlong_factor: float = 1.0
+    """units of score that a response of response_length tokens loses by overlong_buffer"""
+    mask_truncated: bool = False
+    """leave responses that do not end out of the loss; they stay in their group's baseline"""
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the KL is penalised, so that there is a reference."""
+        return bool(self.kl_coef or self.kl_loss_coef)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoArgs:
+    total_episodes: int = 111_360
+    """responses to train on, over all updates; rounded down to whole updates"""
+    batch_size: int = 256
+    """episodes (prompt and response) per update, over all processes"""
+    samples_per_prompt: int = 1
+    """responses to each prompt, a group; so an update has batch_size / samples_per_prompt prompts"""
+    nminibatches: int = 4
+    """optimiser steps per pass over the batch"""
+    noptepochs: int = 1
+    """passes over the batch per update"""
+    lr: float = 1e-6
+    """learning rate of the policy"""
+    critic_lr: float = 1e-5
+    """learning rate of the critic"""
+    lr_warmup: int = 0
+    """updates over which both learning rates rise linearly to lr and critic_lr"""
+    critic_warmup: int = 0
+    """updates at the start in which only the critic learns"""
+    critic_explains: float | None = None
+    """value pretraining: these updates end when the critic explains this share of the variance of the returns, and
+    its targets in them are sums of rewards (critic_lam 1). None: all of these updates, with the usual targets"""
+    beta2: float = 0.999
+    """second beta of AdamW; the first is 0.9"""
+    weight_decay: float = 0.01
+    """weight decay of AdamW"""
+    max_grad_norm: float = 1.0
+    """the gradients of policy and critic are each scaled down to this norm"""
+    advantage: Literal[
+        "gae", "grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"
+    ] = "gae"
+    """estimator of the advantages; only gae has a critic"""
+    whiten_advantages: bool | None = None
+    """scale the advantages of the batch to mean 0 and variance 1; None: as the estimator needs"""
+    gamma: float = 1.0
+    """discount per token; only gae and reinforce++ read it"""
+    lam: float = 1.0
+    """lambda of generalised advantage estimation"""
+    critic_lam: float | None = None
+    """lambda of the critic's targets; None: lam"""
+    lam_alpha: float | None = None
+    """the policy's lambda is 1 - 1 / (this x the tokens of the response), in place of lam; None: lam"""
+    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """loss of the policy; see token_losses"""
+    loss_aggregation: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """how losses of tokens become one number; see aggregate"""
+    cliprange_low: float | None = None
+    """the probability ratio is clipped to 1 - this; None: 0.2, but 1 (no lower bound, as published) for cispo"""
+    cliprange_high: float = 0.2
+    """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
+    dual_clip: float | None = None
+    """a token of a bad response whose ratio exceeds this is no longer pushed down; None: no such bound"""
+    cliprange_value: float | None = 0.5
+    """new values are clipped to old values +- this, in units of reward; None: not clipped"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus, per nat"""
+    nll_coef: float = 0.0
+    """weight of the mean of -log p over the tokens of correct responses, per nat"""
+    value_head: Literal["zero", "normal"] = "zero"
+    """how a new head of the critic starts. zero: all first values are 0; normal: random, as in verl"""
+    filter_groups: bool = False
+    """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
+    prompts_per_round: int = 0
+    """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
+    max_generation_rounds: int = 10
+    """with filter_groups: rounds of generation per update, at most"""
+    local_micro_batch_size: int = 0
+    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
+    local_micro_batch_tokens: int = 0
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
+    share_prefixes: bool = False
+    """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
+    local_rollout_batch_size: int = 0
+    """episodes per pass of generation and scoring on one process; a memory knob; 0: all of a process"""
+
+    @property
+    def bounds(self) -> dict[str, float | None]:
+        """The bounds of the ratio, for token_losses."""
+        low = rlvr_math.lower_clip_range(self.loss, self.cliprange_low)
+        return {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
+
+    @property
+    def limits_of_a_pass(self) -> dict[str, int]:
+        """For lib/passes.py."""
+        return {"rows": self.local_micro_batch_size, "most_tokens": self.local_micro_batch_tokens}
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened over the batch."""
+        return self.advantage in rlvr_math.WHITENED if self.whiten_advantages is None else self.whiten_advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolsArgs:
+    tool: str = "calculator"
+    """what answers calls: calculator, or package.module:name of a function (call text) -> text"""
+    call_start: str = "["
+    """text before a call. The call is the text between the last call_start of a turn and call_end"""
+    call_end: str = "]"
+    """text that ends a call: exactly one token, at which generation stops"""
+    max_calls: int = 8
+    """calls that are answered in a response; it ends at the next one"""
+    max_answer: int = 12
+    """the most tokens of an answer; a longer one is replaced by an error text"""
+    time_limit: float = 5.0
+    """seconds for a call of your own function, after which the answer is an error text"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(cli.RunArgs):
+    preset: str = "gsm8k"
+    """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, dapo, rloo, sums, sums-grpo,
+    arithmetic"""
+    exp_name: str = "rlvr_policy"
+    seed: int = 1
+    """seed of the sampling noise, the order of the problems and the minibatches"""
+    base_model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """model to start from: a folder, or a name on the hub"""
+    log_interval: int = 10
+    """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process; whole groups"""
+    save_interval: int = 50
+    """updates between checkpoints; 0: one at the end"""
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, but rounded KL and scores"""
+    eval_interval: int = 10
+    """updates between evaluations on the held-out problems, the first one before the first update; 0: only at the
+    end"""
+    eval_problems: int = 0
+    """how many held-out problems an evaluation has, the first ones; 0: all"""
+    eval_samples: int = 0
+    """sampled responses to each of them before the first update and after the last, in addition to the greedy one"""
+    eval_temperature: float = 1.0
+    """sampling temperature of the eval_samples"""
+    task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
+    """problems, prompts and responses"""
+    rewards: RewardsArgs = field(default_factory=RewardsArgs)
+    """scores and KL penalty"""
+    ppo: PpoArgs = field(default_factory=PpoArgs)
+    """the optimisation"""
+    lora: models.LoraArgs = field(default_factory=models.LoraArgs)
+    """low-rank adapters"""
+    # These are no arguments.
+    script = "rlvr_policy"  # the other scripts have an Args of their own
+    tools = None  # in rlvr_tools.py ToolsArgs
+
+
+SUMS = Args(
+    base_model="sums",
+    trace_interval=15,
+    eval_problems=512,
+    eval_samples=16,
+    task=problems.TASKS["sums"],
+    rewards=RewardsArgs(kl_coef=0.0),
+    ppo=PpoArgs(
+        total_episodes=70 * 256,
+        nminibatches=2,
+        lr=3e-4,
+        critic_lr=1e-3,
+        critic_warmup=5,
+        beta2=0.95,
+        weight_decay=0.0,
+        lam=0.95,
+        cliprange_value=None,
+    ),
+)
+SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
+# [V99] Arguments of verl's logged run, of its recipes and of TRL 1.16; docs/details says what differs.
+PRESETS = {
+    "gsm8k": Args(dtype="bfloat16", ppo=PpoArgs(entropy_coef=0.001)),
+    "gsm8k-grpo": Args(
+        dtype="bfloat16",
+        eval_interval=5,
+        task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
+        rewards=RewardsArgs(kl_coef=0.0, kl_loss_coef=0.001),
+        ppo=PpoArgs(batch_size=1_280, samples_per_prompt=5, nminibatches=2, advantage="grpo", dual_clip=3.0),
+    ),
+    "dr-grpo": Args(
+        dtype="bfloat16",
+        eval_interval=5,
+        task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
+        rewards=RewardsArgs(kl_coef=0.0),
+        ppo=PpoArgs(
+            total_episodes=111_616,
+            batch_size=1_024,
+            samples_per_prompt=8,
+            nminibatches=8,
+            weight_decay=0.0,
+            advantage="dr_grpo",
+            loss_aggregation="seq-mean-token-sum-norm",
+        ),
+    ),
+    # DAPO as verl has it: its token mean is over a minibatch, the paper's over the responses to one question.
+    "dapo": Args(
+        dtype="bfloat16",
+        eval_interval=5,
+        eval_samples=1,
+        task=dataclasses.replace(
+            problems.TASKS["gsm8k"],
+            prompt_length=2_048,
+            response_length=2_048,
+            prompt_suffix='\nThink step by step. The last line of your response is "Answer: " and the answer.',
+        ),
+        rewards=RewardsArgs(verifier="answer_line", kl_coef=0.0, overlong_buffer=512),
+        ppo=PpoArgs(
+            total_episodes=111_616,
+            batch_size=1_024,
+            samples_per_prompt=16,
+            nminibatches=16,
+            lr_warmup=10,
+            weight_decay=0.1,
+            advantage="grpo",
+            cliprange_high=0.28,
+            dual_clip=10.0,
+            filter_groups=True,
+            prompts_per_round=192,
+        ),
+    ),
+    "rloo": Args(
+        dtype="bfloat16",
+        rewards=RewardsArgs(kl_coef=0.05),
+        ppo=PpoArgs(
+            total_episodes=111_616,
+            batch_size=512,
+            samples_per_prompt=2,
+            nminibatches=1,
+            weight_decay=0.0,
+            advantage="rloo",
+            loss_aggregation="seq-mean-token-sum",
+        ),
+    ),
+    "sums": SUMS,
+    "sums-grpo": dataclasses.replace(SUMS, ppo=SUMS_GRPO),
+    # A real language model, on two CPU cores in minutes. Without a KL penalty it forgets how to answer anything else.
+    "arithmetic": Args(
+        base_model="smollm2-135m",
+        save_interval=0,
+        eval_samples=4,
+        eval_temperature=0.7,
+        task=problems.TASKS["arithmetic"],
+        rewards=RewardsArgs(verifier="gsm8k_flexible", kl_coef=0.0, kl_loss_coef=0.001),
+        ppo=PpoArgs(
+            total_episodes=40 * 64,
+            batch_size=64,
+            samples_per_prompt=8,
+            nminibatches=1,
+            lr=1e-5,
+            weight_decay=0.0,
+            advantage="dr_grpo",
+            loss_aggregation="seq-mean-token-sum-norm",
+            share_prefixes=True,
+        ),
+    ),
+}
+PRESETS = {name: dataclasses.replace(args, preset=name) for name, args in PRESETS.items()}
+
+
+# ---- Sizes -----------------------------------------------------------------------------------------------------
+#
+# How a batch is divided, with the numbers of the default, gsm8k, on one process:
+#
+#     batch         256 episodes, one update; every process has an equal part, its local batch
+#     group           1 of them, 8 in sums-grpo: the responses to one problem, whose scores are compared
+#     round         256 that are generated at a time: a batch, unless prompts_per_round says otherwise
+#     minibatch      64: 1 / nminibatches of the batch, one optimiser step
+#     pass          a part of the minibatch, or micro-batch, that is read at a time; changes memory, not numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoSizes:
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    steps_per_update: int  # of the optimisers; a run prints all sizes when it starts
+    batch: int
+    round: int
+    round_prompts: int
+    local_batch: int
+    local_round: int
+    local_rollout_batch: int
+    local_minibatch: int
+
+
+def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    cli.at_least(1, "ppo.", ppo, "batch_size", "samples_per_prompt", "nminibatches", "noptepochs")
+    cli.at_least(1, "ppo.", ppo, "max_generation_rounds")
+    cli.at_least(0, "ppo.", ppo, "prompts_per_round", "local_rollout_batch_size")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens")
+    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
+    n, split, typed = ppo.samples_per_prompt, processes.split_evenly, cli.typed
+    prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
+    split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
+    slices = num_processes * ppo.nminibatches
+    local_minibatch = split("ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}")
+    processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
+    round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
+    local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")
+    return PpoSizes(
+        updates=ppo.total_episodes // ppo.batch_size,
+        steps_per_update=ppo.noptepochs * ppo.nminibatches,
+        batch=ppo.batch_size,
+        round=round_prompts * n,
+        round_prompts=round_prompts,
+        local_batch=ppo.batch_size // num_processes,
+        local_round=local_round,
+        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_round),
+        local_minibatch=local_minibatch,
+    )
