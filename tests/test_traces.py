@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmark.cost import trace_cost
-from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf import report, rlvr_checks, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib import models, traces
 from ppo_rlhf.lib.errors import InputError
 
@@ -322,7 +322,7 @@ def test_only_the_worlds_leave_traces_unasked(script):
     assert tracing == {name for name in script.PRESETS if name.startswith(("tales", "posts", "sums", "reviews"))}
     args = dataclasses.replace(script.PRESETS[max(tracing)], base_model="any", trace_interval=-1)
     with pytest.raises(InputError, match="trace_interval is -1"):
-        script.check_arguments(args)
+        (rlvr_checks if script is rlvr_policy else script).check_arguments(args)
 
 
 def test_the_cost_of_traces_is_that_of_a_run(continuations, tmp_path, monkeypatch, capsys):
