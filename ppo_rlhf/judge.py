@@ -48,7 +48,7 @@ from typing import Any, Literal
 
 import torch
 
-from ppo_rlhf.lib import cli, errors, files, run, scorers, sources
+from ppo_rlhf.lib import cli, errors, files, run, scorers
 from ppo_rlhf.lib.errors import InputError, Stopped
 
 EVALUATION = "evaluation.jsonl"  # what a run's folder holds
@@ -195,7 +195,7 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
             raise InputError(f"{flag} {path}: line {number}: {wrong[0]} must be from 0 to {MOST_TOKENS}")
         for name in kinds:
             if isinstance(row.get(name), str):
-                sources.check_text(row[name], f"{flag} {path}: line {number}, {name},")
+                files.check_text(row[name], f"{flag} {path}: line {number}, {name},")
     if not rows:
         raise InputError(f"{flag} {path}: holds no rows")
     return [row for _, row in rows]

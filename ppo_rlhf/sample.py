@@ -33,7 +33,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, passes, posts, problems, processes, rewards, run, scorers, sources, texts
+from ppo_rlhf.lib import cli, files, lm, models, passes, posts, problems, processes, rewards, run, scorers, texts
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 SHOWN = 50  # rows that are printed, of more
@@ -373,7 +373,7 @@ class Comparison:
         """Texts as queries, cut to query_length tokens: (n, query_length)."""
         queries = torch.full((len(prompts), self.task.query_length), self.pad_id)
         for row, prompt in zip(queries, prompts, strict=True):
-            sources.check_text(prompt, "--prompt")
+            files.check_text(prompt, "--prompt")
             tokens = self.texts.query(prompt)
             if not tokens:
                 raise InputError("--prompt: a query needs at least one token")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import cli, models, rewards, run, sequence, texts
+from ppo_rlhf.lib import cli, models, rewards, run, sequence
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -39,7 +39,7 @@ class Args:
     """folder of either of the two runs to resume: runs/<run>; the arguments are those of the newest of them"""
     judge: str = ""
     """folder of another reward model, which judges the texts at the end and trains nothing"""
-    task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
+    task: train_policy.TaskArgs = field(default_factory=train_policy.TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)
     """arguments of train_reward.py"""
@@ -51,11 +51,11 @@ PRESETS = {
     name: Args(
         preset=name,
         base_model=train_policy.PRESETS[name].base_model,
-        task=texts.TASKS[name],
+        task=train_policy.TASKS[name],
         reward=train_reward.PRESETS[name],
         policy=train_policy.PRESETS[name],
     )
-    for name in texts.TASKS
+    for name in train_policy.TASKS
 }
 EVALUATION_QUERIES = 400
 SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # arguments that both parts get
@@ -83,20 +83,20 @@ def train(args: Args) -> tuple[Path, Path]:
     shared = {name: getattr(args, name) for name in SHARED}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
     with sequence.flags_of("reward", reward_args, SHARED):
-        train_reward.reward_sizes(reward_args, accelerator.num_processes)
+        cli.reward_sizes(reward_args, accelerator.num_processes)
     if args.judge:
         models.check_kind(Path(args.judge), f"--judge {args.judge}", "reward model")
     with sequence.flags_of("reward", reward_args, SHARED):
         worlds.check_names(reward_args)
     with sequence.flags_of("policy", policy_args, SHARED):
-        train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
-        train_policy.check_arguments(policy_args)
+        cli.ppo_sizes(policy_args.ppo, accelerator.num_processes)
+        cli.check_ppo_arguments(policy_args)
         rewards.import_functions(policy_args.rewards)
     paths = worlds.find_paths(args)
     tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):
-        train_policy.load_monitor(policy_args, tokenizer)
-    texts.QueryStream(paths.task, tokenizer, split="test")  # the report at the end needs held-out queries
+        cli.load_monitor(policy_args.rewards.monitor, tokenizer, cli.vocabulary_size(tokenizer))
+    train_policy.QueryStream(paths.task, tokenizer, split="test")  # the report at the end needs held-out queries
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
@@ -155,7 +155,7 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
             f"{learned['test_labels']:,} held-out texts."
         )
     if policy_meta["args"]["task"]["query_dataset"] == "reviews":
-        people = worlds.reviews.facts()
+        people = worlds.of("reviews").facts()
         lines.append(
             f"There, a single person's rating has {people['one_person']:.3f} with the mean of the others, and VADER, "
             f"a lexicon with rules, {people['vader']:.3f} with the mean of all."
@@ -184,7 +184,7 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
             + (f": {gain:.1f} standard deviations of the language model's own." if deviation else ".")
         )
     if policy_meta["args"]["task"]["query_dataset"] == "tales":
-        shares = [worlds.tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
+        shares = [worlds.of("tales").grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
         lines.append(
             f"The grammar could have written {shares[0]:.1%} of the language model's sentences, "
             f"and {shares[1]:.1%} of the policy's."

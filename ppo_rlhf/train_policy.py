@@ -2,7 +2,7 @@
 
 A language model (the policy) writes continuations of queries. A reward model, trained from human comparisons
 by `train_reward.py`, scores them. PPO raises the score, and a penalty on the KL divergence from the model that we
-started from (the reference) keeps the text fluent. Each update does eight things, the steps of `train()` below:
+started from (the reference) keeps the text fluent. Each update does eight things, see `train()`, `make_rollout()`:
 
     1. sample queries
     2. generate responses; keep their log-probs and values
@@ -13,15 +13,15 @@ started from (the reference) keeps the text fluent. Each update does eight thing
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own rewards and advantages. The sizes
-of batches come before `train()`, the functions of the algorithm after it in its order, and loading and saving last.
+Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own rewards and advantages. Imported
+are only services: folder and logs (run), command line (cli), small worlds (worlds), published data (sources).
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
 and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose; see docs/details.
 
     python ppo_rlhf/train_both.py --preset tales                    # no network: reward model, then this, in minutes
-    python ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward                      # one GPU, GPT-2
-    accelerate launch --num_processes 8 ppo_rlhf/train_policy.py --rewards.trained_model models/<run>/reward --track
+    python ppo_rlhf/train_policy.py                         # GPT-2, one GPU, the newest reward model in models/
+    accelerate launch --num_processes 8 ppo_rlhf/train_policy.py --track
     python ppo_rlhf/train_policy.py --resume runs/<run>             # resume after an interruption
 """
 
@@ -30,32 +30,82 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import reduce
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, models, passes, precision, processes, run, scorers, texts, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import cli, run, sources
+from ppo_rlhf.lib.cli import InputError, vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskArgs:
+    query_dataset: str = "books"
+    """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
+    with stories.txt"""
+    query_length: int = 64
+    """longest query, in tokens; shorter ones are padded"""
+    query_prefix: str = ""
+    """text before each query; the policy sees it, the reward model does not"""
+    query_suffix: str = ""
+    """text after each query; the policy sees it, the reward model does not"""
+    start_text: str | None = "."
+    """queries begin after the first such token of their text; None: at the beginning"""
+    end_text: str | None = "."
+    """queries end with the last such token; None: wherever they are cut"""
+    response_length: int = 24
+    """length of every response, in tokens"""
+    truncate_text: str | None = "."
+    """responses are cut after this token before they are scored; None: never"""
+    truncate_after: int = 16
+    """only such a token at or after this index counts, in tokens"""
+    penalty_reward_value: float = -1.0
+    """score of a response without such a token"""
+    temperature: float = 0.7
+    """sampling temperature of the policy and of the reference"""
+
+
+SUMMARIES_TASK = {"query_length": 500, "query_suffix": "\n\nTL;DR:", "start_text": None, "response_length": 75}
+SUMMARIES_TASK |= {"truncate_text": "\n", "truncate_after": 55}
+UNCUT_TASK = {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
+TASKS = {
+    "sentiment": TaskArgs(),
+    "descriptiveness": TaskArgs(),
+    "cnndm": TaskArgs(
+        **SUMMARIES_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
+    ),
+    "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
+    "tales": TaskArgs(query_dataset="tales", query_length=24),
+    "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
+    # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
+    # score is on the last token, so tokens behind a stop would get most of the credit for what came before it.
+    "reviews": TaskArgs(**UNCUT_TASK, query_dataset="reviews", query_length=12, response_length=20),
+}
 
 # Controllers of the KL coefficient. The target is 6 nats per response. QUICK is for tales, which has few episodes.
 ADAPTIVE, QUICK = cli.AdaptiveKLArgs(target=6.0), cli.AdaptiveKLArgs(target=6.0, horizon=1_000)
 FIXED = cli.AdaptiveKLArgs(target=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     trained_model: str = ""
-    """folder of the reward model that train_reward.py saved: models/<run>/reward"""
+    """folder of the reward model that train_reward.py saved: models/<run>/reward; empty: the newest of this preset
+    below models/, unless there is a function"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
     with a third parameter it also gets the reference answers, here None"""
@@ -70,8 +120,8 @@ class RewardsArgs:
     """controller of the KL coefficient"""
 
 
-@dataclass(frozen=True)
-class PpoArgs:
+@dataclass(frozen=True, kw_only=True)
+class PpoArgs(cli.MemoryArgs):
     total_episodes: int = 1_000_000
     """responses to train on, over all updates; rounded up to whole updates"""
     batch_size: int = 512
@@ -98,16 +148,10 @@ class PpoArgs:
     """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""
     whiten_groups: int = 8
     """slices of the batch, each whitened with its own mean and variance; the original: one per process [X03]"""
-    local_micro_batch_size: int = 0
-    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
-    local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
-    local_rollout_batch_size: int = 0
-    """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
 
-@dataclass(frozen=True)
-class Args(cli.RunArgs):
+@dataclass(frozen=True, kw_only=True)
+class Args(cli.PolicyRunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_policy"
@@ -115,17 +159,7 @@ class Args(cli.RunArgs):
     """seed of the sampling noise and the permutations"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
-    frozen_bfloat16: bool = False
-    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
-    compile: bool = False
-    """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
-    log_interval: int = 10
-    """updates between printed samples; 0: none"""
-    trace_interval: int = 0
-    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
-    trace_episodes: int = 8
-    """episodes of the batch that such a trace keeps, at most those of one process and one whitened group"""
-    task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
+    task: TaskArgs = field(default_factory=TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
     """score and KL penalty"""
@@ -139,19 +173,10 @@ TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episo
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
 # A real language model and few episodes: two epochs of two minibatches, and a controller that reacts within them.
 REVIEWS = PpoArgs(
-    total_episodes=1_536,
-    batch_size=32,
-    nminibatches=2,
-    noptepochs=2,
-    lr=3e-5,
-    value_head_lr=3e-3,
-    whiten_groups=2,
+    total_episodes=1_536, batch_size=32, nminibatches=2, noptepochs=2, lr=3e-5, value_head_lr=3e-3, whiten_groups=2
 )
-REVIEWS_REWARDS = RewardsArgs(
-    kl_coef=0.05,
-    adaptive_kl=cli.AdaptiveKLArgs(target=4.0, horizon=200),
-    monitor="ppo_rlhf.worlds.reviews:vader",
-)
+REVIEWS_KL = cli.AdaptiveKLArgs(target=4.0, horizon=200)
+REVIEWS_REWARDS = RewardsArgs(kl_coef=0.05, adaptive_kl=REVIEWS_KL, monitor="ppo_rlhf.worlds.reviews:vader")
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(),  # with another reward model
@@ -163,10 +188,10 @@ PRESETS = {
     ),
     "reviews": Args(base_model="smollm2-135m", trace_interval=10, rewards=REVIEWS_REWARDS, ppo=REVIEWS),
 }
-PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
+PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 
 
-# ---- Sizes -----------------------------------------------------------------------------------------------------
+# ---- Train -----------------------------------------------------------------------------------------------------
 #
 # How a batch is divided, with the numbers of the default, GPT-2 on one process:
 #
@@ -176,140 +201,303 @@ PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) 
 #     micro-batch   a part of the minibatch in one forward and backward pass; changes memory, not numbers
 
 
-@dataclass(frozen=True)
-class PpoSizes:
-    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
-
-    updates: int
-    batch: int
-    local_batch: int
-    local_groups: int
-    group_batch: int
-
-
-def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
-    slices = ppo.whiten_groups * ppo.nminibatches
-    what = f"{cli.typed('ppo.whiten_groups')} x {cli.typed('ppo.nminibatches')}"
-    group_minibatch = processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
-    # [D68] The original asks for eight episodes.   train_policy.py#L69-L75
-    if ppo.whiten_rewards and group_minibatch < 8:
-        raise InputError(
-            f"{cli.typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
-            f"{cli.typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
-            f"{cli.flag('ppo.batch_size')} {8 * slices} is enough; fewer {cli.flag('ppo.whiten_groups')} need less"
-        )
-    local_batch = ppo.batch_size // num_processes
-    processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch)
-    processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
-    return PpoSizes(
-        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
-        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
-        batch=ppo.batch_size,
-        local_batch=local_batch,
-        local_groups=local_groups,
-        group_batch=ppo.batch_size // ppo.whiten_groups,
-    )
-
-
-# ---- Train -----------------------------------------------------------------------------------------------------
-
-
 def train(args: Args, joint: dict | None = None) -> Path:
     """Train a policy and return the folder models/<run>/policy, on every process. joint: what train_both.py gives.
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    accelerator = processes.make_accelerator(sharding=False)
-    check_arguments(args)
+    with cli.launcher(sharding=False):
+        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[cli.PATIENCE])
+    args = cli.with_newest_reward_model(args)
+    cli.check_ppo_arguments(args)
     worlds.check_names(args, joint)
-    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    given, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
-    task, ppo, device = args.task, args.ppo, accelerator.device
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = texts.task_ids(task, tokenizer)
+    sizes, rank = cli.ppo_sizes(args.ppo, accelerator.num_processes), accelerator.process_index
+    typed, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
+    task, device = args.task, accelerator.device
+    tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = task_ids(task, tokenizer)
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
-    stream = texts.QueryStream(task, tokenizer)
+    stream = QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, ids, device)
+    reward, scale = load_reward(args, tokenizer, ids, device), cli.Scale()
+    monitor = cli.load_monitor(args.rewards.monitor, tokenizer, ids.pad)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     groups_of_weights = [{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]
-    optimizer = AdamTensorFlowStyle(groups_of_weights, lr=ppo.lr)
-    score, monitor = load_scorer(args, tokenizer, device), load_monitor(args, tokenizer)
+    optimizer = AdamTensorFlowStyle(groups_of_weights, lr=args.ppo.lr)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
-    inputs = models.weight_files(args) | worlds.data_files(task, "query_dataset")
-    minibatch = {"rows": sizes.local_batch // ppo.nminibatches, "length": ids.context_length + task.response_length}
-    of_pass = passes.limit(args, accelerator, policy, **minibatch)
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
-    scale = scorers.Scale()
-    first_update = resume(this_run, policy, optimizer, controller, stream, scale)
-    if args.rewards.function and args.rewards.normalize_samples and first_update == 0:
-        scale.fit(scores_of_language_model(args, ids, stream, reference, score, accelerator), accelerator)
-    this_run.start_logging(first_update, models.config_for_plots(given, args), stream.left_out())
-    rows, groups = local_slices(sizes, accelerator.process_index)
-    by_length = partial(passes.by_length, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
-    tools = (tokenizer, ids, stream, policy, reference, score, scale, monitor, controller)
-    trace = partial(trace_episodes, this_run, args, *tools)
+    length = ids.context_length + task.response_length  # tokens of an episode
+    fitting = cli.rows_that_fit(args, accelerator, policy, length=length, local_batch=sizes.local_batch)
+    ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
+    inputs = cli.weight_files(args) | worlds.data_files(task, "query_dataset")
+    this_run = run.Run(typed, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
+    state = this_run.resume(policy, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
+    controller.value = state.get("kl_coef", controller.value)
+    stream.position = state.get("query_position", stream.position)
+    vars(scale).update(state.get("score_scale", {}))
+    models = {"policy": policy, "reference": reference, "reward": reward, "scale": scale, "monitor": monitor}
+    roll_out = partial(make_rollout, **models, ids=ids, task=task, rows=fitting["local_rollout_batch"])
+    recorder = make_recorder(this_run, args, tokenizer, ids, stream, roll_out)
+    if args.rewards.function and state["step"] == 0:
+        scale.fit_samples(this_run, roll_out, stream, ids.pad, keyed_generator(args.seed, "scale of the function"))
+    this_run.start_logging(state["step"], cli.config_for_plots(typed, args), sources.left_out(stream))
+    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
+    groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
-    for update in this_run.updates("PPO", first_update, sizes.updates):
-        with torch.no_grad(), precision.mixed_precision(device, enabled=policy.low_precision):
-            # 1. Sample queries. Every process draws the whole batch and takes its rows.
-            queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
-            contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
+    for update in this_run.updates("PPO", state["step"], sizes.updates):
+        # 1. Sample queries. Every process draws the whole batch and takes its rows, a slice with whole groups. [X04]
+        queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
+        uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
 
-            # 2. Generate responses; record their log-probs and values: all of (local_batch, response_length).
-            uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
-            sampling = {"temperature": task.temperature, "new_tokens": task.response_length}
-            responses, logprobs, values, sampler_gap = by_length(respond, policy, contexts, uniforms, **sampling)
-
-            # 3. Compute the reference's log-probs: (local_batch, response_length).
-            context_responses = torch.cat([contexts, responses], dim=1)
-            ref_logprobs = by_length(reference_logprobs, reference, context_responses, ids=ids, task=task)
-
-            # 4. Truncate the responses and score them.
-            truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-            # [X18] The scores of a function get the scale that a normalised reward model has.
-            raw_scores = scale.apply(score(queries, truncated_responses))  # (local_batch,)
-            # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
-            stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)  # (local_batch,)
-            scores = torch.where(stopped, raw_scores, task.penalty_reward_value)  # (local_batch,)
-
-            # 5. Compute per-token rewards. The score judges the whole text, so it is on the last token. The KL
-            #    divergence is a sum over tokens, so each token pays for its own part.
-            # [D53] The penalty uses the coefficient that the last update left.   train_policy.py#L293-L297
-            rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
+        # 2. Generate responses, 3. compute the reference's log-probs, 4. score, and 5. compute rewards per token.
+        # [D53] The penalty uses the coefficient that the last update left.   train_policy.py#L293-L297
+        batch = roll_out(queries, uniforms, controller.value)
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
         # [X17] The value head starts at 0, so it may need larger steps than what was pretrained.
         for weights, first_lr in zip(optimizer.param_groups, (ppo.lr, ppo.value_head_lr or ppo.lr), strict=True):
             weights["lr"] = learning_rate(ppo, update, first_lr)
-        rollout = Rollout(context_responses, logprobs, values, rewards)
         permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
-        stats = ppo_update(policy, optimizer, rollout, permutations, ppo, ids.pad, task.temperature)
+        stats = ppo_update(policy, optimizer, batch, permutations, ppo, ids.pad, task.temperature)
 
         # 8. Adapt the KL coefficient and log.
-        monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
-        if args.rewards.function:
-            monitored["function_score"] = scale.undo(raw_scores)
-        told = (queries, truncated_responses, stopped, raw_scores, scores, ref_logprobs, kl, non_score_rewards)
-        episodes = Episodes(*told, sampler_gap, monitored, controller.value)
-        metrics = update_metrics(this_run, args, update, ids, rollout, episodes, stats)
+        metrics = update_metrics(batch, stats, this_run, args, update, ids, kl_coef=controller.value)
         # [D70] [D71] The controller sees the KL averaged over all processes.   train_policy.py#L299-L305
         controller.update(metrics["objective/kl"], sizes.batch)
+        state = {"kl_coef": controller.value, "query_position": stream.position, "score_scale": vars(scale)}
         this_run.end_of_update(
-            *(update, metrics),
+            update,
+            metrics,
             f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}, "
             f"{100 * metrics['objective/stopped']:.0f} % end",
-            samples=partial(sample_rows, tokenizer, ids, episodes),
-            trace=partial(trace, update, rollout, episodes),
-            checkpoint=partial(training_state, policy, optimizer, controller, stream, scale),
+            samples=partial(run.sample_rows, tokenizer, ids.pad, batch),
+            trace=partial(recorder.record, update, batch, controller.value),
+            # [D81] The counterpart of `resume` above.   train_policy.py#L474-L508
+            checkpoint=lambda: (run.training_state(policy, optimizer), state),  # noqa: B023
         )
-    return finish(this_run, policy, tokenizer, stream, given)
+    folder = this_run.model_folder / "policy"
+    if accelerator.is_main_process:
+        save_policy(folder, policy, tokenizer, typed)
+    last = this_run.last_means("score", "kl", "kl_coef")
+    this_run.finish("PPO", **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
+    this_run.upload("policy")
+    return folder
 
 
-# ---- Steps 1 to 3: how a model writes and reads tokens ---------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Episodes of one process, its part of the batch. PPO needs the first four tensors; the rest is for the logs."""
+
+    context_responses: Tensor  # (local_batch, context_length + response_length)
+    logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
+    values: Tensor  # (local_batch, response_length), of the critic at that time
+    rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
+    queries: Tensor | None = None  # (local_batch, query_length)
+    truncated_responses: Tensor | None = None  # (local_batch, response_length)
+    ref_logprobs: Tensor | None = None  # (local_batch, response_length)
+    kl: Tensor | None = None  # (local_batch, response_length)
+    objectives: dict[str, Tensor] = field(default_factory=dict)  # (local_batch,) each: what is logged of an episode
+    seen: list = field(default_factory=list)  # rows and numbers of each pass of training; ppo_update appends them
+
+
+@torch.no_grad()
+def make_rollout(
+    queries: Tensor,
+    uniforms: Tensor,
+    kl_coef: float,
+    *,
+    policy: PolicyWithValueHead,
+    reference: PreTrainedModel,
+    reward: RewardModel | cli.Scorer,
+    scale: cli.Scale,
+    monitor: dict[str, cli.Scorer],
+    ids: TaskIds,
+    task: TaskArgs,
+    rows: int,
+) -> Rollout:
+    """Steps 2 to 5: responses to queries (local_batch, query_length), and all that is known of them.
+
+    uniforms: (local_batch, response_length) random numbers in [0, 1), one for each token. rows: how many a model
+    reads or writes at a time.
+    """
+    contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
+    reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": task.temperature}
+    with torch.autocast(queries.device.type, torch.bfloat16, enabled=policy.low_precision):
+        # 2. Generate responses; record their log-probs and values: all of (local_batch, response_length).
+        sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": task.temperature}
+        write = partial(generate, policy.lm_backbone, **sampling)
+        responses, sampled_logprobs, hidden_states = cli.few_rows_at_a_time(write, rows, contexts, uniforms)
+        context_responses = torch.cat([contexts, responses], dim=1)  # (local_batch, context_length + response_length)
+        if policy.low_precision:
+            # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
+            logprobs, _, values = cli.few_rows_at_a_time(partial(policy, **reading), rows, context_responses)
+        else:
+            # [D25] [D26] The log-probs and values that the sampler saw become the old ones, so the ratio starts at 1.
+            logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
+
+        # 3. Compute the reference's log-probs, at the policy's temperature: (local_batch, response_length).
+        read = partial(response_logprobs, reference, **reading, vocab_size=ids.pad)
+        ref_logprobs, _, _ = cli.few_rows_at_a_time(read, rows, context_responses)
+
+        # 4. Truncate the responses and score them: (local_batch,).
+        truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+        monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
+        if isinstance(reward, RewardModel):
+            # [D28] [D49] It reads the query alone and the truncated response.   train_policy.py#L396-L402
+            query_responses = torch.cat([queries, truncated_responses], dim=1)
+            raw_scores = cli.few_rows_at_a_time(partial(reward, pad_id=ids.pad), rows, query_responses)
+        else:
+            monitored["function_score"] = reward(queries, truncated_responses)
+            # [X18] The scores of a function get the scale that a normalised reward model has.
+            raw_scores = scale.apply(monitored["function_score"])
+        # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
+        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
+        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+
+        # 5. Compute per-token rewards. The score judges the whole text, so it is on the last token. The KL
+        #    divergence is a sum over tokens, so each token pays for its own part.
+        rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
+    return Rollout(
+        context_responses=context_responses,
+        logprobs=logprobs,
+        values=values,
+        rewards=rewards,
+        queries=queries,
+        truncated_responses=truncated_responses,
+        ref_logprobs=ref_logprobs,
+        kl=kl,
+        objectives={
+            "kl": kl.sum(1),
+            "entropy": -logprobs.sum(1),
+            "score": scores,
+            "non_score_reward": non_score_rewards.sum(1),
+            "raw_score": raw_scores,
+            "stopped": stopped,
+            **monitored,
+            "response_length": (truncated_responses != ids.pad).sum(1),
+            "sampler_gap": (logprobs - sampled_logprobs).abs().mean(1),
+        },
+    )
+
+
+# ---- Step 1: queries -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskIds:
+    """The task's texts as token ids of one tokenizer."""
+
+    pad: int  # one above the largest id of the tokenizer: all below it can be sampled
+    eos: int  # -1 if the tokenizer has none
+    stop: int | None
+    prefix: list[int]
+    suffix: list[int]
+    context_length: int  # prefix, padded query and suffix
+
+
+def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
+    """Check the task's numbers and encode its texts."""
+    cli.check_task(task)
+    prefix, suffix = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
+    )
+    return TaskIds(
+        # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
+        # text has and no model samples, one above the largest.
+        pad=vocabulary_size(tokenizer),
+        eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+        stop=cli.one_token(tokenizer, task.truncate_text, "truncate_text"),
+        prefix=prefix,
+        suffix=suffix,
+        context_length=len(prefix) + task.query_length + len(suffix),
+    )
+
+
+class QueryStream:
+    """An endless stream of queries: the texts in one shuffled order, again and again.
+
+    The order depends neither on the run's seed nor on the number of processes. `position` counts the texts that have
+    been read. A stream that starts at the position of another one continues where that one stopped.
+    """
+
+    def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
+        self.texts = sources.load_texts(task.query_dataset, split)
+        self.task, self.tokenizer, self.position = task, tokenizer, position
+        self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
+        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
+        self.order = list(range(len(self.texts)))
+        random.Random(0).shuffle(self.order)
+        if not self.first(1, pad_id=0).numel():
+            raise InputError(sources.no_query(self, split))
+
+    def tokens(self, place: int) -> list[int]:
+        """Token ids of a text, by its place in the order."""
+        # The texts are data: no special tokens are added, and the name of one is ordinary text.
+        text, options = self.texts[self.order[place % len(self.order)]], {"split_special_tokens": True}
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
+
+    def trim(self, tokens: list[int]) -> list[int] | None:
+        return trim_query(tokens, self.task.query_length, self.start_id, self.end_id)
+
+    def next_query(self) -> list[int] | None:
+        """The next query; None if a whole pass over the texts gives none."""
+        for _ in range(len(self.order)):
+            self.position += 1
+            if query := self.trim(self.tokens(self.position - 1)):
+                return query
+        return None
+
+    def next_batch(self, batch_size: int, pad_id: int) -> Tensor:
+        """The next queries, padded on the right: (batch_size, query_length)."""
+        # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
+        #       language/datasets.py#L66-L85
+        return padded([self.next_query() for _ in range(batch_size)], pad_id, self.task.query_length)
+
+    def first(self, n: int, pad_id: int) -> Tensor:
+        """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
+        position, self.position = self.position, 0
+        queries = []
+        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.order):
+            queries.append(query)
+        self.position = position
+        return padded(queries, pad_id, self.task.query_length)
+
+
+def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Tensor:
+    """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
+    longest = max(map(len, rows), default=0) if length is None else length
+    return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
+
+
+def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:
+    """Cut a text's tokens to a query: after the first start token, at most query_length, up to the last end token.
+
+    Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
+    `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
+    """
+    # [D05] After the first start token; if that is the last one, from the beginning.   language/datasets.py#L49-L55
+    if start_id is not None:
+        if start_id not in tokens:
+            return None
+        first = tokens.index(start_id)
+        if first < len(tokens) - 1:
+            tokens = tokens[first + 1 :]
+    # [D06] At most so many of them.   language/datasets.py#L57
+    tokens = tokens[:query_length]
+    # [D07] Up to the last end token within the cut.   language/datasets.py#L59-L64
+    if end_id is not None:
+        if end_id not in tokens:
+            return None
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end_id)]
+    return tokens
+
+
+def add_affixes(queries: Tensor, prefix: list[int], suffix: list[int]) -> Tensor:
+    """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
+    # [D09] There may be padding between query and suffix.   lm_tasks.py#L68-L80
+    parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
+    before, after = (part.expand(len(queries), -1) for part in parts)
+    return torch.cat([before, queries, after], dim=1)
 
 
 def episode_noise(seed: int, update: int, batch: int, response_length: int) -> Tensor:
@@ -325,25 +513,7 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
 
 
-@torch.no_grad()
-def respond(
-    policy: PolicyWithValueHead, contexts: Tensor, uniforms: Tensor, *, pad_id: int, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length), with a random number for each token.
-
-    Returns four tensors of (batch, response_length): responses, their log-probs and values, and the distance of the
-    log-probs from the sampler's, which is 0 unless in low precision.
-    """
-    responses, sampled_logprobs, hidden_states = generate(
-        policy.lm_backbone, contexts, uniforms, pad_id, policy.vocab_size, temperature
-    )
-    if policy.low_precision:
-        # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-        logprobs, _, values = policy(torch.cat([contexts, responses], 1), pad_id, contexts.shape[1], temperature)
-    else:
-        # [D25] [D26] The log-probs and values that the sampler saw become the old ones, so the ratio starts at 1.
-        logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
-    return responses, logprobs, values, (logprobs - sampled_logprobs).abs()
+# ---- Steps 2 to 4: how a model writes and reads tokens ---------------------------------------------------------
 
 
 @torch.no_grad()
@@ -363,7 +533,7 @@ def generate(
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
-    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
     masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []
@@ -390,6 +560,15 @@ def generate(
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
 
 
+class KeyValueCache(StaticCache):
+    """Keys and values, both in the precision of the values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens; return those of all tokens."""
+        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     """Move the padding of each row to its left; the order of the other tokens stays.
 
@@ -397,21 +576,6 @@ def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
     """
     # [D08] A stable sort by "is a real token".
     return tokens.gather(1, (tokens != pad_id).int().argsort(dim=1, stable=True))
-
-
-@torch.no_grad()
-def reference_logprobs(
-    reference: PreTrainedModel, context_responses: Tensor, *, pad_id: int, ids: texts.TaskIds, task: texts.TaskArgs
-) -> Tensor:
-    """Log-probs (batch, response_length) of the reference, at the policy's temperature.
-
-    context_responses: (batch, context_length + response_length).
-    """
-    context_length = context_responses.shape[1] - task.response_length
-    logprobs, _, _ = response_logprobs(
-        reference, context_responses, pad_id, context_length, task.temperature, ids.vocab_size
-    )
-    return logprobs
 
 
 def response_logprobs(
@@ -514,7 +678,7 @@ class PolicyWithValueHead(nn.Module):
 
         query_responses, with affixes: (batch, context_length + response_length). Results: (batch, response_length).
         """
-        with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
+        with torch.autocast(query_responses.device.type, torch.bfloat16, enabled=self.low_precision):
             logprobs, entropies, hidden_states = response_logprobs(
                 self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
             )
@@ -522,7 +686,20 @@ class PolicyWithValueHead(nn.Module):
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
 
 
-# ---- Steps 4 to 7: scores, rewards, advantages, losses ---------------------------------------------------------
+class RewardModel(nn.Module):
+    """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
+
+    def __init__(self, lm_backbone: PreTrainedModel):
+        super().__init__()
+        self.lm_backbone = lm_backbone
+        self.reward_head = nn.Linear(lm_backbone.config.hidden_size, 1)
+        self.gain, self.bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+
+    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
+        # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
+        last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+        return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
 def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:
@@ -546,6 +723,9 @@ def has_stop(responses: Tensor, stop_id: int | None, after: int) -> Tensor:
     return (responses[:, after:] == stop_id).any(1)
 
 
+# ---- Steps 5 to 7: rewards, advantages, losses -----------------------------------------------------------------
+
+
 def compute_rewards(
     scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl_coef: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -559,17 +739,6 @@ def compute_rewards(
     rewards = non_score_rewards.clone()
     rewards[:, -1] += scores
     return rewards, non_score_rewards, kl
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """The data of one process's part of the batch that training needs."""
-
-    context_responses: Tensor  # (local_batch, context_length + response_length)
-    logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
-    values: Tensor  # (local_batch, response_length), of the critic at that time
-    rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
-    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
 
 def draw_permutations(seed: int, update: int, epochs: int, groups: range, group_batch: int) -> Tensor:
@@ -596,52 +765,72 @@ def ppo_update(
 
     permutations: (epochs, groups, group_batch), each row an order of that group's episodes; group g owns the slice
     [g * group_batch, (g + 1) * group_batch) of the rollout. Minibatch k holds slice k of every group's order.
-    Returns 0-d means of what `ppo_loss` and `group_statistics` say, the gradient norm, and the first ratio gap.
+    Returns 0-d means of what `ppo_loss` says, of values and returns, the gradient norm, and the first ratio gap.
     """
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
-    device, response_length = rollout.rewards.device, rollout.rewards.shape[1]
+    micro_batch = ppo.local_micro_batch_size or groups * group_minibatch
+    context_length, device = rollout.context_responses.shape[1] - rollout.rewards.shape[1], rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
-    lengths = passes.count_tokens(rollout.context_responses, pad_id)  # (local_batch,), on the CPU as b_inds
-    limits = {"rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
     steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
             slice_of_group = slice(minibatch * group_minibatch, (minibatch + 1) * group_minibatch)
-            inds = b_inds[epoch, :, slice_of_group]  # (groups, group_minibatch)
-            mb_inds = inds.to(device, non_blocking=True)
+            mb_inds = b_inds[epoch, :, slice_of_group].to(device, non_blocking=True)  # (groups, group_minibatch)
 
             # 6. Compute advantages and returns. The critic's values say how well a response was going to do anyway.
             #    What is left, the advantage, says what the sampled token added, with much less noise.
             mb_values = rollout.values[mb_inds]  # (groups, group_minibatch, response_length)
             mb_advantages, mb_returns = group_advantages(rollout.rewards[mb_inds], mb_values, ppo)
-            rollout.seen.append((inds, {"advantages": mb_advantages, "returns": mb_returns}))
+            rollout.seen.append((mb_inds, {"advantages": mb_advantages, "returns": mb_returns}))
 
             # 7. Make one optimiser step. Micro-batches add up to the gradient of the whole minibatch. [D67] [D88]
-            mb_tokens, mb_logprobs = rollout.context_responses[mb_inds], rollout.logprobs[mb_inds]
-            mb = [x.flatten(0, 1) for x in (mb_tokens, inds, mb_logprobs, mb_values, mb_advantages, mb_returns)]
             shares = []  # what is logged of each micro-batch, times its share of the minibatch
             optimizer.zero_grad()
-            for tokens, rows, *old in passes.micro_batches(
-                policy, lengths[inds.flatten()], *mb, pad_id=pad_id, **limits
-            ):
-                # tokens: (micro_batch, context_length + response_length); all others: (micro_batch, response_length)
-                context_length = tokens.shape[1] - response_length
-                new_logprobs, entropies, new_values = policy(tokens, pad_id, context_length, temperature)
-                rollout.seen.append(
-                    (rows, {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()})
+            for start in range(0, mb_inds.numel(), micro_batch):
+                part = slice(start, start + micro_batch)
+                inds = mb_inds.flatten()[part]  # (micro_batch,); what follows is (micro_batch, response_length)
+                new_logprobs, entropies, new_values = policy(
+                    rollout.context_responses[inds], pad_id, context_length, temperature
                 )
-                loss, info = ppo_loss(new_logprobs, entropies, new_values, *old, ppo)
-                share = len(tokens) / inds.numel()
+                loss, info = ppo_loss(
+                    new_logprobs=new_logprobs,
+                    entropies=entropies,
+                    new_values=new_values,
+                    logprobs=rollout.logprobs[inds],
+                    values=rollout.values[inds],
+                    advantages=mb_advantages.flatten(0, 1)[part],
+                    returns=mb_returns.flatten(0, 1)[part],
+                    ppo=ppo,
+                )
+                rollout.seen.append(
+                    (inds, {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()})
+                )
+                share = len(inds) / mb_inds.numel()
                 (loss * share).backward()
                 shares.append({name: value * share for name, value in info.items()})
-            processes.average_gradients(policy)
-            gradient_norm = processes.gradient_norm(policy)
+            average_gradients(policy)
+            gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+            gradient_norm = nn.utils.get_total_norm(gradients)  # only looked at: nothing is clipped
             optimizer.step()
             means = {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
-            steps.append({"ppo/gradient_norm": gradient_norm} | means | group_statistics(mb_values, mb_returns))
+            for name, tensor in (("val", mb_values), ("returns", mb_returns)):  # means over the groups
+                variance = tensor.var((1, 2), unbiased=False).mean()
+                means |= {f"ppo/{name}/mean": tensor.mean(), f"ppo/{name}/var": variance}
+            steps.append({"ppo/gradient_norm": gradient_norm} | means)
     means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
     return means | {"ppo/val/first_ratio_gap": steps[0][SQUARED_RATIO_GAP].sqrt()}  # 0 but for rounding
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
+    wrapper, and every process takes the same optimiser step.
+    """
+    # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        nn.utils.vector_to_parameters(mean, gradients)
 
 
 def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Tensor, Tensor]:
@@ -665,7 +854,7 @@ def whiten(values: Tensor, *, keep_mean: bool) -> Tensor:
 
     The variance is biased, and 1e-8 is added to it: (x - mean) / sqrt(var + 1e-8).
     """
-    # [D54] The biased variance, over every element given.   utils/core.py#L336-L341
+    # [D54] The biased variance, over every element typed.   utils/core.py#L336-L341
     mean, variance = values.mean(), values.var(unbiased=False)
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
     return whitened + mean if keep_mean else whitened
@@ -754,16 +943,6 @@ def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, cliprange_va
     return 0.5 * torch.maximum(losses, clipped_losses).mean(), clipfrac
 
 
-def group_statistics(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """Mean and biased variance of each group's minibatch, averaged. Arguments: (groups, group_minibatch, length)."""
-    return {
-        "ppo/val/mean": values.mean(),
-        "ppo/val/var": values.var((1, 2), unbiased=False).mean(),
-        "ppo/returns/mean": returns.mean(),
-        "ppo/returns/var": returns.var((1, 2), unbiased=False).mean(),
-    }
-
-
 class AdamTensorFlowStyle(torch.optim.Adam):
     """Adam as TensorFlow 1 computes it: eps is added to the uncorrected sqrt(v).
 
@@ -797,57 +976,19 @@ def learning_rate(ppo: PpoArgs, update: int, first_lr: float | None = None) -> f
 # ---- Step 8: metrics, KL coefficient ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Episodes:
-    """Further data of one process's part of the batch, for the log only; PPO does not need it."""
-
-    queries: Tensor  # (local_batch, query_length)
-    responses: Tensor  # (local_batch, response_length), truncated: what was scored
-    stopped: Tensor  # (local_batch,), whether there is a stop token
-    raw_scores: Tensor  # (local_batch,), of the reward model
-    scores: Tensor  # (local_batch,), with the penalty where there is no stop token
-    ref_logprobs: Tensor  # (local_batch, response_length)
-    kl: Tensor  # (local_batch, response_length)
-    non_score_rewards: Tensor  # (local_batch, response_length)
-    sampler_gap: Tensor  # (local_batch, response_length)
-    monitored: dict[str, Tensor]  # (local_batch,) each
-    kl_coef: float  # that the rewards were made with
-
-
 def update_metrics(
-    this_run: run.Run,
-    args: Args,
-    update: int,
-    ids: texts.TaskIds,
-    rollout: Rollout,
-    episodes: Episodes,
-    stats: dict[str, Tensor],
+    batch: Rollout, stats: dict[str, Tensor], this_run: run.Run, args: Args, update: int, ids: TaskIds, kl_coef: float
 ) -> dict[str, float]:
-    """All metrics of an update, over all processes; all must call this. Stops the run if they are impossible."""
-    accelerator = this_run.accelerator
-    means = processes.mean_over_processes(objectives(rollout, episodes, ids.pad) | stats, accelerator)
-    responses = rollout.context_responses[:, -rollout.logprobs.shape[1] :]
-    eos_tokens = {"ppo/val/num_eos_tokens": (responses == ids.eos).sum()}
-    means |= processes.sum_over_processes(eos_tokens, accelerator)
-    processes.check_update(means, update, args.dtype)
-    processes.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
-    return finish_metrics(means, update, args, episodes.kl_coef, this_run.seconds_of_update(), this_run.seconds())
-
-
-def objectives(rollout: Rollout, episodes: Episodes, pad_id: int) -> dict[str, Tensor]:
-    """The log of the episodes of this process: 0-d means over them, in float64."""
-    of_episodes = {
-        "kl": episodes.kl.sum(1),
-        "entropy": -rollout.logprobs.sum(1),
-        "score": episodes.scores,
-        "non_score_reward": episodes.non_score_rewards.sum(1),
-        "raw_score": episodes.raw_scores,
-        "stopped": episodes.stopped,
-        **episodes.monitored,
-        "response_length": (episodes.responses != pad_id).sum(1),
-        "sampler_gap": episodes.sampler_gap,
-    }
-    return {f"objective/{name}": values.double().mean() for name, values in of_episodes.items()}
+    """All metrics of an update, over all processes; all must call this. kl_coef: what its rewards were made with."""
+    of_batch = {f"objective/{name}": values.double().mean() for name, values in batch.objectives.items()} | stats
+    # [D75] [X13] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
+    flat = torch.stack([value.detach().double() for value in of_batch.values()])
+    means = dict(zip(of_batch, this_run.accelerator.reduce(flat, "mean").tolist(), strict=True))
+    eos_tokens = (batch.context_responses[:, ids.context_length :] == ids.eos).sum()
+    means["ppo/val/num_eos_tokens"] = float(this_run.accelerator.reduce(eos_tokens, "sum"))
+    cli.check_update(means, update, args.dtype)
+    cli.check_equal("objective/kl_coef", kl_coef, this_run.accelerator)
+    return finish_metrics(means, update, args, kl_coef, this_run.seconds_of_update(), this_run.seconds())
 
 
 def finish_metrics(
@@ -896,247 +1037,105 @@ class AdaptiveKLController:
             self.value *= 1 + error * episodes / self.horizon
 
 
-# ---- Plumbing: sizes, loading, panels --------------------------------------------------------------------------
+# ---- Plumbing: checks, loading, saving -------------------------------------------------------------------------
 
 
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
-    cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
-    cli.at_least(1, "", args, "trace_episodes")
-    cli.at_least(0, "rewards.", args.rewards, "kl_coef")
-    cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
-    cli.at_least(0, "rewards.", args.rewards, "normalize_samples")
-    cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
-    if args.ppo.value_head_lr is not None:
-        cli.above_zero("ppo.", args.ppo, "value_head_lr")
-    cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
-
-
-def local_slices(sizes: PpoSizes, rank: int) -> tuple[slice, range]:
-    """The rows of the batch that belong to a process, and the groups in them."""
-    # [X04] A process takes a contiguous slice of the batch.
-    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
-    return rows, range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
+def load_pretrained(
+    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
+    with cli.model_errors(base_model) as (path, revision):
+        config = cli.read_config(path, revision, trust_remote_code, auto_class=auto_class)
+        # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
+        ours = {name: 0.0 for name, value in vars(config).items() if cli.is_dropout(name, value)}
+        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
+        #       language/model.py#L14-L73
+        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        ours |= {name: "gelu_pytorch_tanh" for name, value in vars(config).items() if value == "gelu_new"}
+        own_settings = {name: getattr(config, name) for name in ours}
+        vars(config).update(ours)
+        model, loading = auto_class.from_pretrained(
+            path,
+            revision=revision,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **cli.SAFETENSORS_ONLY,
+        )
+        # [D66] The embedding of the token that the configuration names as padding learns like any other.
+        model.get_input_embeddings().padding_idx = None
+        return cli.checked_model(model, loading, own_settings)  # which are what is saved again
 
 
 def load_policy_and_reference(
-    args: Args, ids: texts.TaskIds, device: torch.device
+    args: Args, ids: TaskIds, device: torch.device
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
     # [D74] [X14] Every process reads the same files.   train_policy.py#L482-L495
-    lm_backbone, reference = (models.load_base_model(args, frozen=frozen).to(device) for frozen in (False, True))
+    dtype, frozen_dtype = cli.weights_dtypes(args)
+    lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
+    reference = load_pretrained(args.base_model, frozen_dtype, args.trust_remote_code).to(device)
     longest = ids.context_length + args.task.response_length
-    models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
+    cli.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
     if args.gradient_checkpointing:
-        models.checkpoint_layers(lm_backbone)
+        cli.checkpoint_layers(lm_backbone)
     if args.compile:
-        models.compile_backbone(lm_backbone)
-        models.compile_backbone(reference)
-    policy = PolicyWithValueHead(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
-    return policy.to(device, precision.weights_dtype(args.dtype)), reference
+        lm_backbone.base_model.compile(dynamic=False)
+        reference.base_model.compile(dynamic=False)
+    policy = PolicyWithValueHead(lm_backbone, ids.pad, low_precision=args.dtype == "bfloat16")
+    return policy.to(device, dtype), reference.requires_grad_(False)
 
 
-def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> scorers.Scorer:
-    """The scorer of (queries, truncated responses): the reward model or the function that the arguments name."""
-    pad_id, function = models.vocabulary_size(tokenizer), args.rewards.function
-    if function:
-        return scorers.text_scorer(function, "rewards.function", tokenizer, pad_id, on_all_processes=True)
-    reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True).to(device)
+def load_reward(
+    args: Args, tokenizer: PreTrainedTokenizerBase, ids: TaskIds, device: torch.device
+) -> RewardModel | cli.Scorer:
+    """The reward model that the arguments name, checked to fit the base model; or the function of texts."""
+    if args.rewards.function:
+        return cli.load_function(args.rewards.function, "rewards.function", tokenizer, ids.pad)
+    folder, (_, dtype) = args.rewards.trained_model, cli.weights_dtypes(args)
+    reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
+    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+    cli.load_head(reward_model, Path(folder))
+    cli.check_reward_model(reward_model.lm_backbone, args, ids.pad)
     if args.compile:
-        models.compile_backbone(reward_model.lm_backbone)
-
-    @torch.no_grad()
-    def score(queries: Tensor, responses: Tensor) -> Tensor:
-        # [D28] [D49] The query alone and the truncated response.   train_policy.py#L396-L402
-        query_responses = torch.cat([queries, responses], dim=1)
-        limits = {"pad_id": pad_id, "rows": args.ppo.local_rollout_batch_size}
-        return passes.by_length(nn.Module.__call__, reward_model, query_responses, **limits)
-
-    return score
+        reward_model.lm_backbone.base_model.compile(dynamic=False)
+    return reward_model.requires_grad_(False).to(device)
 
 
-@torch.no_grad()
-def scores_of_language_model(
-    args: Args,
-    ids: texts.TaskIds,
-    stream: texts.QueryStream,
-    reference: PreTrainedModel,
-    score: scorers.Scorer,
-    accelerator: Accelerator,
-) -> Tensor:
-    """Scores (n,) that a function gives to this process's share of the language model's own truncated texts."""
-    task, device = args.task, accelerator.device
-    mine = slice(accelerator.process_index, None, accelerator.num_processes)
-    samples, generator = args.rewards.normalize_samples, keyed_generator(args.seed, "scale of the function")
-    queries = stream.first(samples, ids.pad)[mine].to(device)  # (n, query_length)
-    uniforms = torch.rand(samples, task.response_length, generator=generator, dtype=torch.float64)
-    uniforms = uniforms[mine][: len(queries)].to(device)  # (n, response_length)
-
-    def respond(reference: PreTrainedModel, contexts: Tensor, uniforms: Tensor, *, pad_id: int) -> Tensor:
-        return generate(reference, contexts, uniforms, pad_id, ids.vocab_size, task.temperature)[0]
-
-    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
-    rows = args.ppo.local_rollout_batch_size or args.ppo.batch_size // accelerator.num_processes
-    with precision.mixed_precision(device, enabled=args.dtype == "bfloat16"):
-        responses = passes.by_length(respond, reference, contexts, uniforms, pad_id=ids.pad, rows=rows)
-    return score(queries, truncate_at(responses, ids.stop, task.truncate_after, ids.pad))
-
-
-# Names under objective/ that are taken, so no function to monitor can have them.
-OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
-OBJECTIVES |= {"kl_coef", "score_total", "scores", "function_score"}
-
-
-def load_monitor(args: Args, tokenizer: PreTrainedTokenizerBase) -> dict[str, scorers.Scorer]:
-    """The function that is only logged, under its name; an empty dictionary if there is none."""
-    pad_id = models.vocabulary_size(tokenizer)
-    of_texts = partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
-    return scorers.load_monitor(args.rewards.monitor, OBJECTIVES, of_texts)
-
-
-def resume(
-    this_run: run.Run,
-    policy: PolicyWithValueHead,
-    optimizer: torch.optim.Optimizer,
-    controller: AdaptiveKLController,
-    stream: texts.QueryStream,
-    scale: scorers.Scale,
-) -> int:
-    """Restore everything from the newest checkpoint, if there is one. Returns the first update to make."""
-    state = this_run.resume(policy, optimizer)
-    controller.value = state.get("kl_coef", controller.value)
-    scale.mean, scale.std = state.get("score_scale", (0.0, 1.0))
-    stream.position = state.get("query_position", stream.position)
-    return state["step"]
-
-
-def training_state(
-    policy: PolicyWithValueHead,
-    optimizer: torch.optim.Optimizer,
-    controller: AdaptiveKLController,
-    stream: texts.QueryStream,
-    scale: scorers.Scale,
-) -> tuple[dict[str, Tensor], dict]:
-    """The content of a checkpoint: weights, Adam's moments, KL coefficient, position in the texts, scores' scale."""
-    # [D81] The counterpart of `resume`.   train_policy.py#L474-L508
-    state = {"kl_coef": controller.value, "query_position": stream.position}
-    state["score_scale"] = [scale.mean, scale.std]
-    return checkpoints.training_state(policy, optimizer), state
-
-
-def sample_rows(tokenizer: PreTrainedTokenizerBase, ids: texts.TaskIds, episodes: Episodes) -> list[dict]:
-    """A few episodes to print."""
-    # [X06] The total uses the KL coefficient that made these rewards.
-    total = episodes.scores + episodes.non_score_rewards.sum(1)  # (local_batch,)
-    shown = {"score": episodes.scores, "kl": episodes.kl.sum(1), "score - kl_coef * kl": total}
-    return texts.sample_rows(tokenizer, ids, episodes.queries, episodes.responses, **shown)
-
-
-@torch.no_grad()
-def trace_episodes(
+def make_recorder(
     this_run: run.Run,
     args: Args,
     tokenizer: PreTrainedTokenizerBase,
-    ids: texts.TaskIds,
-    stream: texts.QueryStream,
-    policy: PolicyWithValueHead,
-    reference: PreTrainedModel,
-    score: scorers.Scorer,
-    scale: scorers.Scale,
-    monitor: dict[str, scorers.Scorer],
-    controller: AdaptiveKLController,
-    update: int,
-    rollout: Rollout,
-    episodes: Episodes,
-) -> None:
-    """Keep a few episodes with all their numbers, which report.py shows: some of the batch, and answers to the first
-    queries of all, with the same noise each time. Both are read with the policy after the update.
-
-    Advantages of the batch are those of its first group, whitened over all episodes of the group: what the losses
-    had, if there is one minibatch.
+    ids: TaskIds,
+    stream: QueryStream,
+    roll_out: Callable[..., Rollout],
+) -> Any:
+    """What keeps a few episodes with all their numbers, which report.py shows: some of the batch, and answers to the
+    first queries of all, with the same noise each time. Both are read with the policy after the update.
     """
-    task, ppo = args.task, args.ppo
-    group = slice(ppo.batch_size // ppo.whiten_groups)
-    few = slice(min(args.trace_episodes, group.stop))
-    tokens, logprobs, rewards, values = (
-        x[few] for x in (rollout.context_responses, rollout.logprobs, rollout.rewards, rollout.values)
+    reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": args.task.temperature}
+    return this_run.recorder_of_groups(
+        tokenizer,
+        ids.pad,
+        first_queries=partial(stream.first, pad_id=ids.pad),
+        noise=partial(episode_noise, args.seed, 0, response_length=args.task.response_length),
+        roll_out=roll_out,
+        read=partial(roll_out.keywords["policy"], **reading),
+        advantages=partial(group_advantages, ppo=args.ppo),
     )
-    new_logprobs, entropies, new_values = policy(tokens, ids.pad, ids.context_length, task.temperature)
-    advantages, returns = group_advantages(rollout.rewards[group][None], rollout.values[group][None], ppo)
-    advantages, returns = advantages[0, few], returns[0, few]
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": episodes.ref_logprobs[few], "kl": episodes.kl[few]}
-    of_tokens |= {"scored": episodes.responses[few] != ids.pad, "rewards": rewards, "values": values}
-    of_tokens |= {"new_values": new_values, "advantages": advantages, "returns": returns}
-    of_tokens |= traces.after_update(logprobs, new_logprobs, entropies, advantages, ppo.cliprange)
-    of_episodes = {"scores": episodes.scores, "raw_scores": episodes.raw_scores, "stopped": episodes.stopped}
-    of_episodes |= {name: episodes.monitored[name] for name in monitor}
-    # A group's part of a minibatch is whitened together; a loss is the mean over the whole minibatch.
-    of_group = [(rows[0], {name: x[0] for name, x in seen.items()}) for rows, seen in rollout.seen if rows.dim() > 1]
-    everywhere = torch.ones_like(rollout.rewards, dtype=torch.bool)
-    shared = traces.statistics_of_minibatches(of_group, rollout.rewards, rollout.values, everywhere, everywhere)
-    statistics = traces.of_epochs(shared, few.stop)
-    counted = torch.full_like(statistics["tokens"], ppo.batch_size // ppo.nminibatches * task.response_length)
-    statistics |= {"tokens": counted, "values": counted.clone()}
-    epochs = traces.of_epochs(rollout.seen, few.stop)
-    contexts, responses = tokens.tensor_split([ids.context_length], dim=1)
-    told = (update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
-    this_run.trace(*told, epochs, statistics)
-
-    queries = stream.first(traces.TRACED, ids.pad).to(tokens.device)
-    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix)
-    uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(tokens.device)
-    with precision.mixed_precision(tokens.device, enabled=policy.low_precision):
-        responses, logprobs, values, _ = respond(
-            policy, contexts, uniforms, pad_id=ids.pad, temperature=task.temperature
-        )
-        ref_logprobs = reference_logprobs(
-            reference, torch.cat([contexts, responses], 1), pad_id=ids.pad, ids=ids, task=task
-        )
-        truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
-        quiet = traces.scorer_of_traces(score, args.rewards.function)
-        raw_scores = scale.apply(quiet(queries, truncated_responses).to(tokens.device))
-        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
-        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
-    of_tokens = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl, "rewards": rewards, "values": values}
-    of_tokens |= {"scored": truncated_responses != ids.pad}
-    of_episodes = {"scores": scores, "raw_scores": raw_scores, "stopped": stopped}
-    for name, function in monitor.items():
-        of_episodes[name] = traces.scorer_of_traces(function, args.rewards.monitor)(queries, truncated_responses)
-    statistics = {"kl_coef": torch.full((len(queries),), controller.value, dtype=torch.float64)}
-    told = (update, tokenizer, ids.pad, contexts, responses, of_tokens, of_episodes)
-    this_run.trace(*told, statistics=statistics, again=True)
 
 
-def finish(
-    this_run: run.Run,
-    policy: PolicyWithValueHead,
-    tokenizer: PreTrainedTokenizerBase,
-    stream: texts.QueryStream,
-    given: Args,
-) -> Path:
-    """Save the policy, record the results and draw the curves. Returns the policy's folder."""
-    folder = this_run.model_folder / "policy"
-    models.save_policy(folder, policy, tokenizer, given)
-    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("score", "kl", "kl_coef")}
-    sizes = this_run.meta["sizes"]
-    this_run.finish(PANELS, **last, skipped_queries=stream.position - sizes["updates"] * sizes["batch"])
-    this_run.upload("policy")
-    return folder
-
-
-PANELS = {
-    "score": ["objective/scores", "objective/gold_scores"],
-    "KL from the reference (nats)": ["objective/kl"],
-    "KL coefficient": ["objective/kl_coef"],
-    "entropy of the policy (nats per token)": ["ppo/policy/entropy"],
-    "policy loss": ["ppo/loss/policy"],
-    "value loss": ["ppo/loss/value"],
-    "value error and variance of returns": ["ppo/val/error", "ppo/returns/var"],
-    "clipped share of tokens": ["ppo/policy/clipfrac", "ppo/val/clipfrac"],
-}
+def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, typed: Args) -> None:
+    """Save as an ordinary causal language model, with the value head next to the weights. typed: the arguments."""
+    policy.lm_backbone.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
+    info = {"kind": "policy", "base_model": typed.base_model, "reward_model": typed.rewards.trained_model}
+    info |= {"function": typed.rewards.function, "monitor": typed.rewards.monitor}
+    info |= {"vocab_size": vocabulary_size(tokenizer), "task": dataclasses.asdict(typed.task)}
+    run.describe_model(folder, info)
 
 
 if __name__ == "__main__":

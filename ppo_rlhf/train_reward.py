@@ -7,6 +7,7 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     2. one pass over the comparisons in random order, with a learning rate that falls linearly
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
+Imported are services: folder and logs (run), command line (cli), small worlds (worlds), published data (sources).
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/details.
 
@@ -21,30 +22,74 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import reduce
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, label_files, models, passes, precision, processes, run, texts
-from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib import cli, run, sources
+from ppo_rlhf.lib.cli import InputError, NumericalError, vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Args(cli.RunArgs):
+@dataclass(frozen=True, kw_only=True)
+class TaskArgs:
+    query_dataset: str = "books"
+    """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
+    with stories.txt"""
+    query_length: int = 64
+    """longest query, in tokens; shorter ones are padded"""
+    query_prefix: str = ""
+    """text before each query; the policy sees it, the reward model does not"""
+    query_suffix: str = ""
+    """text after each query; the policy sees it, the reward model does not"""
+    start_text: str | None = "."
+    """queries begin after the first such token of their text; None: at the beginning"""
+    end_text: str | None = "."
+    """queries end with the last such token; None: wherever they are cut"""
+    response_length: int = 24
+    """length of every response, in tokens"""
+    truncate_text: str | None = "."
+    """responses are cut after this token before they are scored; None: never"""
+    truncate_after: int = 16
+    """only such a token at or after this index counts, in tokens"""
+    penalty_reward_value: float = -1.0
+    """score of a response without such a token"""
+    temperature: float = 0.7
+    """sampling temperature of the policy and of the reference"""
+
+
+SUMMARIES_TASK = {"query_length": 500, "query_suffix": "\n\nTL;DR:", "start_text": None, "response_length": 75}
+SUMMARIES_TASK |= {"truncate_text": "\n", "truncate_after": 55}
+UNCUT_TASK = {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
+TASKS = {
+    "sentiment": TaskArgs(),
+    "descriptiveness": TaskArgs(),
+    "cnndm": TaskArgs(
+        **SUMMARIES_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
+    ),
+    "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
+    "tales": TaskArgs(query_dataset="tales", query_length=24),
+    "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
+    # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
+    # score is on the last token, so tokens behind a stop would get most of the credit for what came before it.
+    "reviews": TaskArgs(**UNCUT_TASK, query_dataset="reviews", query_length=12, response_length=20),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(cli.MemoryArgs, cli.RunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_reward"
@@ -52,8 +97,6 @@ class Args(cli.RunArgs):
     """seed of the head, the sampling noise and the order of the labels"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
-    save_interval: int = 50
-    """steps between checkpoints; 0: one at the end"""
     label_dataset: str = "sentiment/offline_5k.json"
     """comparisons or ratings: a file of OpenAI's labels on the hub, one of a world's, or a local file, which may hold
     texts"""
@@ -71,13 +114,7 @@ class Args(cli.RunArgs):
     """normalise after training"""
     rollout_batch_size: int = 512
     """samples per batch of normalisation, over all processes"""
-    local_micro_batch_size: int = 0
-    """labels per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
-    local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
-    local_rollout_batch_size: int = 0
-    """samples or labels per pass without gradients on one process; a memory knob; 0: the local rollout batch"""
-    task: texts.TaskArgs = field(default_factory=texts.TaskArgs)
+    task: TaskArgs = field(default_factory=TaskArgs)
     """queries and responses"""
 
 
@@ -94,7 +131,7 @@ PRESETS = {
     "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES_REWARD),
     "reviews": Args(**REVIEWS_REWARD, rollout_batch_size=256),
 }
-PRESETS = {name: dataclasses.replace(args, preset=name, task=texts.TASKS[name]) for name, args in PRESETS.items()}
+PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 
 
 # ---- Train -----------------------------------------------------------------------------------------------------
@@ -105,51 +142,35 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
-    accelerator = processes.make_accelerator(sharding=False)
-    sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
-    given = args  # with names such as `tales`, not yet paths: what meta.json and the saved models keep
-    worlds.check_names(given, joint)
-    args = worlds.find_paths(given, joint)
-    label_file = label_files.find_label_file(args.label_dataset, args.task.query_dataset).absolute()
-    device, dtype = accelerator.device, precision.weights_dtype(args.dtype)
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = texts.task_ids(args.task, tokenizer)
-    labels = load_labels(args, tokenizer)
+    with cli.launcher(sharding=False):
+        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[cli.PATIENCE])
+    sizes, rank = cli.reward_sizes(args, accelerator.num_processes), accelerator.process_index
+    worlds.check_names(args, joint)
+    typed, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
+    tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = task_ids(args.task, tokenizer)
+    # [D19] [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
+    #       which sample is best, how good the only one is, or how much better the second is than the first.
+    labels, label_file = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
-    stream = texts.QueryStream(args.task, tokenizer)
-    longest_label = labels.queries.shape[1] + labels.samples.shape[2]
-    language_model = load_language_model(args, ids, longest_label, dtype, device)
-    # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
-    torch.manual_seed(args.seed)
-    # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
-    lm_backbone = models.load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)
-    if args.gradient_checkpointing:
-        models.checkpoint_layers(lm_backbone)
-    reward_model = RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16").to(device, dtype)
+    stream = QueryStream(args.task, tokenizer)
+    reward_model, language_model = load_models(args, ids, labels, accelerator.device)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
-
-    inputs = models.weight_files(args) | worlds.data_files(args.task, "query_dataset")
-    inputs["label_dataset"] = [label_file]
-    length = labels.samples.shape[1] * (labels.queries.shape[1] + labels.samples.shape[2])  # of a label at most
-    of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(given, accelerator, dataclasses.asdict(sizes) | of_pass, joint, inputs)
-    first_step = 0
-    if checkpoint := this_run.load_checkpoint():
-        tensors, state = checkpoint
-        first_step, stream.position = state["step"], state["query_position"]
-        checkpoints.restore_training_state(reward_model, optimizer, tensors)
-    this_run.start_logging(first_step, note=stream.left_out())
-
-    def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
-        # [D39] Without samples, never.   train_reward.py#L208-L209
-        if args.normalize_samples:
-            with precision.mixed_precision(device, enabled=reward_model.low_precision):
-                samples = sample_to_normalize(language_model, stream, ids, args, sizes, stage, rank)
-            normalize(reward_model, samples, ids.pad, sizes.local_rollout_batch, accelerator, target_mean, target_std)
+    length = labels.samples.shape[1] * (labels.queries.shape[1] + labels.samples.shape[2])  # tokens of a label
+    rows = {"local_batch": sizes.local_batch, "local_rollout_batch": sizes.local_rollout_batch}
+    fitting = cli.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
+    inputs = cli.weight_files(args) | worlds.data_files(args.task, "query_dataset") | {"label_dataset": [label_file]}
+    this_run = run.Run(typed, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
+    state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
+    stream.position = state.get("query_position", stream.position)
+    this_run.start_logging(state["step"], note=sources.left_out(stream))
+    settings = {"samples": sizes.normalize_samples, "rows": fitting["local_rollout_batch"]}
+    networks = {"reward_model": reward_model, "language_model": language_model}
+    normalize_now = partial(sample_and_normalize, stream, ids, args, accelerator, **networks, **settings)
 
     # 1. Normalise.
-    if args.normalize_before and first_step == 0:
+    if args.normalize_before and state["step"] == 0:
         normalize_now("before", *scale_before)
 
     # 2. One pass over the labels.
@@ -157,28 +178,28 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       train_reward.py#L236-L250
     # [X02] Their order depends on the seed alone.
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
-    limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
-    with this_run.progress("reward model", sizes.steps, first_step) as advance:
-        for step in range(first_step, sizes.steps):
+    with this_run.progress("reward model", sizes.steps, state["step"]) as advance:
+        for step in range(state["step"], sizes.steps):
             optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
             inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
-            stats = reward_update(reward_model, optimizer, labels, inds, ids.pad, accelerator, **limits)
-            stats |= {"train/gain": reward_model.gain, "train/bias": reward_model.bias}
-            means = processes.mean_over_processes(stats, accelerator)
-            processes.check_finite(means, step, processes.anew_with_lower("lr"))
+            stats = reward_update(
+                reward_model, optimizer, labels, inds, ids.pad, accelerator, micro_batch=fitting["local_micro_batch"]
+            )
+            means = cli.mean_over_processes(stats, accelerator)
+            cli.check_finite(means, step, cli.anew_with_lower("lr"))
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
             this_run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
-            agreement = "accuracy" if "train/accuracy" in means else "corr"
+            agreement = "corr" if labels.kind == "score" else "accuracy"
             advance(f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
-                state = {"query_position": stream.position}
-                this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), state)
+                checkpoint = run.training_state(reward_model, optimizer)
+                this_run.save_checkpoint(step + 1, checkpoint, {"query_position": stream.position})
 
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     first_held_out = len(labels.targets) - labels.held_out if labels.held_out else args.num_train
     held_out = torch.arange(first_held_out, len(labels.targets))
-    measured = evaluate(reward_model, labels, held_out, ids.pad, sizes.local_rollout_batch, accelerator)
-    processes.check_finite(measured, sizes.steps, processes.anew_with_lower("lr"))
+    measured = evaluate(reward_model, labels, held_out, ids.pad, fitting["local_rollout_batch"], accelerator)
+    cli.check_finite(measured, sizes.steps, cli.anew_with_lower("lr"))
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.   train_reward.py#L252-L254
@@ -187,12 +208,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder = this_run.model_folder / "reward"
     if accelerator.is_main_process:
-        info = {"kind": "reward model", "base_model": given.base_model, "label_dataset": given.label_dataset}
-        info |= {"vocab_size": ids.vocab_size, "task": dataclasses.asdict(given.task)}
-        models.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
+        info = {"base_model": typed.base_model, "label_dataset": typed.label_dataset}
+        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(typed.task)}
+        run.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     known = {"ceiling": labels.ceiling} | ({} if labels.kind == "score" else {"chance": 1 / labels.samples.shape[1]})
-    this_run.finish(PANELS, **known, skipped_queries=stream.position - queries, **measured)
+    this_run.finish("REWARD", **known, skipped_queries=stream.position - queries, **measured)
     this_run.upload("reward")
     return folder
 
@@ -200,7 +221,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 # ---- 1. and 3. Normalisation -----------------------------------------------------------------------------------
 
 
-def target_scale(kind: label_files.LabelKind, targets: Tensor) -> tuple[float, float]:
+def target_scale(kind: str, targets: Tensor) -> tuple[float, float]:
     """Mean and biased deviation that the scores shall have before training on these labels (labels,)."""
     # [D34] Choices want scores of mean 0 and deviation 1; ratings and differences their own scale.
     #       train_reward.py#L149-L160
@@ -212,34 +233,44 @@ def target_scale(kind: label_files.LabelKind, targets: Tensor) -> tuple[float, f
     return scales.mean().item(), scales.std(unbiased=False).item()
 
 
-def sample_to_normalize(
-    language_model: PreTrainedModel,
-    stream: texts.QueryStream,
-    ids: texts.TaskIds,
+def sample_and_normalize(
+    stream: QueryStream,
+    ids: TaskIds,
     args: Args,
-    sizes: RewardSizes,
+    accelerator: Accelerator,
     stage: str,
-    rank: int,
-) -> Tensor:
-    """Queries and responses of the pretrained model: (local_normalize_samples, query_length + response_length)."""
+    target_mean: float,
+    target_std: float,
+    *,
+    reward_model: RewardModel,
+    language_model: PreTrainedModel,
+    samples: int,
+    rows: int,
+) -> None:
+    """Normalise on the language model's own responses to the next queries.
+
+    stage: before or after the training. samples: over all processes. rows: how many are written or read at a time.
+    """
+    # [D39] Without samples, never.   train_reward.py#L208-L209
+    if not samples:
+        return
     # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
     #       train_reward.py#L191-L199
-    task = args.task
-    rows = slice(rank * sizes.local_normalize_samples, (rank + 1) * sizes.local_normalize_samples)
-    queries = stream.next_batch(sizes.normalize_samples, ids.pad)[rows]  # (local_normalize_samples, query_length)
+    n, rank = samples // accelerator.num_processes, accelerator.process_index
+    mine = slice(rank * n, (rank + 1) * n)
+    queries = stream.next_batch(samples, ids.pad)[mine].to(accelerator.device)  # (n, query_length)
     # [X01] The noise belongs to the sample.
     generator = keyed_generator(args.seed, "normalize", stage)
-    uniforms = torch.rand(sizes.normalize_samples, task.response_length, generator=generator, dtype=torch.float64)
-    uniforms = uniforms[rows].to(language_model.device)  # (local_normalize_samples, response_length)
-
-    def respond(language_model: PreTrainedModel, contexts: Tensor, uniforms: Tensor, *, pad_id: int) -> Tensor:
-        return generate(language_model, contexts, uniforms, pad_id, ids.vocab_size, task.temperature)[0]
-
-    contexts = texts.add_affixes(queries, ids.prefix, ids.suffix).to(language_model.device)
-    limits = {"pad_id": ids.pad, "rows": sizes.local_rollout_batch}
-    responses = passes.by_length(respond, language_model, contexts, uniforms, **limits)
+    shape = samples, args.task.response_length
+    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)[mine].to(accelerator.device)
+    sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": args.task.temperature}
+    contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
+    write = partial(generate, language_model, **sampling)
+    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=reward_model.low_precision):
+        responses, _, _ = cli.few_rows_at_a_time(write, rows, contexts, uniforms)
     # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
-    return torch.cat([queries.to(responses.device), responses], dim=1)
+    query_responses = torch.cat([queries, responses], dim=1)  # (n, query_length + response_length)
+    normalize(reward_model, query_responses, ids.pad, rows, accelerator, target_mean, target_std)
 
 
 @torch.no_grad()
@@ -259,7 +290,7 @@ def normalize(
     # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    scores = passes.by_length(nn.Module.__call__, reward_model, query_responses, pad_id=pad_id, rows=rows)
+    scores = cli.few_rows_at_a_time(partial(reward_model, pad_id=pad_id), rows, query_responses)
     gain, bias = gain_and_bias(accelerator.gather(scores), target_mean, target_std)
     reward_model.gain.fill_(gain)
     reward_model.bias.fill_(bias)
@@ -291,57 +322,44 @@ def learning_rate_at(args: Args, step: int) -> float:
 def reward_update(
     reward_model: RewardModel,
     optimizer: torch.optim.Optimizer,
-    labels: label_files.Labels,
+    labels: Any,
     inds: Tensor,
     pad_id: int,
     accelerator: Accelerator,
     *,
-    rows: int,
-    most_tokens: int,
+    micro_batch: int,
 ) -> dict[str, Tensor]:
-    """One optimiser step on the labels with these indices (local_batch,).
+    """One optimiser step on the labels with these indices (local_batch,). micro_batch: labels per pass.
 
-    rows, most_tokens: labels or tokens of a micro-batch, at most; 0: as many as are fast. Returns the gradient norm,
-    and the label_statistics of the whole batch on all processes, all 0-d.
+    Returns the gradient norm, gain and bias, and the label_statistics of the whole batch on all processes, all 0-d.
     """
-    device, scores, all_targets = reward_model.gain.device, [], []
-    # [D67] [D88] Micro-batches add up to the gradient of the whole batch; we count them ourselves.
+    scores = []
+    # [D67] [D88] Micro-batches add up to the gradient of the whole batch.
     optimizer.zero_grad()
-    lengths, n = label_lengths(labels, inds, pad_id), labels.samples.shape[1]
-    for one in passes.plan_passes(n * lengths, reward_model, rows, most_tokens):
-        queries, samples, targets = (
-            t[inds[one.rows]].to(device) for t in (labels.queries, labels.samples, labels.targets)
-        )
-        scores.append(score_samples(reward_model, queries, samples, pad_id, one.longest // n))  # (micro_batch, n)
-        all_targets.append(targets)
-        (label_loss(labels.kind, scores[-1], targets) * len(targets) / len(inds)).backward()
-    processes.average_gradients(reward_model)
-    gradient = processes.gradient_norm(reward_model)
+    for mb_inds in inds.split(micro_batch):
+        scores.append(score_samples(reward_model, labels, mb_inds, pad_id))  # (micro_batch, n)
+        targets = labels.targets[mb_inds].to(scores[-1].device)
+        (label_loss(labels.kind, scores[-1], targets) * len(mb_inds) / len(inds)).backward()
+    average_gradients(reward_model)
+    gradients = [parameter.grad for parameter in reward_model.parameters() if parameter.grad is not None]
+    gradient_norm = nn.utils.get_total_norm(gradients)  # only looked at: nothing is clipped
     optimizer.step()
     # [X15] Statistics of the whole batch, over all processes.
-    batch = torch.cat(scores).detach(), torch.cat(all_targets)  # (local_batch, n), (local_batch,)
+    batch = torch.cat(scores).detach(), labels.targets[inds].to(scores[-1].device)  # (local_batch, n), (local_batch,)
     statistics = label_statistics(labels.kind, *accelerator.gather(batch))
-    return {**{f"train/{name}": value for name, value in statistics.items()}, "train/gradient_norm": gradient}
+    own = {"gradient_norm": gradient_norm, "gain": reward_model.gain, "bias": reward_model.bias}
+    return {f"train/{name}": value for name, value in (statistics | own).items()}
 
 
-def label_lengths(labels: label_files.Labels, inds: Tensor, pad_id: int) -> Tensor:
-    """Tokens of query and longest sample of the labels with these indices: (local_batch,)."""
-    queries, samples = labels.queries[inds] != pad_id, labels.samples[inds] != pad_id
-    return queries.sum(1) + samples.sum(2).amax(1)
-
-
-def score_samples(reward_model: RewardModel, queries: Tensor, samples: Tensor, pad_id: int, longest: int) -> Tensor:
-    """Scores (batch, n) of samples (batch, n, response_length) to queries (batch, query_length).
-
-    longest: tokens of the longest query with its sample.
-    """
+def score_samples(reward_model: RewardModel, labels: Any, inds: Tensor, pad_id: int) -> Tensor:
+    """Scores (batch, n) of the samples of the labels with these indices (batch,)."""
+    queries, samples = (t[inds].to(reward_model.gain.device) for t in (labels.queries, labels.samples))
     n = samples.shape[1]
     query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
-    query_responses = passes.pack(query_responses, pad_id, longest)
     return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
 
 
-def label_loss(kind: label_files.LabelKind, scores: Tensor, targets: Tensor) -> Tensor:
+def label_loss(kind: str, scores: Tensor, targets: Tensor) -> Tensor:
     """The loss of scores (batch, n) for labels (batch,) of one kind; 0-d, mean over the batch.
 
     Ratings and differences are regressed: mean((score - r)^2), mean((difference - (r1 - r0))^2).
@@ -364,7 +382,7 @@ def best_of_n_loss(scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def label_statistics(kind: label_files.LabelKind, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def label_statistics(kind: str, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """The loss and other metrics of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
     loss = label_loss(kind, scores, targets)
     if kind == "best":
@@ -379,26 +397,19 @@ def label_statistics(kind: label_files.LabelKind, scores: Tensor, targets: Tenso
 
 @torch.no_grad()
 def evaluate(
-    reward_model: RewardModel,
-    labels: label_files.Labels,
-    inds: Tensor,
-    pad_id: int,
-    chunk: int,
-    accelerator: Accelerator,
+    reward_model: RewardModel, labels: Any, inds: Tensor, pad_id: int, rows: int, accelerator: Accelerator
 ) -> dict[str, float]:
-    """How good the scores of the labels with these indices are; empty without labels. The processes share the work.
+    """How good the scores of the labels with these indices are: loss and accuracy or, for ratings, correlations.
 
-    Loss and accuracy, or for ratings, which have no accuracy, the loss and the correlations of scores and ratings.
+    Empty without labels. The processes share the work. rows: labels that are read at a time.
     """
     if not len(inds):
         return {}
     device, n = reward_model.gain.device, labels.samples.shape[1]
     scores = torch.zeros(len(inds), n, dtype=torch.float64, device=device)
     local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
-    for one in passes.plan_passes(label_lengths(labels, inds[local], pad_id), reward_model, rows=chunk):
-        rows = inds[local[one.rows]]
-        queries, samples = (t[rows].to(device) for t in (labels.queries, labels.samples))
-        scores[local[one.rows]] = score_samples(reward_model, queries, samples, pad_id, one.longest).double()
+    for places in local.split(rows):
+        scores[places] = score_samples(reward_model, labels, inds[places], pad_id).double()
     scores = accelerator.reduce(scores, "sum")  # (len(inds), n)
     targets = labels.targets[inds].to(device)
     statistics = label_statistics(labels.kind, scores, targets)
@@ -420,6 +431,17 @@ def ranks(values: Tensor) -> Tensor:
     _, groups, counts = values.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()  # (distinct values,), the last rank of each
     return (last - (counts - 1) / 2)[groups]
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
+    wrapper, and every process takes the same optimiser step.
+    """
+    # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        nn.utils.vector_to_parameters(mean, gradients)
 
 
 class AdamTensorFlowStyle(torch.optim.Adam):
@@ -445,7 +467,125 @@ class AdamTensorFlowStyle(torch.optim.Adam):
         return super().step(closure)
 
 
-# ---- How a model writes and reads tokens -----------------------------------------------------------------------
+# ---- How queries are made, and how a model writes and reads tokens ---------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskIds:
+    """The task's texts as token ids of one tokenizer."""
+
+    pad: int  # one above the largest id of the tokenizer: all below it can be sampled
+    eos: int  # -1 if the tokenizer has none
+    stop: int | None
+    prefix: list[int]
+    suffix: list[int]
+    context_length: int  # prefix, padded query and suffix
+
+
+def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
+    """Check the task's numbers and encode its texts."""
+    cli.check_task(task)
+    prefix, suffix = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
+    )
+    return TaskIds(
+        # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
+        # text has and no model samples, one above the largest.
+        pad=vocabulary_size(tokenizer),
+        eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+        stop=cli.one_token(tokenizer, task.truncate_text, "truncate_text"),
+        prefix=prefix,
+        suffix=suffix,
+        context_length=len(prefix) + task.query_length + len(suffix),
+    )
+
+
+class QueryStream:
+    """An endless stream of queries: the texts in one shuffled order, again and again.
+
+    The order depends neither on the run's seed nor on the number of processes. `position` counts the texts that have
+    been read. A stream that starts at the position of another one continues where that one stopped.
+    """
+
+    def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
+        self.texts = sources.load_texts(task.query_dataset, split)
+        self.task, self.tokenizer, self.position = task, tokenizer, position
+        self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
+        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
+        self.order = list(range(len(self.texts)))
+        random.Random(0).shuffle(self.order)
+        if not self.first(1, pad_id=0).numel():
+            raise InputError(sources.no_query(self, split))
+
+    def tokens(self, place: int) -> list[int]:
+        """Token ids of a text, by its place in the order."""
+        # The texts are data: no special tokens are added, and the name of one is ordinary text.
+        text, options = self.texts[self.order[place % len(self.order)]], {"split_special_tokens": True}
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
+
+    def trim(self, tokens: list[int]) -> list[int] | None:
+        return trim_query(tokens, self.task.query_length, self.start_id, self.end_id)
+
+    def next_query(self) -> list[int] | None:
+        """The next query; None if a whole pass over the texts gives none."""
+        for _ in range(len(self.order)):
+            self.position += 1
+            if query := self.trim(self.tokens(self.position - 1)):
+                return query
+        return None
+
+    def next_batch(self, batch_size: int, pad_id: int) -> Tensor:
+        """The next queries, padded on the right: (batch_size, query_length)."""
+        # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
+        #       language/datasets.py#L66-L85
+        return padded([self.next_query() for _ in range(batch_size)], pad_id, self.task.query_length)
+
+    def first(self, n: int, pad_id: int) -> Tensor:
+        """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
+        position, self.position = self.position, 0
+        queries = []
+        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.order):
+            queries.append(query)
+        self.position = position
+        return padded(queries, pad_id, self.task.query_length)
+
+
+def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Tensor:
+    """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
+    longest = max(map(len, rows), default=0) if length is None else length
+    return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
+
+
+def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:
+    """Cut a text's tokens to a query: after the first start token, at most query_length, up to the last end token.
+
+    Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
+    `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
+    """
+    # [D05] After the first start token; if that is the last one, from the beginning.   language/datasets.py#L49-L55
+    if start_id is not None:
+        if start_id not in tokens:
+            return None
+        first = tokens.index(start_id)
+        if first < len(tokens) - 1:
+            tokens = tokens[first + 1 :]
+    # [D06] At most so many of them.   language/datasets.py#L57
+    tokens = tokens[:query_length]
+    # [D07] Up to the last end token within the cut.   language/datasets.py#L59-L64
+    if end_id is not None:
+        if end_id not in tokens:
+            return None
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end_id)]
+    return tokens
+
+
+def add_affixes(queries: Tensor, prefix: list[int], suffix: list[int]) -> Tensor:
+    """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
+    # [D09] There may be padding between query and suffix.   lm_tasks.py#L68-L80
+    parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
+    before, after = (part.expand(len(queries), -1) for part in parts)
+    return torch.cat([before, queries, after], dim=1)
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
@@ -471,7 +611,7 @@ def generate(
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
-    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
     masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []
@@ -496,6 +636,15 @@ def generate(
         hidden_states.append(hidden)
         position_ids = position_ids[:, -1:] + 1
     return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+
+
+class KeyValueCache(StaticCache):
+    """Keys and values, both in the precision of the values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens; return those of all tokens."""
+        # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
 
 def left_pad(tokens: Tensor, pad_id: int) -> Tensor:
@@ -579,99 +728,58 @@ class RewardModel(nn.Module):
     def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
-        with precision.mixed_precision(query_responses.device, enabled=self.low_precision):
+        with torch.autocast(query_responses.device.type, torch.bfloat16, enabled=self.low_precision):
             last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
-# ---- Plumbing: batch sizes, loading, curves --------------------------------------------------------------------
+# ---- Plumbing: loading, saving ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RewardSizes:
-    """Sizes, from the arguments and the number of processes: labels, or samples to normalise on."""
-
-    steps: int
-    batch: int
-    local_batch: int
-    local_micro_batch: int
-    normalize_samples: int
-    local_normalize_samples: int
-    local_rollout_batch: int
-
-
-def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.check_values(args)
-    cli.above_zero("", args, "lr")
-    cli.at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
-    cli.at_least(
-        *(0, "", args, "normalize_samples", "save_interval"),
-        *("local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size"),
-    )
-    # [D43] A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
-    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    local_rollout_batch = processes.split_evenly(
-        "rollout_batch_size", args.rollout_batch_size, num_processes, "processes"
-    )
-    if args.num_train % args.batch_size:
-        fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
-        raise InputError(
-            f"{cli.typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
-            f"{cli.flag('num_train')} {fitting} is"
-        )
-    # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
-    #       train_reward.py#L197-L199
-    normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
-    return RewardSizes(
-        steps=args.num_train // args.batch_size,
-        batch=args.batch_size,
-        local_batch=local_batch,
-        local_micro_batch=processes.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
-        normalize_samples=normalize_samples,
-        local_normalize_samples=normalize_samples // num_processes,
-        local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
-    )
-
-
-def load_labels(args: Args, tokenizer: PreTrainedTokenizerBase) -> label_files.Labels:
-    """All labels of the file; an InputError if there are fewer than are to be trained on."""
-    labels = label_files.read_labels(args.label_dataset, args.task, tokenizer)
-    # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
-    there = len(labels.targets) - (labels.held_out or 0)
-    if there < args.num_train:
-        besides = f", besides {labels.held_out} that are held out" if labels.held_out else ""
-        raise InputError(
-            f"{cli.flag('num_train')} {args.num_train}: {cli.flag('label_dataset')} {args.label_dataset} has "
-            f"{there} labels{besides}"
-        )
-    return labels
-
-
-def load_language_model(
-    args: Args, ids: texts.TaskIds, longest_label: int, dtype: torch.dtype, device: torch.device
+def load_pretrained(
+    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The pretrained model, which never changes; an InputError if it cannot be read, or saved as a reward model.
-
-    longest_label: tokens of the longest query with the longest sample.
-    """
-    language_model = models.load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    longest = max(ids.context_length + args.task.response_length, longest_label)
-    models.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
-    with models.model_errors(args.base_model), torch.device("meta"):
-        AutoModelForSequenceClassification.from_config(
-            language_model.config, trust_remote_code=args.trust_remote_code
+    """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
+    with cli.model_errors(base_model) as (path, revision):
+        config = cli.read_config(path, revision, trust_remote_code, auto_class=auto_class)
+        # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
+        ours = {name: 0.0 for name, value in vars(config).items() if cli.is_dropout(name, value)}
+        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
+        #       language/model.py#L14-L73
+        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        ours |= {name: "gelu_pytorch_tanh" for name, value in vars(config).items() if value == "gelu_new"}
+        own_settings = {name: getattr(config, name) for name in ours}
+        vars(config).update(ours)
+        model, loading = auto_class.from_pretrained(
+            path,
+            revision=revision,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **cli.SAFETENSORS_ONLY,
         )
-    return language_model.requires_grad_(False)
+        # [D66] The embedding of the token that the configuration names as padding learns like any other.
+        model.get_input_embeddings().padding_idx = None
+        return cli.checked_model(model, loading, own_settings)  # which are what is saved again
 
 
-PANELS = {
-    "loss": ["train/loss"],
-    "accuracy": ["train/accuracy"],
-    "correlation with the ratings": ["train/corr"],
-    "learning rate": ["train/lr"],
-    "gain": ["train/gain"],
-}
+def load_models(args: Args, ids: TaskIds, labels: Any, device: torch.device) -> tuple[RewardModel, PreTrainedModel]:
+    """The reward model before it learns, and the pretrained model, which never changes."""
+    dtype, _ = cli.weights_dtypes(args)
+    language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
+    of_labels = labels.queries.shape[1] + labels.samples.shape[2]
+    longest = max(ids.context_length + args.task.response_length, of_labels)  # tokens
+    cli.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
+    run.check_savable(language_model.config, args)
+    # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
+    torch.manual_seed(args.seed)
+    # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
+    lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)
+    if args.gradient_checkpointing:
+        cli.checkpoint_layers(lm_backbone)
+    reward_model = RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16")
+    return reward_model.to(device, dtype), language_model.requires_grad_(False)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from benchmark.interoperability import hub_check
 from ppo_rlhf import tldr_all, train_both
 from ppo_rlhf.lib import errors, label_files, models, posts, problems, sources, texts
-from ppo_rlhf.lib.run import upload_model
+from ppo_rlhf.lib.tracking import upload_model
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 

@@ -17,10 +17,19 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
-from ppo_rlhf.lib import hub, label_files, models, posts as posts_of_chapter_2, scorers, sources, texts
+from ppo_rlhf.lib import (
+    hub,
+    hub_files,
+    label_files,
+    models,
+    posts as posts_of_chapter_2,
+    published,
+    scorers,
+    sources,
+    texts,
+)
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.texts import QueryStream, TaskArgs
 from ppo_rlhf.sample import Comparison, Continuations
@@ -97,12 +106,12 @@ def write(path: Path, content: str | bytes) -> Path:
     ],
 )
 def test_clean_cnndm(text, expected):
-    assert sources.clean_cnndm(text) == expected
+    assert published.clean_cnndm(text) == expected
 
 
 def test_clean_cnndm_applies_the_rules_in_order():
     text = "By Ann\n\nUPDATED: 10:00 EST, 1 May 2012\n\n\u2018Rain\u2019 fell.\n\n\n\nWind.\n\n@highlight\n\nWet."
-    assert sources.clean_cnndm(text) == "'Rain' fell.\n\nWind."
+    assert published.clean_cnndm(text) == "'Rain' fell.\n\nWind."
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,7 @@ def test_clean_cnndm_applies_the_rules_in_order():
     ],
 )
 def test_clean_tldr(text, expected):
-    assert sources.clean_tldr(text) == expected
+    assert published.clean_tldr(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,7 +140,7 @@ def test_clean_tldr(text, expected):
     ],
 )  # fmt: skip
 def test_join_book_rows(rows, expected):
-    assert sources.join_book_rows(rows) == expected
+    assert published.join_book_rows(rows) == expected
 
 
 # ---- Texts -----------------------------------------------------------------------------------------------------
@@ -213,8 +222,8 @@ def test_read_json_array(written):
     """Wherever the chunks part it."""
     text = f" {json.dumps(ITEMS, **written)} \n"
     for chunk in [*range(60, 90), 2**20]:
-        assert list(sources.read_json_array(io.StringIO(text), chunk)) == ITEMS
-    assert list(sources.read_json_array(io.StringIO("[\n]"))) == []
+        assert list(published.read_json_array(io.StringIO(text), chunk)) == ITEMS
+    assert list(published.read_json_array(io.StringIO("[\n]"))) == []
 
 
 @pytest.mark.parametrize(
@@ -222,7 +231,7 @@ def test_read_json_array(written):
 )
 def test_what_is_no_json_array_is_an_error(broken):
     with pytest.raises(ValueError, match="holds no JSON array"):
-        list(sources.read_json_array(io.StringIO(broken + " " * 200), chunk=40))
+        list(published.read_json_array(io.StringIO(broken + " " * 200), chunk=40))
 
 
 def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
@@ -234,7 +243,7 @@ def test_a_large_json_array_is_never_in_memory_as_a_whole(tmp_path):
         written.write('{"content": "end"}]')
     tracemalloc.start()
     with file.open() as array:
-        count = sum(1 for _ in sources.read_json_array(array, chunk=2**19))
+        count = sum(1 for _ in published.read_json_array(array, chunk=2**19))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 12_001 and peak < 3e6
@@ -257,7 +266,7 @@ def test_what_came_from_the_hub_broken_is_an_error(monkeypatch, tmp_path, name, 
     downloads = {"tldr": "broken", "cnndm": "broken", "cnndm splits": "ids.parquet"}
     for key, file in downloads.items():
         given = SimpleNamespace(download=lambda split="", file=file: (str(tmp_path / file),))
-        monkeypatch.setitem(sources.HUB_FILES, key, given)
+        monkeypatch.setitem(published.HUB_FILES, key, given)
     for _ in range(2):
         message = error_line(sources.load_texts, name)
         assert f"--task.query_dataset {name}" in message and reason in message
@@ -279,7 +288,7 @@ def connections(monkeypatch):
 
 @pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
 def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
-    monkeypatch.setitem(sources.HUB_FILES, name, hub.HubFiles("nobody/no-such-texts", ("none.txt",)))
+    monkeypatch.setitem(published.HUB_FILES, name, hub_files.HubFiles("nobody/no-such-texts", ("none.txt",)))
     message = error_line(sources.load_texts, name)
     assert f"--task.query_dataset {name}" in message
     for advice in ("without a network", ".txt, .jsonl or .json file", "--preset tales"):
@@ -329,14 +338,18 @@ def test_paths_are_those_beside_the_run_and_names_are_no_paths(tmp_path, monkeyp
     assert worlds.find_paths(given) == dataclasses.replace(
         given, base_model=str(there / "m"), label_dataset=beside, task=dataclasses.replace(task, query_dataset=beside)
     )
-    names = {"base_model": "gpt3", "label_dataset": "sentiment/offline_5k.json", "task": TaskArgs("books")}
+    names = {
+        "base_model": "gpt3",
+        "label_dataset": "sentiment/offline_5k.json",
+        "task": TaskArgs(query_dataset="books"),
+    }
     given = train_reward.Args(resume=resume, **names)
     assert worlds.find_paths(given) == given
-    monkeypatch.setattr(worlds.tales, "find_world", lambda: tmp_path / "world")
-    given = train_reward.Args(resume=resume, base_model="tales", task=TaskArgs("tales"))
+    monkeypatch.setattr(worlds.of("tales"), "find_world", lambda: tmp_path / "world")
+    given = train_reward.Args(resume=resume, base_model="tales", task=TaskArgs(query_dataset="tales"))
     found = worlds.find_paths(given)  # a world, though folders of that name lie there
     assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/world/model", f"{tmp_path}/world")
-    monkeypatch.setattr(worlds.posts, "find_world", lambda: pytest.fail("nobody reads it"))
+    monkeypatch.setattr(worlds.of("posts"), "find_world", lambda: pytest.fail("nobody reads it"))
     given = tldr_policy.Args(base_model="m", task=posts_of_chapter_2.TaskArgs(posts="m", comparisons="posts"))
     assert worlds.find_paths(given, unused=["task.comparisons"]).task.comparisons == "posts"
     rewards = tldr_policy.RewardsArgs(trained_model="r", value_model="v")
@@ -437,7 +450,13 @@ def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
     tokenizer = tokenizer_with_a_hole
     assert len(tokenizer) == 29 and tokenizer.encode("z") == [29]
     write(tmp_path / "texts.txt", "a z b.")
-    task = TaskArgs(str(tmp_path / "texts.txt"), query_length=8, response_length=2, start_text=None, truncate_after=0)
+    task = TaskArgs(
+        query_dataset=str(tmp_path / "texts.txt"),
+        query_length=8,
+        response_length=2,
+        start_text=None,
+        truncate_after=0,
+    )
     ids = texts.task_ids(task, tokenizer)
     assert ids.pad == 30 and posts_of_chapter_2.task_ids(posts_of_chapter_2.TaskArgs(), tokenizer).pad == 30
     assert QueryStream(task, tokenizer).next_batch(1, ids.pad).tolist() == [[0, 27, 29, 27, 1, 26, 30, 30]]
@@ -452,41 +471,14 @@ def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp
     """In queries and prompts. Arguments may name one on purpose."""
     as_text = [26, 4, 14, 18, 26]  # < and > are none of its letters and read as the full stop
     write(tmp_path / "texts.txt", "a<eos>b")
-    task = TaskArgs(str(tmp_path / "texts.txt"), 7, query_prefix="<eos>", truncate_text="<eos>")
+    task = TaskArgs(
+        query_dataset=str(tmp_path / "texts.txt"), query_length=7, query_prefix="<eos>", truncate_text="<eos>"
+    )
     task = dataclasses.replace(task, start_text=None, end_text=None)
     ids = texts.task_ids(task, tiny_tokenizer)
     assert (ids.stop, ids.prefix) == (28, [28])
     assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
     assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "", Path()).query("a<eos>b") == [0, *as_text, 1]
-
-
-def long_texts() -> list[str]:
-    """Of some 20,000 characters: words, one endless word, runs of one character, no full stop for long or ever."""
-    rng = random.Random(5)
-    words = ["".join(rng.choices("abcdefgmnorstu", k=rng.randint(1, 9))) for _ in range(200)]
-    plain = " ".join(rng.choice(words) + rng.choice(["", "", ".", ",", "\n"]) for _ in range(3_500))
-    endless = "".join(rng.choices("abcdehinorst", k=20_000))
-    runs = "".join(rng.choice("a -.=\n") * rng.choice([1, 2, 99, 3_001]) for _ in range(40))
-    late = " ".join(rng.choices(words, k=3_000)) + ". " + plain
-    other = "Mara fand eine Mühle. 猫が好き。" * 900
-    return [plain, endless, "." + endless, runs, runs[1:], late, other, "x" * 20_000]
-
-
-@pytest.mark.parametrize("with_start", [True, False])
-def test_the_query_of_a_long_text_is_that_of_all_its_tokens(tiny_world, with_start, monkeypatch):
-    """Although not all of it is read."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
-    dot, read = tokenizer.encode(".")[0], []
-    start_id = dot if with_start else None
-    for text in long_texts():
-        tokens = tokenizer.encode(text)
-        start = tokens.index(dot) + 1 if with_start and dot in tokens else 0
-        expected = None if with_start and dot not in tokens else tokens[start : start + 64]
-        assert texts.trim_query(texts.encode_for_query(tokenizer, text, 64, start_id), 64, start_id, None) == expected
-    encode = texts.encode_text
-    monkeypatch.setattr(texts, "encode_text", lambda tokens, text: read.append(len(text)) or encode(tokens, text))
-    texts.encode_for_query(tokenizer, long_texts()[0] * 50, 64, start_id)
-    assert sum(read) < 3_000
 
 
 def make_stream(path: Path, texts: list[str], position: int = 0, split: str = "train", **task) -> QueryStream:
@@ -510,12 +502,12 @@ def texts_file(tmp_path):
 
 def test_texts_that_give_no_query_are_counted_with_their_reasons(texts_file):
     texts = ["a. b. c", "no full stop", "", "x. and then nothing within six", "one. two."]
-    note = make_stream(texts_file, texts, start_text=".", end_text=".").left_out()
+    note = sources.left_out(make_stream(texts_file, texts, start_text=".", end_text="."))
     assert note == (
         "queries: of the first 4 texts, 2 give none: 1 have no '.' to begin after (--task.start_text) and "
         "1 have no '.' to end with within --task.query_length 6 (--task.end_text)"
     )  # an empty text is none
-    assert make_stream(texts_file, texts).left_out() == ""
+    assert sources.left_out(make_stream(texts_file, texts)) == ""
 
 
 def test_a_folder_may_have_texts_of_its_own_for_tests(tmp_path):
@@ -653,7 +645,7 @@ def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
     )
     assert adds_one.encode("ab") == [28, 0, 1]
     write(tmp_path / "texts.txt", "a.bc.d")
-    task = TaskArgs(str(tmp_path / "texts.txt"), query_length=3, query_prefix="x", query_suffix="yz")
+    task = TaskArgs(query_dataset=str(tmp_path / "texts.txt"), query_length=3, query_prefix="x", query_suffix="yz")
     ids = texts.task_ids(task, adds_one)
     assert (ids.prefix, ids.suffix, ids.stop, ids.context_length) == ([23], [24, 25], 26, 6)
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]

@@ -23,7 +23,7 @@ from ppo_rlhf import (
     train_reward,
     worlds,
 )
-from ppo_rlhf.lib import models, sequence
+from ppo_rlhf.lib import cli as lib_cli, models, sequence
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.lib.processes import anew_with_lower, check_finite
@@ -50,7 +50,7 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
     monkeypatch.setattr(sequence.Stages, "train", stop)
     monkeypatch.setattr(models, "load_tokenizer", lambda *_: tiny_tokenizer)
     monkeypatch.setattr(worlds, "find_paths", lambda args: args)  # no world is built
-    monkeypatch.setattr(train_both.texts, "QueryStream", lambda *_, **__: None)
+    monkeypatch.setattr(train_both.train_policy, "QueryStream", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)
 
 
@@ -136,7 +136,8 @@ def offline(monkeypatch, tmp_path):
     """A folder with two bad modules, in which nothing can be loaded, built or downloaded."""
     (tmp_path / "needs.py").write_text(NEEDS_MORE)
     (tmp_path / "broken.py").write_text("score = (\n")
-    for module, name in ((models, "load_tokenizer"), (models, "load_pretrained"), (worlds.tales, "find_world")):
+    loads = [(models, "load_tokenizer"), (models, "load_pretrained"), (lib_cli, "load_tokenizer")]
+    for module, name in (*loads, (worlds.of("tales"), "find_world")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -30,7 +30,7 @@ from golden_models import (
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import label_files, texts
+from ppo_rlhf.lib import cli, label_files
 from ppo_rlhf.lib.errors import InputError
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
@@ -150,10 +150,9 @@ def test_compute_rewards(name):
 
 def check_policy_learning_rate(name: str) -> None:
     case = load_json("case9_lr_schedule")[name]
-    ppo = train_policy.PpoArgs(
-        case["total_episodes"], case["batch_size"], lr=case["lr"], whiten_groups=1, whiten_rewards=False
-    )
-    assert train_policy.ppo_sizes(ppo, 1).updates == case["nupdates"]
+    sizes = {name: case[name] for name in ("total_episodes", "batch_size")}
+    ppo = train_policy.PpoArgs(**sizes, lr=case["lr"], whiten_groups=1, whiten_rewards=False)
+    assert cli.ppo_sizes(ppo, 1).updates == case["nupdates"]
     rates = [train_policy.learning_rate(ppo, update) for update in case["updates"]]
     assert rates == pytest.approx(case["lr_at_update"], rel=0, abs=case["lr"] * 1.2e-7)  # float32
 
@@ -161,7 +160,7 @@ def check_policy_learning_rate(name: str) -> None:
 def check_reward_learning_rate(name: str) -> None:
     case = load_json("case9_lr_schedule")[name]
     args = train_reward.Args(lr=case["lr"], num_train=case["num_train"], batch_size=case["batch_size"])
-    assert train_reward.reward_sizes(args, 1).steps == case["n_updates"]
+    assert cli.reward_sizes(args, 1).steps == case["n_updates"]
     rates = [train_reward.learning_rate_at(args, step) for step in range(case["n_updates"])]
     assert rates == pytest.approx(case["lr_at_update"], rel=1e-12)
 
@@ -210,14 +209,14 @@ class CharacterTokenizer:
 QUERIES = load_json("case10_query_sampling")
 
 
-def stream_of(stories: list[str], tmp_path, **task) -> texts.QueryStream:
+def stream_of(stories: list[str], tmp_path, **task) -> train_policy.QueryStream:
     """A stream that gives the texts in this order: they are written so that its shuffle puts them there."""
     order = list(range(len(stories)))
     random.Random(0).shuffle(order)
     shuffled = dict(zip(order, stories, strict=True))
     path = tmp_path / "texts.json"
     path.write_text(json.dumps([shuffled[i] for i in range(len(stories))]))
-    return texts.QueryStream(texts.TaskArgs(query_dataset=str(path), **task), CharacterTokenizer())
+    return train_policy.QueryStream(train_policy.TaskArgs(query_dataset=str(path), **task), CharacterTokenizer())
 
 
 def check_trim_query(name: str) -> None:
@@ -226,7 +225,7 @@ def check_trim_query(name: str) -> None:
     for text, expected in run["tokens"].items():
         tokens = encode(QUERIES["texts"][text])
         assert tokens == QUERIES["encoded"][text]
-        query = texts.trim_query(tokens, run["query_length"], start_id, end_id)
+        query = train_policy.trim_query(tokens, run["query_length"], start_id, end_id)
         unpadded = None if expected is None else [token for token in expected if token != PAD]
         assert query == unpadded, text
 
@@ -261,7 +260,7 @@ def test_query_stream_repeats_across_batches(tmp_path):
 
 def check_add_affixes() -> None:
     case, encode = QUERIES["query_formatter"], CharacterTokenizer().encode
-    contexts = texts.add_affixes(torch.tensor(case["queries"]), encode(case["prefix"]), encode(case["suffix"]))
+    contexts = train_policy.add_affixes(torch.tensor(case["queries"]), encode(case["prefix"]), encode(case["suffix"]))
     assert contexts.tolist() == case["formatted"]
 
 
@@ -273,7 +272,9 @@ def test_add_affixes():
 
 
 def contexts_of(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
-    return texts.add_affixes(arrays["queries"], arrays["prefix_tokens"].tolist(), arrays["suffix_tokens"].tolist())
+    return train_policy.add_affixes(
+        arrays["queries"], arrays["prefix_tokens"].tolist(), arrays["suffix_tokens"].tolist()
+    )
 
 
 def check_forward(name: str) -> None:
@@ -364,7 +365,7 @@ def check_ppo_loss(name: str) -> None:
     hyperparameters = ("vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")
     ppo = train_policy.PpoArgs(**{key: case[key] for key in hyperparameters})
     query_responses = torch.cat([contexts_of(arrays), arrays["responses"]], dim=1)
-    rollout = train_policy.Rollout(query_responses, arrays["logprobs"], arrays["values"], arrays["rewards"])
+    rollout = rollout_of(query_responses, arrays)
     permutations = torch.arange(case["batch"]).view(1, 1, -1)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)  # the gradients stay where they are
     with (
@@ -400,6 +401,11 @@ def test_ppo_loss(name):
     check_ppo_loss(name)
 
 
+def rollout_of(query_responses: torch.Tensor, arrays: dict[str, torch.Tensor]) -> train_policy.Rollout:
+    numbers = {name: arrays[name] for name in ("logprobs", "values", "rewards")}
+    return train_policy.Rollout(context_responses=query_responses, **numbers)
+
+
 def check_ppo_steps(name: str) -> None:
     """Two whole updates: reference, scores, rewards, epochs, metrics and weights, from the stored responses."""
     meta, arrays = load_json("case11_ppo_step_meta")[name], load_arrays(f"case11_ppo_step_{name}")
@@ -409,18 +415,25 @@ def check_ppo_steps(name: str) -> None:
     reference = golden_policy(meta["model"], under(arrays, "ref_policy/")).lm_backbone
     reward_model = golden_reward_model(meta["model"], under(arrays, "reward_model/"))
     ppo = train_policy.PpoArgs(**hparams, whiten_groups=1)
-    args = train_policy.Args(ppo=ppo, task=texts.TaskArgs(response_length=task["response_length"]))
+    args = train_policy.Args(ppo=ppo, task=train_policy.TaskArgs(response_length=task["response_length"]))
     optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     prefix, suffix = encode(task["query_prefix"]), encode(task["query_suffix"])
-    ids = texts.TaskIds(PAD, None, None, prefix, suffix, len(prefix) + task["query_length"] + len(suffix))
+    ids = train_policy.TaskIds(
+        pad=PAD,
+        eos=-1,
+        stop=None,
+        prefix=prefix,
+        suffix=suffix,
+        context_length=len(prefix) + task["query_length"] + len(suffix),
+    )
     for update, expected in enumerate(meta["steps"]):
         step = under(arrays, f"step{update}/")
-        contexts = texts.add_affixes(step["queries"], prefix, suffix)
+        contexts = train_policy.add_affixes(step["queries"], prefix, suffix)
         query_responses = torch.cat([contexts, step["responses"]], dim=1)
         with torch.no_grad():
             logprobs, _, values = policy(query_responses, PAD, ids.context_length, temperature)
             ref_logprobs = train_policy.response_logprobs(
-                reference, query_responses, PAD, ids.context_length, temperature, ids.vocab_size
+                reference, query_responses, PAD, ids.context_length, temperature, ids.pad
             )[0]
             truncated = train_policy.truncate_at(step["responses"], ids.stop, task["truncate_after"], PAD)
             scores = reward_model(torch.cat([step["queries"], truncated], dim=1), PAD)
@@ -435,7 +448,7 @@ def check_ppo_steps(name: str) -> None:
         close(rewards, step["rewards"], atol=ADVANTAGE)
         close(non_score_rewards, step["non_score_reward"], atol=ADVANTAGE)
 
-        rollout = train_policy.Rollout(query_responses, step["logprobs"], step["values"], step["rewards"])
+        rollout = rollout_of(query_responses, step)
         optimizer.param_groups[0]["lr"] = train_policy.learning_rate(ppo, update)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected["lr"], rel=1e-6)
         permutations = step["permutations"].long().unsqueeze(1)  # (epochs, 1, batch)
@@ -473,7 +486,11 @@ def labels_of(arrays: dict[str, torch.Tensor]) -> label_files.Labels:
     samples = [array for key, array in sorted(arrays.items()) if key.startswith("labels/sample")]
     (kind,) = {"best", "score", "difference"} & {key.removeprefix("labels/") for key in arrays}
     return label_files.Labels(
-        arrays["labels/query"], torch.stack(samples, dim=1), arrays[f"labels/{kind}"], None, kind
+        queries=arrays["labels/query"],
+        samples=torch.stack(samples, dim=1),
+        targets=arrays[f"labels/{kind}"],
+        ceiling=None,
+        kind=kind,
     )
 
 
@@ -483,14 +500,12 @@ def check_reward_loss(name: str) -> None:
     weights |= {"reward_norm/gain": arrays["gain"], "reward_norm/bias": arrays["bias"]}
     reward_model = golden_reward_model(case["model"], weights)
     labels = labels_of(arrays)
-    scores = train_reward.score_samples(
-        reward_model, labels.queries, labels.samples, PAD, labels.queries.shape[1] + labels.samples.shape[2]
-    )
+    scores = train_reward.score_samples(reward_model, labels, torch.arange(case["batch"]), PAD)
     close(scores.detach(), arrays["rewards_per_sample"], atol=VALUE)
     optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)  # the gradients stay where they are
     inds = torch.arange(case["batch"])
     stats = train_reward.reward_update(
-        reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=len(inds), most_tokens=0
+        reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), micro_batch=len(inds)
     )
     statistics = under(arrays, "stats/")
     close(statistics.pop("error"), statistics["loss"], atol=0)
@@ -528,7 +543,7 @@ def check_reward_training(name: str = "best_of_4_norm_both") -> None:
         optimizer.param_groups[0]["lr"] = train_reward.learning_rate_at(args, step)
         close(torch.tensor(optimizer.param_groups[0]["lr"]), arrays["batch_lr"][step], atol=1e-9)
         stats = train_reward.reward_update(
-            reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=len(inds), most_tokens=0
+            reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), micro_batch=len(inds)
         )
         close(stats["train/loss"], arrays["loss_per_step"][step], atol=STATISTIC)
         for key, number in meta["stats_per_step"][step].items():
@@ -836,24 +851,24 @@ MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
         [check_logprobs_and_entropies, partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK],
     ),
     "query after the last start token": (
-        texts,
+        train_policy,
         "trim_query",
         wrong_trim(first_start=False),
         [partial(check_trim_query, TRIMMED)],
     ),
     "query up to the first end token": (
-        texts,
+        train_policy,
         "trim_query",
         wrong_trim(last_end=False),
         [partial(check_trim_query, TRIMMED)],
     ),
     "query cut after it was trimmed": (
-        texts,
+        train_policy,
         "trim_query",
         wrong_trim(cut_first=False),
         [partial(check_trim_query, TRIMMED)],
     ),
-    "suffix before the padding": (texts, "add_affixes", affixes_within_the_padding, [check_add_affixes]),
+    "suffix before the padding": (train_policy, "add_affixes", affixes_within_the_padding, [check_add_affixes]),
     "reward head of PyTorch": (
         torch.nn.init,
         "normal_",
@@ -887,7 +902,7 @@ def test_mistake_is_detected(mistake, monkeypatch):
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
     monkeypatch.setattr(train_policy, "whiten", wrong_whiten())
     monkeypatch.setattr(train_policy, "value_loss", wrong_value_loss())
-    monkeypatch.setattr(texts, "trim_query", wrong_trim())
+    monkeypatch.setattr(train_policy, "trim_query", wrong_trim())
     monkeypatch.setattr(GPT2Model, "forward", gpt2_forward_with())
     check_whiten("normal_8x4")
     PPO_LOSS_CHECK()

@@ -94,28 +94,28 @@ def check_stopped(train, args, *names: str) -> None:
     assert not Path("models").exists()
 
 
-# what is broken: (module attribute, calls in one update, how, what is named)
+# what is broken: (module attribute, calls in one update, which of them, how, what is named)
 POLICY = {
-    "score": ("score", 1, math.nan, ["objective/score"]),
-    "infinite score": ("score", 1, math.inf, ["objective/score"]),
-    "KL": ("reference_logprobs", 1, -math.inf, ["objective/kl"]),
-    "policy loss": ("policy_loss", 2, math.nan, ["ppo/loss/policy", "ppo/loss/total"]),
-    "value loss": ("value_loss", 2, math.inf, ["ppo/loss/value", "ppo/loss/total"]),
-    "advantage": ("group_advantages", 2, math.nan, ["ppo/loss/policy"]),
+    "score": ("score", 1, 0, math.nan, ["objective/score"]),
+    "infinite score": ("score", 1, 0, math.inf, ["objective/score"]),
+    "KL": ("response_logprobs", 3, 0, -math.inf, ["objective/kl"]),  # of the reference, then of the policy
+    "policy loss": ("policy_loss", 2, 1, math.nan, ["ppo/loss/policy", "ppo/loss/total"]),
+    "value loss": ("value_loss", 2, 1, math.inf, ["ppo/loss/value", "ppo/loss/total"]),
+    "advantage": ("group_advantages", 2, 1, math.nan, ["ppo/loss/policy"]),
 }
+
+
+def break_scores(monkeypatch, call: int, spoil) -> None:
+    forward = breaks(train_policy.RewardModel.forward, call, spoil)
+    monkeypatch.setattr(train_policy.RewardModel, "forward", lambda *given, **named: forward(*given, **named))
 
 
 @pytest.mark.parametrize("what", POLICY)
 def test_policy(what, policy_args, monkeypatch):
-    name, calls, value, names = POLICY[what]
-    call = BROKEN_UPDATE * calls + calls - 1
+    name, calls, which, value, names = POLICY[what]
+    call = BROKEN_UPDATE * calls + which
     if name == "score":
-        load_scorer = train_policy.load_scorer
-
-        def load_broken_scorer(*arguments):
-            return breaks(load_scorer(*arguments), call, lambda scores: torch.full_like(scores, value))
-
-        monkeypatch.setattr(train_policy, "load_scorer", load_broken_scorer)
+        break_scores(monkeypatch, call, lambda scores: torch.full_like(scores, value))
     else:
         monkeypatch.setattr(train_policy, name, breaks(getattr(train_policy, name), call, spoil_one(value)))
     check_stopped(train_policy.train, policy_args, *names)
@@ -130,18 +130,13 @@ def test_gradient_of_the_policy(epoch, policy_args, monkeypatch):
         if next(averages) == 2 * BROKEN_UPDATE + epoch:
             model.value_head.weight.grad[0, 0] = math.nan
 
-    monkeypatch.setattr(processes, "average_gradients", average_gradients)
+    monkeypatch.setattr(train_policy, "average_gradients", average_gradients)
     check_stopped(train_policy.train, policy_args, "ppo/gradient_norm")
 
 
 def test_a_score_that_the_penalty_replaces_is_seen(policy_args, monkeypatch):
     """No response stops, so no score counts; one of them is not finite all the same."""
-    load_scorer = train_policy.load_scorer
-
-    def load_broken_scorer(*arguments):
-        return breaks(load_scorer(*arguments), BROKEN_UPDATE, spoil_one(math.nan))
-
-    monkeypatch.setattr(train_policy, "load_scorer", load_broken_scorer)
+    break_scores(monkeypatch, BROKEN_UPDATE, spoil_one(math.nan))
     monkeypatch.setattr(train_policy, "has_stop", lambda responses, *_: torch.zeros(len(responses), dtype=torch.bool))
     check_stopped(train_policy.train, policy_args, "objective/raw_score")
 

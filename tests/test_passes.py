@@ -11,14 +11,13 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate import Accelerator
 from test_policy_math import PAD, VOCAB, token_ids
 from test_tldr_math import on_processes
 from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
-from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.lib import label_files, lm, memory, passes, posts
+from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
+from ppo_rlhf.lib import lm, memory, passes, posts
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
@@ -146,21 +145,6 @@ def as_it_is(lm_backbone, tokens, responses, pad_id):
     return lm.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
-def policy_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
-    tokens = ragged(padding_inside=True)
-    policy = train_policy.PolicyWithValueHead(tiny_models("gpt2"), VOCAB).double()
-    torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(1))
-    rollout = train_policy.Rollout(tokens, *(numbers(seed, ROWS, RESPONSE) - 3 for seed in (1, 2, 3)))
-    ppo = train_policy.PpoArgs(whiten_groups=2, nminibatches=1)
-    permutations = train_policy.draw_permutations(1, 0, 1, range(2), ROWS // 2)
-
-    def update() -> dict[str, torch.Tensor]:
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-        return train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
-
-    return update, policy, int((tokens != PAD).sum())
-
-
 def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
     tokens = ragged(padding_inside=False)
     actor_critic = make_actor_critic(tiny_models)
@@ -178,20 +162,6 @@ def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
         return on_processes(1, lambda process: tldr_policy.ppo_update(*arguments, process))[0]
 
     return update, actor_critic, 2 * int((tokens != PAD).sum())  # policy and critic
-
-
-def reward_model_of_chapter_1(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
-    tokens = ragged(padding_inside=True)
-    model = scalar_model(tiny_models("gpt2").base_model, train_reward.RewardModel)
-    samples = token_ids(5, ROWS, 4, RESPONSE)
-    labels = label_files.Labels(tokens[:, :CONTEXT], samples, torch.arange(ROWS) % 4, None)
-
-    def update() -> dict[str, torch.Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        arguments = (model, optimizer, labels, torch.arange(ROWS), PAD, Accelerator(cpu=True))
-        return train_reward.reward_update(*arguments, rows=0, most_tokens=0)
-
-    return update, model, 4 * int((tokens != PAD).sum())
 
 
 def reward_model_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
@@ -230,10 +200,7 @@ def model_of_sft(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
     return update, model, int((tokens != PAD).sum())
 
 
-UPDATES = [
-    *(policy_of_chapter_1, policy_of_chapter_2, reward_model_of_chapter_1, reward_model_of_chapter_2),
-    model_of_sft,
-]
+UPDATES = [policy_of_chapter_2, reward_model_of_chapter_2, model_of_sft]
 
 
 def networks_in(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -1,5 +1,6 @@
 """train_policy.py: the mathematics against numbers by hand and slow oracles; properties of models and sampling."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,16 +14,16 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import cli, lm, models, precision
+from ppo_rlhf.lib import cli, lm, models
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.models import check_model, load_pretrained, read_info, same_logits
-from ppo_rlhf.lib.texts import TaskArgs, task_ids, trim_query
+from ppo_rlhf.lib.models import check_model, read_info, same_logits
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     AdaptiveKLController,
     PolicyWithValueHead,
     PpoArgs,
     Rollout,
+    TaskArgs,
     compute_gae,
     compute_rewards,
     draw_permutations,
@@ -31,9 +32,12 @@ from ppo_rlhf.train_policy import (
     has_stop,
     keyed_generator,
     left_pad,
+    load_pretrained,
     policy_loss,
     ppo_update,
     read_tokens,
+    task_ids,
+    trim_query,
     truncate_at,
     value_loss,
     whiten,
@@ -281,7 +285,8 @@ def make_rollout(episodes: int, dtype=torch.float64) -> Rollout:
     query_responses[1::3, 4:QUERY] = PAD
     logprobs = -3 + 0.5 * numbers(1, episodes, RESPONSE)
     values, rewards = numbers(2, episodes, RESPONSE), numbers(3, episodes, RESPONSE)
-    return Rollout(query_responses, logprobs.to(dtype), values.to(dtype), rewards.to(dtype))
+    numbers_of = {"logprobs": logprobs.to(dtype), "values": values.to(dtype), "rewards": rewards.to(dtype)}
+    return Rollout(context_responses=query_responses, **numbers_of)
 
 
 def update_without_learning(policy, rollout, permutations, ppo) -> dict[str, float]:
@@ -362,9 +367,8 @@ def test_gradient_of_groups_is_the_mean_of_their_gradients(tiny_models):
     alone = []
     for group in range(groups):
         rows = slice(group * 4, group * 4 + 4)
-        part = Rollout(
-            *(t[rows] for t in (rollout.context_responses, rollout.logprobs, rollout.values, rollout.rewards))
-        )
+        names = ("context_responses", "logprobs", "values", "rewards")
+        part = Rollout(**{name: getattr(rollout, name)[rows] for name in names})
         update_without_learning(policy, part, permutations[:, group : group + 1], ppo)
         alone.append(gradients(policy))
     assert_close(together, torch.stack(alone).mean(0))
@@ -407,7 +411,7 @@ def test_ratio_is_one_before_the_first_step(tiny_models):
     policy, rollout = tiny_policy(tiny_models), make_rollout(8, torch.float32)
     with torch.no_grad():
         logprobs, _, values = policy(rollout.context_responses, PAD, QUERY, TEMPERATURE)
-    rollout = Rollout(rollout.context_responses, logprobs, values, rollout.rewards)
+    rollout = dataclasses.replace(rollout, logprobs=logprobs, values=values)
     ppo = PpoArgs(noptepochs=1, whiten_groups=1)
     metrics = update_without_learning(policy, rollout, torch.arange(8).view(1, 1, 8), ppo)
     assert metrics["ppo/val/ratio"] == 1
@@ -730,9 +734,10 @@ def bfloat16_errors(policy: PolicyWithValueHead) -> tuple[torch.Tensor, torch.Te
     contexts = padded_at(PLACES["inside"])[:, :QUERY].expand(64, -1)
     with torch.autocast("cpu", torch.bfloat16):
         responses, sampled, _ = generate(policy.lm_backbone, contexts, uniform(64, 12), PAD, VOCAB, TEMPERATURE)
-        query_responses = torch.cat([contexts, responses], 1)
-        logprobs, _, _ = policy(query_responses, PAD, QUERY, TEMPERATURE)
+    query_responses = torch.cat([contexts, responses], 1)
     exact, _, _ = policy(query_responses, PAD, QUERY, TEMPERATURE)
+    policy.low_precision = True
+    logprobs, _, _ = policy(query_responses, PAD, QUERY, TEMPERATURE)
     return sampled - exact, logprobs - exact
 
 
@@ -759,7 +764,7 @@ def test_a_cache_in_eight_bits_is_told_from_one_in_bfloat16(tiny_models, archite
     def coarse(cache, keys, *others):
         return StaticCache.update(cache, keys.to(torch.float8_e4m3fn).bfloat16(), *others)
 
-    monkeypatch.setattr(precision.KeyValueCache, "update", coarse)
+    monkeypatch.setattr(train_policy.KeyValueCache, "update", coarse)
     sampled, trained = bfloat16_errors(tiny_policy(tiny_models, architecture))
     assert size(sampled - trained) > math.sqrt(2) * size(trained)
 
@@ -796,7 +801,7 @@ def test_a_policy_of_a_tokenizer_with_a_hole(tiny_models, tokenizer_with_a_hole,
     policy, _ = train_policy.load_policy_and_reference(args, ids, torch.device("cpu"))
     responses, _, _ = generate(policy.lm_backbone, token_ids(0, 20, 3), uniform(20, 7), 30, policy.vocab_size, 1.0)
     assert responses.eq(29).all()
-    models.save_policy(tmp_path / "policy", policy, tokenizer_with_a_hole, args)
+    train_policy.save_policy(tmp_path / "policy", policy, tokenizer_with_a_hole, args)
     assert read_info(tmp_path / "policy")["vocab_size"] == 30
 
 

@@ -1,5 +1,6 @@
 """train_reward.py: loss, normalisation, the head, updates, and the saved model."""
 
+import dataclasses
 import json
 import math
 
@@ -62,7 +63,7 @@ def make_labels(count: int, n: int = 4) -> Labels:
     queries[::3, 4:] = PAD
     samples[::2, :, 3:] = PAD
     best = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(2))
-    return Labels(queries, samples, best, ceiling=None)
+    return Labels(queries=queries, samples=samples, targets=best, ceiling=None)
 
 
 def gradients(model) -> torch.Tensor:
@@ -177,7 +178,7 @@ def test_score_is_affine_in_gain_and_bias(tiny_models):
 
 def test_scores_of_samples_equal_single_scores(tiny_models):
     reward_model, labels = tiny_reward_model(tiny_models), make_labels(3)
-    scores = score_samples(reward_model, labels.queries, labels.samples, PAD, QUERY + RESPONSE)
+    scores = score_samples(reward_model, labels, torch.arange(3), PAD)
     for i in range(3):
         for j in range(4):
             tokens = [t for t in [*labels.queries[i].tolist(), *labels.samples[i, j].tolist()] if t != PAD]
@@ -188,9 +189,7 @@ def test_gain_is_trained_and_bias_stays(tiny_models):
     reward_model, labels = tiny_reward_model(tiny_models), make_labels(16)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-3)
     for _ in range(3):
-        reward_update(
-            reward_model, optimizer, labels, torch.arange(16), PAD, Accelerator(cpu=True), rows=16, most_tokens=0
-        )
+        reward_update(reward_model, optimizer, labels, torch.arange(16), PAD, Accelerator(cpu=True), micro_batch=16)
     assert abs(reward_model.gain.item() - 1.7) > 1e-4
     assert abs(reward_model.bias.item() + 0.4) < 1e-4  # the choice does not depend on it
     assert reward_model.bias.grad.abs() < 1e-6
@@ -209,9 +208,7 @@ def test_micro_batches_give_the_same_step(tiny_models, micro_batch):
     for size in (8, micro_batch):
         reward_model = tiny_reward_model(tiny_models)
         optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-3)
-        stats = reward_update(
-            reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=size, most_tokens=0
-        )
+        stats = reward_update(reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), micro_batch=size)
         results.append((gradients(reward_model), *stats.values()))
         results[-1] += (torch.nn.utils.parameters_to_vector(reward_model.parameters()).detach(),)
     for expected, actual in zip(*results, strict=True):
@@ -222,11 +219,8 @@ def test_update_uses_only_its_labels(tiny_models):
     labels, inds = make_labels(8), torch.tensor([6, 1, 3])
     reward_model = tiny_reward_model(tiny_models)
     optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)
-    stats = reward_update(reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), rows=3, most_tokens=0)
-    part = Labels(labels.queries[inds], labels.samples[inds], labels.targets[inds], None)
-    expected, _ = best_of_n_loss(
-        score_samples(reward_model, part.queries, part.samples, PAD, QUERY + RESPONSE), part.targets
-    )
+    stats = reward_update(reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), micro_batch=3)
+    expected, _ = best_of_n_loss(score_samples(reward_model, labels, inds, PAD), labels.targets[inds])
     assert_close(stats["train/loss"], expected.detach())
 
 
@@ -235,12 +229,12 @@ def test_training_learns_the_choices(tiny_models):
     labels = make_labels(64)
     samples = labels.samples % 28 + 1
     samples[torch.arange(64), labels.targets, 0] = 0
-    labels = Labels(labels.queries, samples, labels.targets, None)
+    labels = dataclasses.replace(labels, samples=samples)
     reward_model = RewardModel(tiny_models("gpt2"))
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-2)
     for _ in range(60):
         stats = reward_update(
-            reward_model, optimizer, labels, torch.arange(64), PAD, Accelerator(cpu=True), rows=64, most_tokens=0
+            reward_model, optimizer, labels, torch.arange(64), PAD, Accelerator(cpu=True), micro_batch=64
         )
     assert stats["train/accuracy"] > 0.9
 

@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.lib import checkpoints, cli, errors, files, precision, processes, run as run_module
+from ppo_rlhf.lib import checkpoints, cli, errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, run_script
 from ppo_rlhf.lib.run import Run
@@ -917,13 +917,13 @@ def test_a_table_takes_any_text(capsys):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_named(value):
     args = train_policy.Args(ppo=train_policy.PpoArgs(gamma=value))
-    assert "--ppo.gamma" in error_line(train_policy.check_arguments, args)
+    assert "--ppo.gamma" in error_line(cli.check_ppo_arguments, args)
 
 
 @pytest.mark.parametrize("field", ["lr", "cliprange", "cliprange_value"])
 def test_numbers_that_must_be_above_zero_are_named(field):
     args = train_policy.Args(ppo=train_policy.PpoArgs(**{field: 0.0}))
-    assert f"ppo.{field} is 0.0" in error_line(train_policy.check_arguments, args)
+    assert f"ppo.{field} is 0.0" in error_line(cli.check_ppo_arguments, args)
 
 
 ALLOCATE = """
@@ -966,6 +966,6 @@ def test_freed_memory_is_kept():
 )
 def test_a_processor_without_bfloat16_is_named(dtype, device, flags, is_slow, tmp_path):
     (tmp_path / "cpuinfo").write_text(f"model name : x\n{flags}\n")
-    line = precision.advice(dtype, torch.device(device), tmp_path / "cpuinfo")
+    line = launch.advice(dtype, torch.device(device), tmp_path / "cpuinfo")
     assert ("no instructions for bfloat16" in line) == is_slow
-    assert precision.advice(dtype, torch.device(device), tmp_path / "none") == ""
+    assert launch.advice(dtype, torch.device(device), tmp_path / "none") == ""

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
-from ppo_rlhf import rlvr_policy, train_both
+from ppo_rlhf import rlvr_policy, train_both, train_policy
 from ppo_rlhf.lib import label_files, lm, problems, rewards, run, texts
 from ppo_rlhf.worlds import sums, tales
 
@@ -401,7 +401,7 @@ def test_ppo_has_the_constants_of_the_preset():
         assert (getattr(module, name) if name.isupper() else flags[name]) == group, name
     assert flags["updates"] == math.ceil(args.policy.ppo.total_episodes / args.policy.ppo.batch_size)
     assert 0 < args.reward.normalize_samples <= args.reward.rollout_batch_size  # so that one batch is all
-    assert args.task == texts.TASKS["tales"] and module.LABELS_PAD == label_files.OPENAI_PAD_ID
+    assert args.task == train_policy.TASKS["tales"] and module.LABELS_PAD == label_files.OPENAI_PAD_ID
 
 
 def test_the_gold_score_is_that_of_tales():
@@ -473,7 +473,7 @@ def last_lines(world: Path, monkeypatch, capsys, *mistakes: Mistake) -> tuple[li
     monkeypatch.setattr(module, "train_policy", lambda *_: policy)
     monkeypatch.setattr(sys, "argv", ["ppo.py", *words_of(PPO, world), "--seed", "7"])
     module.main()
-    task = dataclasses.replace(texts.TASKS["tales"], query_dataset=str(world))
+    task = dataclasses.replace(train_policy.TASKS["tales"], query_dataset=str(world))
     ids = texts.task_ids(task, tokenizer)
     queries = texts.QueryStream(task, tokenizer, split="test").first(10**6, ids.pad)
     n = len(queries)

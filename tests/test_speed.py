@@ -17,18 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import speed, speed_runs
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import lm, passes
-from ppo_rlhf.lib.texts import TaskArgs, TaskIds
+from ppo_rlhf.lib import cli
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,
     PpoArgs,
-    Rollout,
+    TaskArgs,
+    TaskIds,
     draw_permutations,
     episode_noise,
     ppo_update,
-    reference_logprobs,
-    respond,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -42,20 +40,25 @@ QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
 def update(model, device: str, batch: int = 16, query: int = QUERY, sgd: bool = False) -> None:
     """A rollout and the epochs of PPO on it."""
     model = model.to(device)
-    policy, reward_model = PolicyWithValueHead(model, VOCAB).to(device), lm.RewardModel(model).to(device)
-    contexts = torch.ones(batch, query, dtype=torch.long, device=device)
+    policy, reward_model = PolicyWithValueHead(model, VOCAB).to(device), train_policy.RewardModel(model).to(device)
+    queries = torch.ones(batch, query, dtype=torch.long, device=device)
     ids = TaskIds(prefix=[], suffix=[], pad=PAD, eos=VOCAB - 1, stop=None, context_length=query)
-    with torch.no_grad():
-        noise = episode_noise(1, 0, batch, RESPONSE).to(device)
-        responses, logprobs, values, _ = respond(policy, contexts, noise, pad_id=PAD, temperature=TEMPERATURE)
-        query_responses = torch.cat([contexts, responses], dim=1)
-        task = TaskArgs(response_length=RESPONSE, temperature=TEMPERATURE)
-        reference_logprobs(model, query_responses, pad_id=PAD, ids=ids, task=task)
-        reward_model(query_responses, PAD)
+    rollout = train_policy.make_rollout(
+        queries,
+        episode_noise(1, 0, batch, RESPONSE).to(device),
+        0.15,
+        policy=policy,
+        reference=model,
+        reward=reward_model,
+        scale=cli.Scale(),
+        monitor={},
+        ids=ids,
+        task=TaskArgs(response_length=RESPONSE, temperature=TEMPERATURE),
+        rows=batch // 2,
+    )
     optimizer = (torch.optim.SGD if sgd else AdamTensorFlowStyle)(policy.parameters(), lr=1e-4)
     ppo = PpoArgs(batch_size=batch, whiten_groups=2, noptepochs=2)
     permutations = draw_permutations(1, 0, ppo.noptepochs, range(2), batch // 2)
-    rollout = Rollout(query_responses, logprobs, values, torch.zeros_like(logprobs))
     ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
 
 
@@ -65,15 +68,7 @@ def without_data(model, monkeypatch: pytest.MonkeyPatch) -> None:
     With SGD, because the fused Adam does not know such tensors; it is the subject of `on_the_cpu`.
     """
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # unknown on this device
-    waits = []
-
-    def count_tokens(tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
-        waits.append(tokens)
-        return torch.full((len(tokens),), tokens.shape[1])
-
-    monkeypatch.setattr(passes, "count_tokens", count_tokens)  # the one number that the CPU needs
     update(model, "meta", sgd=True)
-    assert len(waits) == 1
 
 
 WAITS = {

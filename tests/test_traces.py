@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import trace_cost
 from ppo_rlhf import report, rlvr_checks, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import models, traces
+from ppo_rlhf.lib import cli, models, traces
 from ppo_rlhf.lib.errors import InputError
 
 CONTINUATIONS = (
@@ -322,7 +322,8 @@ def test_only_the_worlds_leave_traces_unasked(script):
     assert tracing == {name for name in script.PRESETS if name.startswith(("tales", "posts", "sums", "reviews"))}
     args = dataclasses.replace(script.PRESETS[max(tracing)], base_model="any", trace_interval=-1)
     with pytest.raises(InputError, match="trace_interval is -1"):
-        (rlvr_checks if script is rlvr_policy else script).check_arguments(args)
+        checks = {train_policy: cli.check_ppo_arguments, rlvr_policy: rlvr_checks.check_arguments}
+        checks.get(script, getattr(script, "check_arguments", None))(args)
 
 
 def test_the_cost_of_traces_is_that_of_a_run(continuations, tmp_path, monkeypatch, capsys):
@@ -331,13 +332,13 @@ def test_the_cost_of_traces_is_that_of_a_run(continuations, tmp_path, monkeypatc
     (tmp_path / "letters.py").write_text(LETTERS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "letters", raising=False)
-    slow = train_policy.trace_episodes
+    slow = traces.Recorder.record
 
     def wait(*arguments):
         time.sleep(0.5)
         slow(*arguments)
 
-    monkeypatch.setattr(train_policy, "trace_episodes", wait)
+    monkeypatch.setattr(traces.Recorder, "record", wait)
     trace_cost.main(trace_cost.Args(str(continuations.run), updates=2))
     line, per_run = capsys.readouterr().out.splitlines()[-2:]
     update, trace = map(float, re.findall(r"([0-9.]+) s", line))

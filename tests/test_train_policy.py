@@ -31,17 +31,17 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib import errors, plots, processes, run, texts
+from ppo_rlhf.lib import cli, errors, plots, processes, run
 from ppo_rlhf.lib.cli import AdaptiveKLArgs, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.models import load_reward_model
-from ppo_rlhf.lib.texts import TaskArgs
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     Args,
     PolicyWithValueHead,
     PpoArgs,
     RewardsArgs,
+    TaskArgs,
     compute_gae,
     draw_permutations,
     episode_noise,
@@ -60,7 +60,9 @@ UPDATES, BATCH, GROUPS, EPOCHS, MINIBATCHES = 3, 32, 2, 2, 2
 def task_of(world: Path) -> TaskArgs:
     """Queries with padding between prefix and suffix, and responses some of which stop."""
     affixes = {"query_prefix": "Mara smiled.", "query_suffix": " Then"}
-    return TaskArgs(f"{world}/stories.txt", query_length=24, truncate_after=4, temperature=0.8, **affixes)
+    return TaskArgs(
+        query_dataset=f"{world}/stories.txt", query_length=24, truncate_after=4, temperature=0.8, **affixes
+    )
 
 
 def policy_args(world: Path, reward: Path) -> Args:
@@ -433,12 +435,13 @@ ADAPT = 'controller.update(metrics["objective/kl"], sizes.batch)'
 RATE = 'weights["lr"] = learning_rate(ppo, update, first_lr)'
 RATES = "for weights, first_lr in zip("
 PARTS = '[{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]'
-COEFFICIENT = "rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)"
+COEFFICIENT = "rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)"
+ROLL_OUT = "batch = roll_out(queries, uniforms, controller.value)"
 
 # mistake: (function of train_policy.py, {what stands in it: what stands there instead})
 MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     "D09 prefix and suffix swapped": (
-        "train",
+        "make_rollout",
         {"add_affixes(queries, ids.prefix, ids.suffix)": "add_affixes(queries, ids.suffix, ids.prefix)"},
     ),
     "D11 not from the first text": (
@@ -446,28 +449,34 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
         {"QueryStream(task, tokenizer)": "QueryStream(task, tokenizer, position=1)"},
     ),
     "D28 reward model reads the affixes": (
-        "train",
-        {"score(queries, trunc": "score(contexts, trunc"},
+        "make_rollout",
+        {"torch.cat([queries, truncated_responses]": "torch.cat([contexts, truncated_responses]"},
     ),
     "D45 reference is trained too": (
-        "train",
-        {"reference_logprobs, reference,": "reference_logprobs, policy.lm_backbone,"},
+        "make_rollout",
+        {"response_logprobs, reference,": "response_logprobs, policy.lm_backbone,"},
     ),
     "D47 old log-probs of the reference": (
-        "train",
-        {"Rollout(context_responses, logprobs,": "Rollout(context_responses, ref_logprobs,"},
+        "make_rollout",
+        {"        logprobs=logprobs,": "        logprobs=ref_logprobs,"},
     ),
-    "D49 whole responses are scored": ("train", {"score(queries, truncated_responses)": "score(queries, responses)"}),
+    "D49 whole responses are scored": (
+        "make_rollout",
+        {"torch.cat([queries, truncated_responses]": "torch.cat([queries, responses]"},
+    ),
     "D50 penalty is added": (
-        "train",
+        "make_rollout",
         {"torch.where(stopped, raw_scores, task": "raw_scores + torch.where(stopped, 0.0, task"},
     ),
-    "D50 early stop token passes": ("train", {"ids.stop, task.truncate_after)  # (local_batch,)": "ids.stop, 0)"}),
-    "D51 no KL after the stop token": (
-        "train",
-        {COEFFICIENT: COEFFICIENT + "\n            kl = kl * (truncated_responses != ids.pad)"},
+    "D50 early stop token passes": (
+        "make_rollout",
+        {"has_stop(truncated_responses, ids.stop, task.truncate_after)": "has_stop(responses, ids.stop, 0)"},
     ),
-    "D53 coefficient of the first update": ("train", {COEFFICIENT: COEFFICIENT.replace("controller.value", "0.15")}),
+    "D51 no KL after the stop token": (
+        "make_rollout",
+        {COEFFICIENT: COEFFICIENT + "\n        kl = kl * (truncated_responses != ids.pad)"},
+    ),
+    "D53 coefficient of the first update": ("train", {ROLL_OUT: ROLL_OUT.replace("controller.value", "0.15")}),
     "D55 rewards whitened once per rollout": (
         "ppo_update",
         {
@@ -481,19 +490,19 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     "D63 learning rate is not assigned": ("train", {RATE: "pass"}),
     "D63 learning rate of the next update": ("train", {RATE: RATE.replace("update,", "update + 1,")}),
     "X17 the value head has the rate of all other weights": ("train", {RATE: RATE.replace(", first_lr", "")}),
-    "D63 last update dropped": ("ppo_sizes", {"math.ceil(": "math.floor("}),
     "D64 Adam begins anew in each update": (
         "train",
         {RATES: f"optimizer = AdamTensorFlowStyle({PARTS}, lr=ppo.lr)\n        {RATES}"},
     ),
     "D69 episodes of a minibatch": ("train", {ADAPT: ADAPT.replace("sizes.batch", "sizes.group_batch")}),
     "D70 KL per token": ("train", {ADAPT: ADAPT.replace("], ", "] / task.response_length, ")}),
-    "D71 the first coefficient is logged": ("train", {"monitored, controller.value)": "monitored, 0.15)"}),
+    "D71 the first coefficient is logged": ("train", {"kl_coef=controller.value": "kl_coef=0.15"}),
     "D71 adapted before the rewards": (
         "train",
         {
-            COEFFICIENT: "controller.update((logprobs - ref_logprobs).sum(1).mean().item(), sizes.batch); "
-            + COEFFICIENT,
+            ROLL_OUT: ROLL_OUT
+            + "; controller.update(batch.objectives['kl'].mean().item(), sizes.batch); "
+            + ROLL_OUT,
             ADAPT: "pass",
         },
     ),
@@ -502,33 +511,39 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
         {"torch.stack([step[name] for step in steps]).mean() for": "steps[-1][name] for"},
     ),
     "D75 unbiased variance of the returns": (
-        "group_statistics",
-        {"returns.var((1, 2), unbiased=False)": "returns.var((1, 2))"},
+        "ppo_update",
+        {"tensor.var((1, 2), unbiased=False)": "tensor.var((1, 2))"},
     ),
     "D77 groups are whitened together": (
         "group_advantages",
         {"torch.stack([whiten(group, keep_mean=True) for group in rewards])": "whiten(rewards, keep_mean=True)"},
     ),
     "D80 whole responses are shown": (
-        "train",
-        {"told = (queries, truncated_responses,": "told = (queries, responses,"},
-    ),
-    "D80 scores before the penalty are shown": (
-        "sample_rows",
-        {'"score": episodes.scores': '"score": episodes.raw_scores'},
+        "make_rollout",
+        {"truncated_responses=truncated_responses,": "truncated_responses=responses,"},
     ),
     "X01 the same noise in each update": ("train", {"episode_noise(args.seed, update": "episode_noise(args.seed, 0"}),
-    "X06 total with the first coefficient": (
+}
+# mistakes in services: (module, function, as above)
+MISTAKES_OF_SERVICES: dict[str, tuple[ModuleType, str, dict[str, str]]] = {
+    "D63 last update dropped": (cli, "ppo_sizes", {"math.ceil(": "math.floor("}),
+    "D80 scores before the penalty are shown": (
+        run,
         "sample_rows",
-        {"episodes.scores + episodes.non_score_rewards.sum(1)": "episodes.scores - 0.15 * episodes.kl.sum(1)"},
+        {'"score": numbers["score"]': '"score": numbers["raw_score"]'},
+    ),
+    "X06 total with the first coefficient": (
+        run,
+        "sample_rows",
+        {'numbers["score"] + numbers["non_score_reward"]': 'numbers["score"] - 0.15 * numbers["kl"]'},
     ),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [*MISTAKES, *MISTAKES_OF_SERVICES])
 def test_mistake_is_detected(mistake: str, args: Args, expected: Left, tmp_path: Path, monkeypatch):
-    name, replacements = MISTAKES[mistake]
-    monkeypatch.setattr(train_policy, name, mistaken(train_policy, name, replacements))
+    module, name, replacements = MISTAKES_OF_SERVICES.get(mistake) or (train_policy, *MISTAKES[mistake])
+    monkeypatch.setattr(module, name, mistaken(module, name, replacements))
     with pytest.raises((AssertionError, NumericalError)):
         check_same(run_in(tmp_path, args, monkeypatch), expected)
 
@@ -536,6 +551,8 @@ def test_mistake_is_detected(mistake: str, args: Args, expected: Left, tmp_path:
 def test_a_function_without_a_mistake_passes(args: Args, expected: Left, tmp_path: Path, monkeypatch):
     for name in {name for name, _ in MISTAKES.values()}:
         monkeypatch.setattr(train_policy, name, mistaken(train_policy, name, {}))
+    for module, name in {(module, name) for module, name, _ in MISTAKES_OF_SERVICES.values()}:
+        monkeypatch.setattr(module, name, mistaken(module, name, {}))
     check_same(run_in(tmp_path, args, monkeypatch), expected)
 
 
@@ -564,7 +581,7 @@ def test_a_monitor_replaces_nothing(finished: Finished, tiny_tokenizer):
     assert len(names) == 12
     for name in names - {"gold_scores"}:
         with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
-            train_policy.load_monitor(Args(rewards=RewardsArgs(monitor=f"mine:{name}")), tiny_tokenizer)
+            cli.load_monitor(f"mine:{name}", tiny_tokenizer, len(tiny_tokenizer))
 
 
 def test_the_console_shows_the_samples(finished: Finished):
@@ -576,12 +593,14 @@ def test_the_console_shows_the_samples(finished: Finished):
 
 def test_three_episodes_are_shown(tiny_tokenizer):
     pad = len(tiny_tokenizer)
-    ids = texts.task_ids(TaskArgs(query_length=3, response_length=2, truncate_after=0), tiny_tokenizer)
     queries = torch.tensor([[0, 1, pad], [2, pad, pad], [3, 4, 5], [6, 7, 8], [9, 9, 9]])
     responses = torch.tensor([[10, 11], [12, pad], [13, 26], [14, 15], [16, 17]])
-    rows = texts.sample_rows(tiny_tokenizer, ids, queries, responses, score=torch.arange(5.0), kl=-torch.arange(5.0))
+    numbers = {"score": torch.arange(5.0), "kl": -torch.arange(5.0), "non_score_reward": torch.ones(5)}
+    unused = dict.fromkeys(("context_responses", "logprobs", "values", "rewards"))
+    batch = train_policy.Rollout(queries=queries, truncated_responses=responses, objectives=numbers, **unused)
+    rows = run.sample_rows(tiny_tokenizer, pad, batch)
     assert rows == [
-        {"query": query, "response": response, "score": float(i), "kl": -float(i)}
+        {"query": query, "response": response, "score": float(i), "kl": -float(i), "score - kl_coef * kl": i + 1.0}
         for i, (query, response) in enumerate([("a b", "k l"), ("c", "m"), ("d e f", "n .")])
     ]
 
@@ -622,13 +641,13 @@ def ends_with_one_line(call: Callable[[], object], capsys) -> str:
 
 
 def test_a_sampler_that_disagrees_with_training_stops_the_run(args: Args, tmp_path: Path, monkeypatch, capsys):
-    right = train_policy.respond
+    right = train_policy.generate
 
     def shifted(*arguments, **settings):
-        query_responses, logprobs, values, gap = right(*arguments, **settings)
-        return query_responses, logprobs + 0.01, values, gap
+        responses, logprobs, hidden_states = right(*arguments, **settings)
+        return responses, logprobs + 0.01, hidden_states
 
-    monkeypatch.setattr(train_policy, "respond", shifted)
+    monkeypatch.setattr(train_policy, "generate", shifted)
     monkeypatch.chdir(tmp_path)
     line = ends_with_one_line(lambda: train_policy.train(args), capsys)
     assert "the ratio is off 1 by 0.01 on the first pass of update 0" in line
@@ -710,13 +729,13 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
     task = dataclasses.replace(args.task, truncate_text=None)  # so that no penalty takes the place of a score
     args = dataclasses.replace(args, rewards=rewards, task=task, save_interval=1, log_interval=0)
     seen = []
-    text_scorer = train_policy.scorers.text_scorer
+    text_scorer = cli.text_scorer
 
     def spy(*arguments, **settings):
         score = text_scorer(*arguments, **settings)
         return lambda *tokens: seen.append(score(*tokens)) or seen[-1]
 
-    monkeypatch.setattr(train_policy.scorers, "text_scorer", spy)
+    monkeypatch.setattr(cli, "text_scorer", spy)
     run_in(tmp_path, args, monkeypatch)
     folder = only(tmp_path, "runs/*")
     of_language_model, *of_updates = [scores.numpy() for scores in seen]
@@ -726,7 +745,7 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
         assert row["objective/function_score"] == pytest.approx(scores.mean(), rel=1e-6)
         assert row["objective/score"] == pytest.approx((scores.mean() - center) / deviation, abs=1e-5)
     state = json.loads((folder / f"checkpoints/{UPDATES}/state.json").read_text())
-    assert state["score_scale"] == pytest.approx([center, deviation], rel=1e-12)
+    assert state["score_scale"] == pytest.approx({"mean": center, "std": deviation}, rel=1e-12)
 
     seen.clear()
     longer = dataclasses.replace(args.ppo, total_episodes=(UPDATES + 1) * BATCH)
@@ -739,8 +758,8 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
 @pytest.mark.parametrize(("scores", "mean"), [([], 0.0), ([3.0, 3.0], 3.0), ([0.1] * 3, 0.1)])
 def test_a_scale_needs_scores_that_differ(scores: list[float], mean: float):
     """By more than rounding: the mean of three times 0.1 is not quite 0.1."""
-    scale, found = train_policy.scorers.Scale(), torch.tensor(scores, dtype=torch.float64)
-    scale.fit(found, train_policy.processes.make_accelerator(sharding=False))
+    scale, found = cli.Scale(), torch.tensor(scores, dtype=torch.float64)
+    scale.fit(found, processes.make_accelerator())
     assert (scale.mean, scale.std) == (pytest.approx(mean), 1.0)
     assert scale.undo(scale.apply(torch.tensor([5.0]))).item() == pytest.approx(5.0)
 
@@ -757,13 +776,26 @@ def test_without_samples_a_function_keeps_its_scale(args: Args, tmp_path: Path, 
 # ---- One source of scores, one task ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"function": "math:sqrt"}, {"trained_model": ""}], ids=["two", "none"])
-def test_a_policy_needs_exactly_one_scorer(changes: dict[str, str], args: Args, tmp_path: Path, monkeypatch, capsys):
+def test_a_policy_has_one_scorer_and_finds_the_newest_reward_model(args: Args, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    wrong = replace(args, rewards=replace(args.rewards, **changes))
+    wrong = replace(args, rewards=replace(args.rewards, function="math:sqrt"))
     line = ends_with_one_line(lambda: train_policy.train(wrong), capsys)
     assert line == "error: give one of --rewards.trained_model and --rewards.function"
+    unnamed = replace(args, base_model="nobody/none", rewards=replace(args.rewards, trained_model=""))
+    line = ends_with_one_line(lambda: train_policy.train(unnamed), capsys)
+    assert line.startswith(
+        "error: models/ has no reward model of the preset sentiment; train one with train_reward.py"
+    )
     assert not list(tmp_path.iterdir())
+    for run_of in ("train_reward__sentiment__1__20", "other__sentiment__2__100", "train_reward__tales__1__999"):
+        (tmp_path / "models" / run_of / "reward").mkdir(parents=True)
+        (tmp_path / "models" / run_of / "reward/ppo_rlhf.json").write_text("{}")
+    (tmp_path / "models/train_reward__sentiment__1__1000/reward").mkdir(parents=True)  # not saved yet
+    found = cli.with_newest_reward_model(unnamed)
+    assert found.rewards.trained_model == "models/other__sentiment__2__100/reward"
+    assert "models/other__sentiment__2__100/reward, the newest of the preset sentiment" in capsys.readouterr().out
+    resumed = replace(unnamed, resume="runs/a")
+    assert cli.with_newest_reward_model(resumed) is resumed
 
 
 @pytest.mark.parametrize("part", ["reward", "policy"])
@@ -816,7 +848,7 @@ def test_sample_takes_all_texts_of_a_file_that_ppo_never_read(source, tiny_token
     monkeypatch.chdir(tmp_path)
     for name in ("own.txt", "other.txt", "stories.txt"):
         Path(name).write_text(".a.\n" * 53)
-    task = dataclasses.asdict(TaskArgs("own.txt", query_length=4, response_length=2, truncate_after=0))
+    task = dataclasses.asdict(TaskArgs(query_dataset="own.txt", query_length=4, response_length=2, truncate_after=0))
     queries, _ = sample.Continuations(task, tiny_tokenizer, source, tmp_path).held_out(60)
     assert len(queries) == (53 if source == "other.txt" else 1)
 

@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import models, plots
+from ppo_rlhf.lib import cli, models, plots
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.label_files import LabelKind
 from ppo_rlhf.train_reward import (
@@ -237,20 +237,20 @@ def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):
 
 # ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
-SCORED = "torch.cat([queries.to(responses.device), responses], dim=1)"
+SCORED = "torch.cat([queries, responses], dim=1)"
 TRUNCATED = ".masked_fill((responses == ids.stop).cumsum(1) > 0, ids.pad)"
 ORDER = 'torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))'
 ASKED, BATCHES_OF = "args.normalize_samples", "args.rollout_batch_size"
 AFTER = 'normalize_now("after", 0.0, 1.0)'
 RATE = 'optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)'
-BACKBONE = "models.load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)"
+BACKBONE = "load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)"
 COPY = 'RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16")'
 
 # mistake: (kind of label, function of train_reward.py, {what stands in it: what stands there instead})
 MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     "D09 prefix and suffix swapped": (
         "best",
-        "sample_to_normalize",
+        "sample_and_normalize",
         {"add_affixes(queries, ids.prefix, ids.suffix)": "add_affixes(queries, ids.suffix, ids.prefix)"},
     ),
     "D11 not from the first text": (
@@ -285,19 +285,19 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     ),
     "D27 other weights at the start": (
         "best",
-        "train",
+        "load_models",
         {BACKBONE: f"{BACKBONE}.apply(lambda m: hasattr(m, 'reset_parameters') and m.reset_parameters())"},
     ),
     "D28 reward model reads the affixes": (
         "best",
-        "sample_to_normalize",
+        "sample_and_normalize",
         {SCORED: "torch.cat([contexts, responses], dim=1)"},
     ),
     "D32 learned gain is kept": ("best", "normalize", {"reward_model.gain.fill_(1.0)": "pass"}),
     "D32 learned bias is kept": ("score", "normalize", {"reward_model.bias.fill_(0.0)": "pass"}),
     "D33 samples of the model that is trained": (
         "best",
-        "train",
+        "load_models",
         {COPY: "RewardModel(language_model.requires_grad_(True).base_model)"},
     ),
     "D34 ratings have another scale": ("score", "train", {"*scale_before": "0.0, 1.0"}),
@@ -307,7 +307,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
         "reward_sizes",
         {f"math.ceil({ASKED} / {BATCHES_OF}) * {BATCHES_OF}": ASKED},
     ),
-    "D37 samples are truncated": ("best", "sample_to_normalize", {SCORED: SCORED.replace("es]", f"es{TRUNCATED}]")}),
+    "D37 samples are truncated": ("best", "sample_and_normalize", {SCORED: SCORED.replace("es]", f"es{TRUNCATED}]")}),
     "D38 the same queries again": ("best", "train", {AFTER: "stream.position = 0; " + AFTER}),
     "D38 the same noise again": ("best", "train", {AFTER: AFTER.replace("after", "before")}),
     "D38 the scale of the labels again": ("score", "train", {AFTER: 'normalize_now("after", *scale_before)'}),
@@ -317,7 +317,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     "D42 learning rate of the next step": ("best", "train", {RATE: RATE.replace("step)", "step + 1)")}),
     "D76 head of another seed": (
         "best",
-        "train",
+        "load_models",
         {"torch.manual_seed(args.seed)": "torch.manual_seed(args.seed + 1)"},
     ),
     "X07 whole chunks of held-out labels only": (
@@ -342,7 +342,8 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_detected(mistake: str, all_args, expected, tmp_path: Path, monkeypatch):
     kind, name, replacements = MISTAKES[mistake]
-    monkeypatch.setattr(train_reward, name, mistaken(train_reward, name, replacements))
+    module = cli if name == "reward_sizes" else train_reward
+    monkeypatch.setattr(module, name, mistaken(module, name, replacements))
     left = run_in(tmp_path, all_args[kind], monkeypatch)
     with pytest.raises(AssertionError):
         check_same(left, expected[kind])
@@ -350,7 +351,8 @@ def test_mistake_is_detected(mistake: str, all_args, expected, tmp_path: Path, m
 
 def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path: Path, monkeypatch):
     for name in {name for _, name, _ in MISTAKES.values()}:
-        monkeypatch.setattr(train_reward, name, mistaken(train_reward, name, {}))
+        module = cli if name == "reward_sizes" else train_reward
+        monkeypatch.setattr(module, name, mistaken(module, name, {}))
     check_same(run_in(tmp_path, all_args["best"], monkeypatch), expected["best"])
 
 

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmark.cost.speed import SHAPES, spread, spread_lengths
 from benchmark.curves.compare import markdown
 from ppo_rlhf import tldr_policy, train_policy
-from ppo_rlhf.lib import lm, networks as ours, packing, passes, processes, texts
+from ppo_rlhf.lib import cli, lm, networks as ours, packing, passes, processes
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.run import commit, cpu_name
@@ -153,23 +153,20 @@ def make_update(case: Case, device: torch.device) -> tuple[Callable[[], None], l
 def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> Callable[[], None]:
     trained, reference, scoring = networks
     policy = train_policy.PolicyWithValueHead(trained).to(queries_on.device)
-    reward_model = lm.RewardModel(scoring).to(queries_on.device)
+    reward_model = train_policy.RewardModel(scoring).to(queries_on.device)
     optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=1e-6)
-    ids = texts.TaskIds(prefix=[], suffix=[], pad=pad, eos=END, stop=None, context_length=queries.shape[1])
     ppo = train_policy.PpoArgs(noptepochs=case.epochs, nminibatches=case.minibatches, whiten_groups=1)
     permutations = train_policy.draw_permutations(1, 0, case.epochs, range(1), case.batch)
 
-    by_length = partial(passes.by_length, pad_id=pad)
-    task = texts.TaskArgs(response_length=case.response_length, temperature=0.7)
-    sampling = {"temperature": task.temperature, "new_tokens": task.response_length}
+    ids = train_policy.TaskIds(prefix=[], suffix=[], pad=pad, eos=END, stop=None, context_length=queries.shape[1])
+    settings = {"policy": policy, "reference": reference, "reward": reward_model, "scale": cli.Scale(), "monitor": {}}
+    task = train_policy.TaskArgs(response_length=case.response_length, temperature=0.7)
+    settings |= {"ids": ids, "task": task, "rows": case.batch}
 
     def update() -> None:
-        with torch.no_grad():
-            responses, logprobs, values, _ = by_length(train_policy.respond, policy, queries_on, uniforms, **sampling)
-            tokens = torch.cat([queries_on, responses], dim=1)
-            by_length(train_policy.reference_logprobs, reference, tokens, ids=ids, task=task)
-            by_length(nn.Module.__call__, reward_model, tokens)
-        rollout = train_policy.Rollout(tokens, logprobs, values, torch.zeros_like(values))
+        rollout = train_policy.make_rollout(
+            queries_on, uniforms, 0.0, **networks, ids=ids, task=task, rows=case.batch
+        )
         train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, pad, 0.7)
 
     return update

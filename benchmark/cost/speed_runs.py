@@ -119,19 +119,16 @@ def ours(settings: Settings) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch, updates, phases = Stopwatch(device), [], []
 
-    def load_scorer(*args: Any) -> Callable:
-        return watch.around("scoring", load_untimed_scorer(*args))
-
     def log(run: Run, step: int, metrics: dict[str, float]) -> None:
         updates.append(time.time())
-        phases.append(watch.seconds())
+        seconds = watch.seconds()
+        phases.append(seconds | {"scoring": seconds["scoring"] - seconds["generation"]})
         watch.spans.clear()
         log_untimed(run, step, metrics)
 
-    load_untimed_scorer, train_policy.load_scorer = train_policy.load_scorer, load_scorer
     log_untimed, Run.log = Run.log, log
-    train_policy.respond = watch.around("generation", train_policy.respond)
-    train_policy.reference_logprobs = watch.around("scoring", train_policy.reference_logprobs)
+    train_policy.generate = watch.around("generation", train_policy.generate)
+    train_policy.make_rollout = watch.around("scoring", train_policy.make_rollout)  # with the generation in it
     train_policy.ppo_update = watch.around("training", train_policy.ppo_update)
 
     flags = {

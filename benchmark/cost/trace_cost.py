@@ -24,7 +24,7 @@ from ppo_rlhf.lib import cli, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 SCRIPTS = {
-    "train_policy": (train_policy, train_policy, "trace_episodes"),
+    "train_policy": (train_policy, traces.Recorder, "record"),
     "tldr_policy": (tldr_policy, traces.Recorder, "record"),
     "rlvr_policy": (rlvr_policy, traces.Recorder, "record"),
 }

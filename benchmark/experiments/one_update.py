@@ -98,14 +98,14 @@ def record() -> dict[int, dict[str, Any]]:
     tokenizer = models.load_tokenizer(str(tales.find_world() / "model"))
     ppo_loss, update_metrics = train_policy.ppo_loss, train_policy.update_metrics
 
-    def recorded_loss(new_logprobs, entropies, new_values, logprobs, *others):
+    def recorded_loss(*, new_logprobs, new_values, logprobs, **others):
         tensors = {"new_logprobs": new_logprobs, "new_values": new_values}
         for i, row in enumerate(logprobs.tolist()):
             losses.append((row, {name: tensor[i].tolist() for name, tensor in tensors.items()}))
-        return ppo_loss(new_logprobs, entropies, new_values, logprobs, *others)
+        return ppo_loss(new_logprobs=new_logprobs, new_values=new_values, logprobs=logprobs, **others)
 
-    def recorded_metrics(this_run, args, update, ids, rollout, episodes, stats):
-        metrics = update_metrics(this_run, args, update, ids, rollout, episodes, stats)
+    def recorded_metrics(rollout, stats, this_run, args, update, ids, kl_coef):
+        metrics = update_metrics(rollout, stats, this_run, args, update, ids, kl_coef)
         logprobs, length = rollout.logprobs.tolist(), args.task.response_length
         # Every epoch visits each episode once, in another order.
         read = [[told for row, told in losses if row == episode] for episode in logprobs]
@@ -113,18 +113,18 @@ def record() -> dict[int, dict[str, Any]]:
         responses = rollout.context_responses[:, -length:].tolist()
         updates[update] = {
             "settings": {
-                **{"kl_coef": episodes.kl_coef, **vars(args.rewards.adaptive_kl)},
+                **{"kl_coef": kl_coef, **vars(args.rewards.adaptive_kl)},
                 **{name: getattr(args.task, name) for name in ("truncate_after", "penalty_reward_value")},
                 **{name: getattr(args.ppo, name) for name in ("gamma", "lam", "cliprange", "cliprange_value")},
                 "vf_coef": args.ppo.vf_coef,
             },
-            "queries": [tokenizer.decode([t for t in row if t != ids.pad]) for row in episodes.queries.tolist()],
+            "queries": [tokenizer.decode([t for t in row if t != ids.pad]) for row in rollout.queries.tolist()],
             "tokens": [traces.pieces(tokenizer, row, ids.pad) for row in responses],
-            "scored": (episodes.responses != ids.pad).tolist(),
-            "raw_scores": episodes.raw_scores.tolist(),
-            "stopped": episodes.stopped.tolist(),
+            "scored": (rollout.truncated_responses != ids.pad).tolist(),
+            "raw_scores": rollout.objectives["raw_score"].tolist(),
+            "stopped": rollout.objectives["stopped"].tolist(),
             "logprobs": logprobs,
-            "ref_logprobs": episodes.ref_logprobs.tolist(),
+            "ref_logprobs": rollout.ref_logprobs.tolist(),
             "values": rollout.values.tolist(),
             "epochs": [
                 {name: [told[epoch][name] for told in read] for name in ("new_logprobs", "new_values")}

@@ -1,9 +1,15 @@
-"""The command line: presets, --resume, and checks of arguments.
+"""The command line: presets, --resume, and checks of what the arguments name.
 
-`flag`, `typed` and `typed_as` say how arguments are named in messages; scripts find them here.
+All that is wrong ends in one line. What helps with that, scripts find here: `flag`, `typed` and `typed_as`, which say
+how arguments are named in messages; the launcher's processes (launch.py); files of models (pretrained.py); the user's
+own functions (scorers.py); and the rows that fit into memory (memory.py).
+
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import dataclasses
+import functools
+import math
 import os
 import re
 import sys
@@ -13,9 +19,44 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tyro
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import errors, files, run
-from ppo_rlhf.lib.errors import InputError, flag, typed, typed_as  # noqa: F401, scripts find the last here
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as  # noqa: F401
+from ppo_rlhf.lib.launch import (  # noqa: F401
+    PATIENCE,
+    anew_with_lower,
+    check_equal,
+    check_finite,
+    check_update,
+    launcher,
+    mean_over_processes,
+    rows_at_a_time,
+    split_evenly,
+)
+from ppo_rlhf.lib.memory import few_rows_at_a_time, rows_that_fit  # noqa: F401
+from ppo_rlhf.lib.pretrained import (  # noqa: F401
+    SAFETENSORS_ONLY,
+    check_kind,
+    check_model,
+    check_reward_model,
+    check_size,
+    check_vocabulary,
+    checked_model,
+    config_for_plots,
+    is_dropout,
+    load_head,
+    load_tokenizer,
+    model_errors,
+    one_token,
+    read_config,
+    read_info,
+    vocabulary_size,
+    weight_files,
+    weights_dtypes,
+)
+from ppo_rlhf.lib.scale import Scale  # noqa: F401
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 
@@ -57,6 +98,34 @@ class RunArgs:
     """push the trained model to the Hugging Face hub"""
     hf_entity: str = ""
     """user or organisation on the hub; empty: whoever is logged in"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyRunArgs(RunArgs):
+    """What chapter 1's script of a policy adds to them, apart from the algorithm."""
+
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
+    compile: bool = False
+    """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
+    log_interval: int = 10
+    """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process and one whitened group"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryArgs:
+    """Chapter 1's memory knobs. They change how rows are divided, and numbers only by rounding."""
+
+    local_micro_batch_size: int = 0
+    """episodes or labels per forward and backward pass on one process; a memory knob; 0: as many as fit"""
+    local_micro_batch_tokens: int = 0
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
+    local_rollout_batch_size: int = 0
+    """rows per pass without gradients on one process; a memory knob; 0: as many as fit"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,3 +362,154 @@ def check_horizon(horizon: int, episodes: int) -> None:
             f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
             f"{episodes // 5 + 1} would do"
         )
+
+
+# ---- Chapter 1 -------------------------------------------------------------------------------------------------
+
+# Names under objective/ that are taken, so no function to monitor can have them.
+OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
+OBJECTIVES |= {"kl_coef", "score_total", "scores", "function_score"}
+
+
+def check_task(task: Any) -> None:
+    """Refuse a task's numbers that cannot be meant."""
+    for name in ("query_length", "response_length", "temperature"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    if not 0 <= task.truncate_after <= task.response_length:
+        raise InputError(
+            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
+        )
+
+
+def check_ppo_arguments(args: Any) -> None:
+    """Refuse numbers of a policy's script that cannot be meant."""
+    check_values(args)
+    at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    at_least(1, "", args, "trace_episodes")
+    at_least(0, "rewards.", args.rewards, "kl_coef", "normalize_samples")
+    at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
+    above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
+    if args.ppo.value_head_lr is not None:
+        above_zero("ppo.", args.ppo, "value_head_lr")
+    check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PpoSizes:
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
+    local_groups: int
+    group_batch: int
+
+
+def ppo_sizes(ppo: Any, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
+    at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
+    slices = ppo.whiten_groups * ppo.nminibatches
+    what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
+    group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    # [D68] The original asks for eight episodes.   train_policy.py#L69-L75
+    if ppo.whiten_rewards and group_minibatch < 8:
+        raise InputError(
+            f"{typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
+            f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
+            f"{flag('ppo.batch_size')} {8 * slices} is enough; fewer {flag('ppo.whiten_groups')} need less"
+        )
+    rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", ppo.batch_size // num_processes)
+    rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
+    return PpoSizes(
+        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
+        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
+        batch=ppo.batch_size,
+        local_batch=ppo.batch_size // num_processes,
+        local_groups=local_groups,
+        group_batch=ppo.batch_size // ppo.whiten_groups,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardSizes:
+    """Sizes, from the arguments and the number of processes: labels, or samples to normalise on."""
+
+    steps: int
+    batch: int
+    local_batch: int
+    normalize_samples: int
+    local_normalize_samples: int
+    local_rollout_batch: int
+
+
+def reward_sizes(args: Any, num_processes: int) -> RewardSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    check_values(args)
+    above_zero("", args, "lr")
+    at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
+    at_least(0, "", args, "normalize_samples", "save_interval")
+    at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    # [D43] A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
+    local_batch = split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    local_rollout_batch = split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
+    if args.num_train % args.batch_size:
+        fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
+        raise InputError(
+            f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
+            f"{flag('num_train')} {fitting} is"
+        )
+    rows_at_a_time("", args, "local_micro_batch_size", local_batch)
+    # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
+    #       train_reward.py#L197-L199
+    normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
+    return RewardSizes(
+        steps=args.num_train // args.batch_size,
+        batch=args.batch_size,
+        local_batch=local_batch,
+        normalize_samples=normalize_samples,
+        local_normalize_samples=normalize_samples // num_processes,
+        local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
+    )
+
+
+def with_newest_reward_model(args: Any) -> Any:
+    """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
+    if args.rewards.trained_model or args.rewards.function or args.resume:
+        return args
+    if not (newest := run.newest_model(args.preset, "reward")):
+        raise InputError(
+            f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
+            f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"
+        )
+    run.say(f"reward model {newest}, the newest of the preset {args.preset}")
+    return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
+
+
+def checkpoint_layers(network: nn.Module) -> None:
+    """For --gradient_checkpointing; see lib/layers.py."""
+    from ppo_rlhf.lib import layers
+
+    layers.checkpoint_layers(network)
+
+
+Scorer = Callable[..., Tensor]  # token ids of queries and truncated responses -> scores (batch,)
+
+
+def load_function(name: str, field: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> Scorer:
+    """The user's function `package.module:name`, which all processes call together. See lib/scorers.py."""
+    from ppo_rlhf.lib import scorers
+
+    return scorers.text_scorer(name, field, tokenizer, pad_id, on_all_processes=True)
+
+
+def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, Scorer]:
+    """The function that is only logged, under its name; an empty dictionary if there is none."""
+    if not name:
+        return {}
+    from ppo_rlhf.lib import scorers
+
+    of_texts = functools.partial(load_function, tokenizer=tokenizer, pad_id=pad_id)
+    return scorers.load_monitor(name, OBJECTIVES, of_texts)

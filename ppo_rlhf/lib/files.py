@@ -8,6 +8,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from ppo_rlhf.lib.errors import InputError
+
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"ppo": {"lr": 1}} becomes {"ppo.lr": 1}."""
@@ -64,3 +66,11 @@ def replace_file(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file. Its numbers must be finite: JSON has no others."""
     replace_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuse a text with a lone surrogate, which no tokenizer accepts."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is not valid Unicode: {error}") from error

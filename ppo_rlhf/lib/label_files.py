@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, hub, models, sources, texts
+from ppo_rlhf.lib import files, hub, pretrained
 from ppo_rlhf.lib.errors import InputError, flag
 
 OPENAI_PAD_ID = 50259
@@ -28,7 +28,7 @@ LARGEST_RATING = 1e6
 LabelKind = Literal["best", "score", "difference"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Labels:
     """Judgements of n continuations of each query. The kind of label says what a target means:
 
@@ -45,8 +45,10 @@ class Labels:
     held_out: int | None = None  # so many labels, the last ones, are never trained on; None: all that are left over
 
 
-def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Labels:
-    """Read a label file in OpenAI's format and check every row. A row has one of these forms:
+def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int = 0) -> Labels:
+    """Read a label file in OpenAI's format and check every row.
+
+    num_train: how many there must be, besides those that are held out. A row has one of these forms:
 
         {"query": ids, "sample0": ids, "sample1": ids, ..., "best": 1}             the best of n
         {"query": ids, "sample": ids, "score": 0.7}                                a rating
@@ -69,7 +71,7 @@ def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedT
     # [D19] A choice among samples.   label_types.py#L33-L55
     # [D21] A rating, or a difference.   label_types.py#L58-L120
     path = find_label_file(label_dataset, task.query_dataset)
-    what, vocab_size = f"{flag('label_dataset')} {path}", models.vocabulary_size(tokenizer)
+    what, vocab_size = f"{flag('label_dataset')} {path}", pretrained.vocabulary_size(tokenizer)
     try:
         rows = files.read_json(path)
     except (OSError, ValueError) as error:
@@ -105,10 +107,22 @@ def read_labels(label_dataset: str, task: texts.TaskArgs, tokenizer: PreTrainedT
         except InputError as error:
             raise InputError(f"{what}: row {number} {error}") from error
 
+    # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
+    if (there := len(rows) - meta.get("held_out", 0)) < num_train:
+        besides = f", besides {meta['held_out']} that are held out" if "held_out" in meta else ""
+        raise InputError(
+            f"{flag('num_train')} {num_train}: {flag('label_dataset')} {label_dataset} has {there} labels{besides}"
+        )
+
     def tokens(key: str) -> torch.Tensor:
         if as_texts:
-            return texts.padded([texts.encode_text(tokenizer, row[key]) for row in rows], vocab_size)
-        return torch.tensor([[vocab_size if token == padding_id else token for token in row[key]] for row in rows])
+            options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+            ids = [tokenizer.encode(row[key], **options) for row in rows]
+        else:
+            ids = [[vocab_size if token == padding_id else token for token in row[key]] for row in rows]
+        longest = max(map(len, ids))
+        padded = [row + [vocab_size] * (longest - len(row)) for row in ids]
+        return torch.tensor(padded, dtype=torch.long).view(-1, longest)
 
     return Labels(
         queries=tokens("query"),
@@ -226,4 +240,4 @@ def check_texts(row: dict[str, Any], keys: Collection[str]) -> None:
     for key in keys:
         if not isinstance(row.get(key), str) or not (row[key] or key == "query"):
             raise InputError(f"has no text under {key!r}")
-        sources.check_text(row[key], f"with its {key}")
+        files.check_text(row[key], f"with its {key}")

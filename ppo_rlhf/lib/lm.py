@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import memory, passes, precision
+from ppo_rlhf.lib.precision import KeyValueCache
 
 LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
@@ -172,7 +173,7 @@ def generate(
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
     length = contexts.shape[1] + uniforms.shape[1]
-    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length)
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
     attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
     masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
     responses, logprobs, hidden_states = [], [], []
@@ -269,7 +270,7 @@ def generate_until(
 
 def read_contexts(
     lm_backbone: PreTrainedModel, contexts: Tensor, pad_id: int, response_length: int
-) -> tuple[Tensor, Tensor, precision.KeyValueCache]:
+) -> tuple[Tensor, Tensor, KeyValueCache]:
     """Read contexts (batch, context_length), padded on the left, in passes of similar length.
 
     Returns the last hidden state of each (batch, width), which of its columns are real, and the cache of keys and
@@ -279,14 +280,14 @@ def read_contexts(
     contexts, copies = contexts.unique_consecutive(dim=0, return_inverse=True)  # copies: (batch,)
     mask, length = contexts != pad_id, contexts.shape[1]  # (batch, context_length)
     position_ids, tokens = mask.cumsum(1) - mask.long(), contexts.masked_fill(~mask, 0)
-    cache = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
     # Rows of a pass keep their order: their place changes how sums are rounded, and small/grpo.py does not sort them.
     plan = passes.plan_passes(mask.sum(1).cpu(), lm_backbone)
     plan = [passes.Pass(one.rows.sort().values, one.longest) for one in plan]
 
     def read(rows: Tensor, tokens: Tensor, mask: Tensor, position_ids: Tensor, longest: int) -> Tensor:
         real = slice(length - longest, length)
-        own = precision.KeyValueCache(config=lm_backbone.config, max_cache_len=longest)
+        own = KeyValueCache(config=lm_backbone.config, max_cache_len=longest)
         hidden_states = lm_backbone.base_model(
             input_ids=tokens[:, real],
             attention_mask=causal_mask(mask[:, real], lm_backbone.dtype),

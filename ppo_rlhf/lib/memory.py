@@ -23,14 +23,14 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -158,6 +158,44 @@ def limit_passes(
     largest = pass_bytes(network, tokens, "training")
     mebibytes = {"largest_pass_mib": largest, "process_mib": held + coming + largest}
     return {"largest_pass_tokens": tokens} | {name: round(size / 2**20) for name, size in mebibytes.items()}
+
+
+def rows_that_fit(
+    args: Any,
+    accelerator: Accelerator,
+    network: nn.Module,
+    *,
+    length: int,
+    local_batch: int,
+    local_rollout_batch: int = 0,
+) -> dict[str, int]:
+    """Chapter 1's sizes: rows of a micro-batch, rows of a pass without gradients, and what limit_passes returns.
+
+    length: tokens of each row; local_batch: rows of a batch of this process; local_rollout_batch: rows of a pass
+    without gradients, unless they don't fit; 0: those of the batch.
+    """
+    ppo = getattr(args, "ppo", args)
+    minibatch = local_batch // getattr(ppo, "nminibatches", 1)
+    limits = limit_passes(args, accelerator, network, rows=minibatch, length=length)
+    fitting = max(1, tokens_that_fit(network, budget / 2, "reading") / length)
+    sizes = {"local_micro_batch": limits["largest_pass_tokens"] // length}
+    return (
+        sizes
+        | {
+            "local_rollout_batch": int(
+                min(ppo.local_rollout_batch_size or local_rollout_batch or local_batch, fitting)
+            )
+        }
+        | limits
+    )
+
+
+def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
+    results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 def states_to_come(network: nn.Module) -> int:

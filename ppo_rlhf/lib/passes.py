@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.lib import memory, processes
 
-limit = memory.limit_passes  # which the scripts find here
+limit, few_rows_at_a_time = memory.limit_passes, memory.few_rows_at_a_time  # which the scripts find here
 
 
 def by_length(
@@ -229,14 +229,6 @@ def in_passes(function: Callable, plan: list[Pass], *tensors: Tensor) -> Tensor 
         return torch.cat(results)[back]
     make = getattr(results[0], "_make", tuple)
     return make(torch.cat(parts)[back] for parts in zip(*results, strict=True))
-
-
-def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
-    results = [function(*few) for few in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
-    if isinstance(results[0], Tensor):
-        return torch.cat(results)
-    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 def few_logits_at_a_time(function: Callable, numbers: int, *tensors: Tensor) -> tuple[Tensor, ...]:

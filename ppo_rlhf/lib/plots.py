@@ -2,6 +2,25 @@
 
 from pathlib import Path
 
+# Panels of chapter 1's scripts: for each title, the metrics that it shows.
+PPO = {
+    "score": ["objective/scores", "objective/gold_scores"],
+    "KL from the reference (nats)": ["objective/kl"],
+    "KL coefficient": ["objective/kl_coef"],
+    "entropy of the policy (nats per token)": ["ppo/policy/entropy"],
+    "policy loss": ["ppo/loss/policy"],
+    "value loss": ["ppo/loss/value"],
+    "value error and variance of returns": ["ppo/val/error", "ppo/returns/var"],
+    "clipped share of tokens": ["ppo/policy/clipfrac", "ppo/val/clipfrac"],
+}
+REWARD = {
+    "loss": ["train/loss"],
+    "accuracy": ["train/accuracy"],
+    "correlation with the ratings": ["train/corr"],
+    "learning rate": ["train/lr"],
+    "gain": ["train/gain"],
+}
+
 
 def draw_learning_curves(folder: Path, rows: list[dict[str, float]], panels: dict[str, list[str]]) -> None:
     """Draw learning_curves.png in a run's folder. panels: for each title, the metrics that its panel shows."""

@@ -30,13 +30,16 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, hub, lm, models, processes, scorers, sources, texts
+from ppo_rlhf.lib import files, hub_files, lm, models, processes, scorers, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
-COMPARISON_FILES = hub.HubFiles(
+COMPARISON_FILES = hub_files.HubFiles(
     "openai/summarize_from_feedback", ("comparisons/{split}/*.parquet",), revision="refs/convert/parquet"
 )
+
+# In tokens. A cut in a text changes how the text before it is tokenized, but only within this distance of the cut.
+CUT_MARGIN = 100
 
 # ---- Task ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ def fit_query(
     ends = [len(post), *line_by_line, *in_the_first_line]
     # A shorter post has fewer tokens, up to a few at the cut: those with many too many need not be tried one by one.
     first = bisect.bisect_left(
-        ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + texts.CUT_MARGIN
+        ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + CUT_MARGIN
     )
     for end in ends[first:]:
         if len(tokens := encode(text := format_query(post[:end]))) <= query_length:
@@ -252,7 +255,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
-        with hub.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
+        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
             from datasets import load_dataset
 
             if field == "posts":
@@ -273,7 +276,7 @@ def check_row(row: dict[str, Any], keys: tuple[str, ...], what: str) -> None:
     for key in keys:
         if not isinstance(row.get(key), str):
             raise InputError(f"{what} has no text under {key!r}")
-        sources.check_text(row[key], f"{what}, {key!r},")
+        files.check_text(row[key], f"{what}, {key!r},")
 
 
 def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:

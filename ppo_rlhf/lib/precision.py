@@ -1,8 +1,6 @@
 """What `--dtype` means: the precision of weights, of matrix products, and of what a sampler remembers."""
 
 import contextlib
-import re
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,16 +22,6 @@ def mixed_precision(
     if not enabled:
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=keep_casts)
-
-
-def advice(dtype: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """A line for the console if bfloat16 makes matrix products slower, as on processors that can't multiply it."""
-    if dtype != "bfloat16" or device.type != "cpu" or not cpuinfo.is_file():
-        return ""
-    features = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
-    if features is None or "bf16" in features[1]:  # avx512_bf16, amx_bf16, or bf16 on ARM
-        return ""
-    return "This processor has no instructions for bfloat16, which is several times as slow here; use float32."
 
 
 class KeyValueCache(StaticCache):

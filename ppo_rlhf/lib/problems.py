@@ -24,10 +24,10 @@ import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import hub, lm, models, posts, processes, rewards, run, sources, texts
+from ppo_rlhf.lib import hub_files, lm, models, posts, processes, rewards, run, sources, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
-GSM8K_FILES = hub.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
+GSM8K_FILES = hub_files.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
 SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        with hub.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
+        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
             from datasets import load_dataset
 
             split = split or "test"

@@ -314,15 +314,12 @@ def import_verifier(name: str, field: str) -> Callable:
 
 
 def import_functions(shaping: Any) -> None:
-    """Import the functions that these arguments of a script, its `rewards`, name, and drop them.
-
-    An InputError says which is not there, before a script loads or downloads anything else.
-    """
-    for field in ("function", "monitor", "verifier", "format"):
+    """As in lib/scorers.py; chapter 3's arguments may also name verifiers."""
+    scorers.import_functions(shaping)
+    for field in ("verifier", "format"):
         name = getattr(shaping, field, "")
         if name and name not in VERIFIERS:
-            find = import_verifier if field in ("verifier", "format") else scorers.import_function
-            find(name, f"rewards.{field}")
+            import_verifier(name, f"rewards.{field}")
 
 
 def keeps_nothing(*names: str) -> bool:

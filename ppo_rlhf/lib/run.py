@@ -18,6 +18,7 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 import contextlib
 import csv
 import dataclasses
+import glob
 import hashlib
 import importlib
 import importlib.metadata
@@ -28,7 +29,6 @@ import math
 import os
 import platform
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +45,8 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import checkpoints, errors, files, plots, precision, processes, traces
+from ppo_rlhf.lib import checkpoints, errors, files, launch
+from ppo_rlhf.lib.checkpoints import training_state  # noqa: F401 scripts find it here
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 
@@ -210,9 +211,9 @@ class Run:
             self.folder = Path(runs).absolute() / run_name(args, timestamp)
         self.model_folder = beside(self.folder.parent) / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
-        self._writers: list[Callable[[int, dict[str, float]], None]] = []
-        self._sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
-        self._closers: list[Callable[[], None]] = []
+        self.writers: list[Callable[[int, dict[str, float]], None]] = []
+        self.sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
+        self.closers: list[Callable[[], None]] = []
         self._unlock: Callable[[], None] = lambda: None
         self._progress: Any = None
         self._told_to_stop = self._stopping = self._told_size = False
@@ -256,7 +257,7 @@ class Run:
                     f"--resume {self.args.resume}: {shown(place)} is not what {flag(name)} was when this run began; "
                     f"bring that back"
                 )
-        processes.fail_together(problem)
+        launch.fail_together(problem)
         return before | sums
 
     def seconds(self) -> float:
@@ -292,15 +293,17 @@ class Run:
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
         print(f"run {shown(self.folder)}")
         print_table("", sizes, show_lines=False)
-        for line in filter(None, (note, precision.advice(self.args.dtype, self.accelerator.device))):
+        for line in filter(None, (note, launch.advice(self.args.dtype, self.accelerator.device))):
             print(line)
         self._open_csv()
         self._open_tensorboard()
         if self.args.track:
-            self._open_wandb(config or {})
+            from ppo_rlhf.lib import tracking
+
+            tracking.open_wandb(self, config or {})
 
     def _close_logs(self) -> None:
-        for close in self._closers:
+        for close in self.closers:
             close()
 
     def _cut_logs(self, first_step: int) -> None:
@@ -320,7 +323,10 @@ class Run:
         csv.writer(kept, lineterminator="\n").writerows([header, *rows[:first_step]] if first_step else [])
         files.replace_file(metrics_file, kept.getvalue())
         files.replace_file(samples_file, "".join(samples))
-        traces.cut(self.folder, first_step)
+        if (self.folder / "traces").exists():
+            from ppo_rlhf.lib import traces
+
+            traces.cut(self.folder, first_step)
 
     def _open_csv(self) -> None:
         file = (self.folder / "metrics.csv").open("a", newline="")
@@ -332,8 +338,8 @@ class Run:
             writer.writerow([step, *metrics.values()])
             file.flush()
 
-        self._writers.append(write)
-        self._closers.append(file.close)
+        self.writers.append(write)
+        self.closers.append(file.close)
 
     def _open_tensorboard(self) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -352,48 +358,15 @@ class Run:
 
         for row in self.rows:
             write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
-        self._writers.append(write)
-        self._closers.append(board.close)
-
-    def _open_wandb(self, config: dict[str, Any]) -> None:
-        import wandb
-
-        try:
-            tracked = wandb.init(
-                project=self.args.wandb_project_name,
-                entity=self.args.wandb_entity,
-                name=self.meta["name"],
-                id=self.meta["wandb_id"],
-                resume="allow",
-                config=self.meta["args"] | config | {"commit": self.meta["commit"]},
-                dir=str(self.folder),
-                settings=wandb.Settings(disable_code=True, disable_git=True),  # a remote's address may hold a token
-            )
-        except wandb.errors.Error as error:
-            if not self.args.resume:
-                shutil.rmtree(self.folder)
-            raise InputError(f"{flag('track')}: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
-        self.save_meta(wandb_id=tracked.id)
-
-        def write_samples(step: int, samples: list[dict[str, Any]]) -> None:
-            rows = [list(sample.values()) for sample in samples]
-            tracked.log({"samples": wandb.Table(columns=list(samples[0]), data=rows)}, step=step)
-
-        def close() -> None:
-            if (picture := self.folder / "learning_curves.png").exists():
-                tracked.summary["learning_curves"] = wandb.Image(str(picture))
-            tracked.finish()
-
-        self._writers.append(lambda step, metrics: tracked.log(metrics, step=step))
-        self._sample_writers.append(write_samples)
-        self._closers.append(close)
+        self.writers.append(write)
+        self.closers.append(board.close)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row of metrics, on the main process. step: 0-based."""
         if self.is_main:
             metrics = {name: float(value) for name, value in metrics.items()}
             self.rows.append({"step": step, **metrics})
-            for write in self._writers:
+            for write in self.writers:
                 write(step, metrics)
 
     def last_mean(self, name: str, steps: int = 10) -> float | None:
@@ -401,12 +374,16 @@ class Run:
         values = [row[name] for row in self.rows[-steps:]]
         return sum(values) / len(values) if values else None
 
+    def last_means(self, *names: str) -> dict[str, float | None]:
+        """The last_mean of these objectives, as last_<name>."""
+        return {f"last_{name}": self.last_mean(f"objective/{name}") for name in names}
+
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and print them as a table."""
         if self.is_main:
             with (self.folder / "samples.jsonl").open("a") as file:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
-            for write in self._sample_writers:
+            for write in self.sample_writers:
                 write(step, samples)
             rows = [{name: one_line(value) for name, value in sample.items()} for sample in samples]
             print_table(f"step {step}", rows, console=self._progress and self._progress.console)
@@ -422,9 +399,18 @@ class Run:
         every = self.args.trace_interval
         return every > 0 and (step % every == 0 or step + 1 == self.meta["sizes"]["updates"])
 
-    def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> traces.Recorder:
-        """What keeps episodes of updates in traces/. options: of traces.Recorder."""
+    def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> Any:
+        """What keeps episodes of updates in traces/: a traces.Recorder with these options."""
+        from ppo_rlhf.lib import traces
+
         return traces.Recorder(self.folder, self.accelerator, tokenizer, pad_id, **options)
+
+    def recorder_of_groups(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> Any:
+        """The same for chapter 1, whose groups are whitened by themselves. options: of traces.options_of_groups."""
+        from ppo_rlhf.lib import traces
+
+        options = traces.options_of_groups(self.args, pad_id, self.accelerator.device, **options)
+        return self.recorder(tokenizer, pad_id, **options)
 
     def trace(
         self,
@@ -456,6 +442,8 @@ class Run:
         an update computed of them, as lib/traces.py says.
         """
         if self.is_main:
+            from ppo_rlhf.lib import traces
+
             trace = traces.of_tokens(
                 step,
                 again,
@@ -570,10 +558,16 @@ class Run:
             yield lambda text: self._progress.update(task, advance=1, text=text)
         self._progress = None
 
-    def finish(self, panels: dict[str, list[str]], **results: Any) -> None:
-        """Close the logs, draw the learning curves, record the results, and say where everything is."""
+    def finish(self, panels: str | dict[str, list[str]], **results: Any) -> None:
+        """Close the logs, draw the learning curves, record the results, and say where everything is.
+
+        panels: for each title, the metrics of a panel; or the name of such a dictionary in lib/plots.py.
+        """
         if not self.is_main:
             return
+        from ppo_rlhf.lib import plots
+
+        panels = getattr(plots, panels) if isinstance(panels, str) else panels
         plots.draw_learning_curves(self.folder, self.rows, panels)
         self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
@@ -586,7 +580,9 @@ class Run:
         if self.args.upload_model and self.is_main:
             for part in parts:
                 name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
-                upload_model(self.model_folder / part, self.args.hf_entity, name)
+                from ppo_rlhf.lib import tracking
+
+                tracking.upload_model(self.model_folder / part, self.args.hf_entity, name)
         self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -699,20 +695,51 @@ def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, sho
     (console or Console()).print(table)
 
 
-def upload_model(folder: Path, entity: str, name: str) -> None:
-    """Push a model's folder to the Hugging Face hub, with a model card."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+def newest_model(preset: str, part: str) -> Path | None:
+    """The newest models/<run>/<part> of a preset that was trained from here; None if there is none."""
+    found = {}  # by time stamp
+    for info in Path("models").glob(f"*__{glob.escape(preset)}__*__*/{part}/ppo_rlhf.json"):
+        timestamp = info.parents[1].name.rpartition("__")[2]
+        if timestamp.isdigit():
+            found[int(timestamp)] = info.parent
+    return found[max(found)] if found else None
 
-    repository = f"{entity}/{name}" if entity else name
-    card = f"# {name}\n\nTrained by ppo_rlhf. `ppo_rlhf.json` next to the weights names base model and task.\n"
-    (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
-    try:
-        api = HfApi()
-        repository = api.create_repo(repository, exist_ok=True).repo_id
-        api.upload_folder(repo_id=repository, folder_path=str(folder))
-    except (OSError, HfHubHTTPError, ValueError) as error:
-        raise InputError(f"{folder} is saved, but could not be pushed to {repository}: {error}") from error
+
+def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, rollout: Any) -> list[dict[str, Any]]:
+    """The first three episodes of a Rollout of train_policy.py as texts, with their numbers."""
+    # [D80] The log shows some samples at intervals.   train_policy.py#L264-L279
+    numbers = rollout.objectives
+    # [X06] The total uses the KL coefficient that made these rewards.
+    total = numbers["score"] + numbers["non_score_reward"]  # (local_batch,)
+    shown = {"score": numbers["score"], "kl": numbers["kl"], "score - kl_coef * kl": total}
+    rows = []
+    for i, tokens in enumerate(zip(rollout.queries[:3], rollout.truncated_responses[:3], strict=True)):
+        texts = (tokenizer.decode([token for token in row.tolist() if token != pad_id]) for row in tokens)
+        texts = dict(zip(("query", "response"), texts, strict=True))
+        rows.append(texts | {name: values[i].item() for name, values in shown.items()})
+    return rows
+
+
+def check_savable(config: transformers.PreTrainedConfig, args: Any) -> None:
+    """Raise an InputError if a reward model of args.base_model could not be saved."""
+    from ppo_rlhf.lib import classifier
+
+    classifier.check(config, args.base_model, args.trust_remote_code)
+
+
+def save_reward_model(
+    folder: Path, reward_model: nn.Module, tokenizer: PreTrainedTokenizerBase, info: dict[str, Any], trust: bool
+) -> None:
+    """Save as an ordinary sequence-classification model that gives the same scores, with ppo_rlhf.json next to it."""
+    from ppo_rlhf.lib import classifier
+
+    classifier.save_reward_model(folder, reward_model, tokenizer, {"kind": "reward model", **info}, trust)
+
+
+def describe_model(folder: Path, info: dict[str, Any]) -> None:
+    """Write ppo_rlhf.json next to the weights of a model that was saved, and give them the usual mode."""
+    files.give_usual_mode(folder)
+    files.write_json(folder / "ppo_rlhf.json", info)
 
 
 def scheduled_lr(lr: float, schedule: str, step: int, steps: int) -> float:

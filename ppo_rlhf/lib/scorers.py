@@ -14,13 +14,14 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import processes, texts
+from ppo_rlhf.lib import launch
 from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.lib.scale import Scale  # noqa: F401 chapter 2 finds it here
 
 # Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
 Scorer = Callable[..., torch.Tensor]
@@ -51,14 +52,17 @@ def text_scorer(
     what = f"{flag(field)} {name}"
     function = import_function(name, field)
 
+    def decode(tokens: torch.Tensor) -> list[str]:
+        return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
+
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
         eos_id = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         written = responses.masked_fill((responses == eos_id).cumsum(1) > 0, pad_id)
-        decoded = [texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, written)]
-        answers = [None] * len(queries) if references is None else texts.to_texts(tokenizer, references, pad_id)
+        decoded = [decode(tokens) for tokens in (queries, written)]
+        answers = [None] * len(queries) if references is None else decode(references)
         scores, problem = score_texts(function, what, *decoded, answers)
         if on_all_processes:
-            processes.fail_together(problem)
+            launch.fail_together(problem)
         elif problem:
             raise InputError(problem)
         return torch.tensor(scores).to(queries.device)
@@ -69,37 +73,6 @@ def text_scorer(
     if problem:
         raise InputError(problem)
     return score
-
-
-class Scale:
-    """Puts scores of a function on the scale of a normalised reward model: (score - mean) / std.
-
-    KL coefficient and critic are meant for that scale. Until `fit` is called, scores stay as they are.
-    """
-
-    def __init__(self) -> None:
-        self.mean, self.std = 0.0, 1.0
-
-    def fit(self, scores: torch.Tensor, accelerator: Accelerator) -> None:
-        """Take mean and biased deviation of scores (n,), on all processes together.
-
-        A function that gives all of them the same score, but for rounding, keeps its deviation.
-        """
-        scores = scores.double()
-        sums = {"n": scores.new_tensor(len(scores)), "sum": scores.sum()}
-        sums = processes.sum_over_processes(sums, accelerator)
-        if sums["n"]:
-            self.mean = sums["sum"] / sums["n"]
-            squares = {"squares": ((scores - self.mean) ** 2).sum()}
-            std = math.sqrt(processes.sum_over_processes(squares, accelerator)["squares"] / sums["n"])
-            self.std = std if std > 1e-10 * abs(self.mean) else 1.0
-
-    def apply(self, scores: torch.Tensor) -> torch.Tensor:
-        return (scores - self.mean) / self.std
-
-    def undo(self, scores: torch.Tensor) -> torch.Tensor:
-        """What the function said."""
-        return scores * self.std + self.mean
 
 
 def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str], Scorer]) -> dict[str, Scorer]:
@@ -137,6 +110,16 @@ def import_function(name: str, field: str) -> Callable:
     if not callable(function):
         raise InputError(f"{flag(field)} {name}: that is no function")
     return function
+
+
+def import_functions(shaping: Any) -> None:
+    """Import the functions that these arguments of a script, its `rewards`, name, and drop them.
+
+    An InputError says which is not there, before a script loads or downloads anything else.
+    """
+    for field in ("function", "monitor"):
+        if name := getattr(shaping, field, ""):
+            import_function(name, f"rewards.{field}")
 
 
 def place_in_code(error: BaseException) -> str:

@@ -1,27 +1,21 @@
-"""Chapter 1's tasks, and its queries and responses as token ids.
+"""Chapter 1's queries and responses as token ids, as in its scripts, for the worlds and for sample.py.
 
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
 import random
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import models, sources
-from ppo_rlhf.lib.errors import InputError, flag
-
-# In tokens. A cut in a text changes how the text before it is tokenized, but only within this distance of the cut.
-CUT_MARGIN = 100
-LOOKED_AT = 1_000  # texts, to say how many give no query
+from ppo_rlhf.lib import cli, sources
+from ppo_rlhf.lib.cli import InputError, vocabulary_size
+from ppo_rlhf.lib.pretrained import one_token  # noqa: F401 later chapters find it here
 
 
-# ---- Tasks -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskArgs:
     query_dataset: str = "books"
     """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
@@ -48,91 +42,34 @@ class TaskArgs:
     """sampling temperature of the policy and of the reference"""
 
 
-SUMMARIES_TASK = {
-    "query_length": 500,
-    "query_suffix": "\n\nTL;DR:",
-    "start_text": None,
-    "response_length": 75,
-    "truncate_text": "\n",
-    "truncate_after": 55,
-}
-
-TASKS = {
-    "sentiment": TaskArgs(),
-    "descriptiveness": TaskArgs(),
-    "cnndm": TaskArgs(
-        **SUMMARIES_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
-    ),
-    "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
-    "tales": TaskArgs(query_dataset="tales", query_length=24),
-    "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
-    # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
-    # score is on the last token, so tokens behind a stop would get most of the credit for what came before it.
-    "reviews": TaskArgs(
-        query_dataset="reviews",
-        query_length=12,
-        start_text=None,
-        end_text=None,
-        response_length=20,
-        truncate_text=None,
-        truncate_after=0,
-    ),
-}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskIds:
     """The task's texts as token ids of one tokenizer."""
 
-    pad: int  # one above the largest id of the tokenizer
+    pad: int  # one above the largest id of the tokenizer: all below it can be sampled
     eos: int  # -1 if the tokenizer has none
     stop: int | None
     prefix: list[int]
     suffix: list[int]
     context_length: int  # prefix, padded query and suffix
 
-    @property
-    def vocab_size(self) -> int:
-        """How many ids can be sampled: all below the padding id. A model's output layer may have more rows."""
-        return self.pad
-
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
-    for name in ("query_length", "response_length", "temperature"):
-        if not getattr(task, name) > 0:
-            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
-    if not 0 <= task.truncate_after <= task.response_length:
-        raise InputError(
-            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
-        )
+    cli.check_task(task)
     prefix, suffix = (
         tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
     )
     return TaskIds(
-        pad=models.vocabulary_size(tokenizer),
+        # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
+        # text has and no model samples, one above the largest.
+        pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=one_token(tokenizer, task.truncate_text, "truncate_text"),
+        stop=cli.one_token(tokenizer, task.truncate_text, "truncate_text"),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
     )
-
-
-def one_token(tokenizer: PreTrainedTokenizerBase, text: str | None, field: str) -> int | None:
-    """The id of a text that must be exactly one token; None for None."""
-    if text is None:
-        return None
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        raise InputError(
-            f"{flag(f'task.{field}')} {text!r} is {len(ids)} tokens ({ids}) for this tokenizer; "
-            f"it must be exactly one"
-        )
-    return ids[0]
-
-
-# ---- Queries ---------------------------------------------------------------------------------------------------
 
 
 class QueryStream:
@@ -145,92 +82,51 @@ class QueryStream:
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
         self.texts = sources.load_texts(task.query_dataset, split)
         self.task, self.tokenizer, self.position = task, tokenizer, position
-        self.start_id = one_token(tokenizer, task.start_text, "start_text")
-        self.end_id = one_token(tokenizer, task.end_text, "end_text")
+        self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
         # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
         self.order = list(range(len(self.texts)))
         random.Random(0).shuffle(self.order)
-        if len(self.texts) == 0 or self._next_usable() is None:
-            which = f"texts that are held out, one of {sources.HELD_OUT}," if split == "test" else "texts"
-            raise InputError(
-                f"{flag('task.query_dataset')} {task.query_dataset}: none of its {len(self.texts)} {which} gives a "
-                f"query; give more texts, or see {flag('task.start_text')} and {flag('task.end_text')}"
-            )
-        self.position = position
+        if not self.first(1, pad_id=0).numel():
+            raise InputError(sources.no_query(self, split))
 
-    def _next_usable(self) -> list[int] | None:
+    def tokens(self, place: int) -> list[int]:
+        """Token ids of a text, by its place in the order."""
+        # The texts are data: no special tokens are added, and the name of one is ordinary text.
+        text, options = self.texts[self.order[place % len(self.order)]], {"split_special_tokens": True}
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
+
+    def trim(self, tokens: list[int]) -> list[int] | None:
+        return trim_query(tokens, self.task.query_length, self.start_id, self.end_id)
+
+    def next_query(self) -> list[int] | None:
         """The next query; None if a whole pass over the texts gives none."""
         for _ in range(len(self.order)):
-            text = self.texts[self.order[self.position % len(self.order)]]
             self.position += 1
-            tokens = encode_for_query(self.tokenizer, text, self.task.query_length, self.start_id)
-            query = trim_query(tokens, self.task.query_length, self.start_id, self.end_id)
-            if query:
+            if query := self.trim(self.tokens(self.position - 1)):
                 return query
         return None
 
-    def left_out(self) -> str:
-        """A line that says how many of the first texts give no query, and why; empty if all of them do."""
-        looked_at, reasons = self.order[:LOOKED_AT], Counter()
-        for text in (self.texts[i] for i in looked_at):
-            tokens = encode_for_query(self.tokenizer, text, self.task.query_length, self.start_id)
-            if trim_query(tokens, self.task.query_length, self.start_id, self.end_id):
-                continue
-            if not tokens:
-                reasons["are empty"] += 1
-            elif self.start_id is not None and self.start_id not in tokens:
-                reasons[f"have no {self.task.start_text!r} to begin after ({flag('task.start_text')})"] += 1
-            else:
-                where = f"within {flag('task.query_length')} {self.task.query_length}"
-                reasons[f"have no {self.task.end_text!r} to end with {where} ({flag('task.end_text')})"] += 1
-        if not reasons:
-            return ""
-        why = " and ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
-        return f"queries: of the first {len(looked_at):,} texts, {reasons.total():,} give none: {why}"
-
-    def next_batch(self, batch_size: int, pad_id: int) -> torch.Tensor:
+    def next_batch(self, batch_size: int, pad_id: int) -> Tensor:
         """The next queries, padded on the right: (batch_size, query_length)."""
         # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
         #       language/datasets.py#L66-L85
-        return self._padded([self._next_usable() for _ in range(batch_size)], pad_id)
+        return padded([self.next_query() for _ in range(batch_size)], pad_id, self.task.query_length)
 
-    def first(self, n: int, pad_id: int) -> torch.Tensor:
+    def first(self, n: int, pad_id: int) -> Tensor:
         """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
         position, self.position = self.position, 0
         queries = []
-        while len(queries) < n:
-            query = self._next_usable()
-            if self.position > len(self.order):  # a second pass over the texts has begun
-                break
+        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.order):
             queries.append(query)
         self.position = position
-        return self._padded(queries, pad_id)
-
-    def _padded(self, queries: list[list[int]], pad_id: int) -> torch.Tensor:
         return padded(queries, pad_id, self.task.query_length)
 
 
-def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> torch.Tensor:
+def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Tensor:
     """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
     longest = max(map(len, rows), default=0) if length is None else length
     return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
-
-
-def encode_for_query(
-    tokenizer: PreTrainedTokenizerBase, text: str, query_length: int, start_id: int | None
-) -> list[int]:
-    """Token ids of a text. Of a long text it encodes only the beginning, enough for `trim_query` to give the same."""
-    needed = query_length + CUT_MARGIN
-    characters = 8 * needed
-    while characters < len(text):
-        tokens = encode_text(tokenizer, text[:characters])
-        before = 0  # tokens before the query
-        if start_id is not None:
-            before = tokens.index(start_id) + 1 if start_id in tokens else len(tokens)
-        if len(tokens) >= before + needed:
-            return tokens
-        characters *= 4
-    return encode_text(tokenizer, text)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -261,7 +157,7 @@ def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_i
     return tokens
 
 
-def add_affixes(queries: torch.Tensor, prefix: list[int], suffix: list[int]) -> torch.Tensor:
+def add_affixes(queries: Tensor, prefix: list[int], suffix: list[int]) -> Tensor:
     """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
     # [D09] There may be padding between query and suffix.   lm_tasks.py#L68-L80
     parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
@@ -269,26 +165,6 @@ def add_affixes(queries: torch.Tensor, prefix: list[int], suffix: list[int]) -> 
     return torch.cat([before, queries, after], dim=1)
 
 
-# ---- Decoding --------------------------------------------------------------------------------------------------
-
-
-def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor, pad_id: int) -> list[str]:
+def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, pad_id: int) -> list[str]:
     """Decode each row without its padding."""
     return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
-
-
-def sample_rows(
-    tokenizer: PreTrainedTokenizerBase,
-    ids: TaskIds,
-    queries: torch.Tensor,
-    responses: torch.Tensor,
-    **numbers: torch.Tensor,
-) -> list[dict]:
-    """The first three episodes as texts, with their numbers (batch,)."""
-    # [D80] The log shows some samples at intervals.   train_policy.py#L264-L279
-    columns = {
-        "query": to_texts(tokenizer, queries[:3], ids.pad),
-        "response": to_texts(tokenizer, responses[:3], ids.pad),
-        **{name: values[:3].tolist() for name, values in numbers.items()},
-    }
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

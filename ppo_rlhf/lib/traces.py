@@ -362,3 +362,58 @@ def after_update(
     ratio = torch.exp(new_logprobs - logprobs)
     clipped = advantages * (ratio.clamp(1 - cliprange, 1 + cliprange) - ratio) < 0
     return {"new_logprobs": new_logprobs, "entropies": entropies, "ratio": ratio, "clipped": clipped}
+
+
+# ---- Of chapter 1 ----------------------------------------------------------------------------------------------
+
+
+def numbers_of_rollout(rollout: Any, pad_id: int) -> dict[str, Any]:
+    """The tensors of a Rollout of train_policy.py under the names that report.py knows."""
+    of_episodes = rollout.objectives
+    scores = {f"{name}s": of_episodes[name] for name in ("score", "raw_score")}
+    own = {"kl", "entropy", "score", "raw_score", "non_score_reward", "response_length", "sampler_gap"}
+    return vars(rollout) | {
+        "query_responses": rollout.context_responses,
+        "scored": rollout.truncated_responses != pad_id,
+        "objectives": scores | {name: x for name, x in of_episodes.items() if name not in own},
+    }
+
+
+def options_of_groups(
+    args: Any,
+    pad_id: int,
+    device: torch.device,
+    *,
+    first_queries: Callable[[int], Tensor],
+    noise: Callable[[int], Tensor],
+    roll_out: Callable[..., Any],
+    read: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    advantages: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> dict[str, Any]:
+    """Of a Recorder. args: of the script. first_queries, noise: so many queries, and random numbers for responses.
+
+    roll_out: make_rollout with all but queries, noise and the KL coefficient. read: token ids -> log-probs, entropies
+    and values under the policy as it is then. advantages: rewards and values (groups, rows, response_length) ->
+    advantages and returns. They are those of the first group, whitened over all its episodes: what the losses had, if
+    there is one minibatch.
+    """
+    queries, group = first_queries(TRACED).to(device), args.ppo.batch_size // args.ppo.whiten_groups
+    scorers = roll_out.keywords
+    harmless = {"reward": scorer_of_traces(scorers["reward"], args.rewards.function)}
+    harmless["monitor"] = {
+        name: scorer_of_traces(score, args.rewards.monitor) for name, score in scorers["monitor"].items()
+    }
+
+    def after_update(rollout: Any, rows: slice) -> dict[str, Tensor]:
+        new_logprobs, entropies, new_values = read(rollout.context_responses[rows])
+        of_group, returns = advantages(rollout.rewards[:group][None], rollout.values[:group][None])
+        numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
+        return numbers | {"advantages": of_group[0, rows], "returns": returns[0, rows]}
+
+    return {
+        "episodes": min(args.trace_episodes, group),
+        "after_update": after_update,
+        "again": partial(roll_out, queries, noise(len(queries)).to(device), **harmless),
+        "cliprange": args.ppo.cliprange,
+        "numbers": partial(numbers_of_rollout, pad_id=pad_id),
+    }

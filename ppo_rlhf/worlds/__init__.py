@@ -2,45 +2,56 @@
 
 A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
 the language model of tales.py, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts of
-posts.py. Scripts replace the names by the paths
-(`find_paths`), so that nothing else needs to know of worlds.
+posts.py. Scripts replace the names by the paths (`find_paths`), so that nothing else needs to know of worlds. A
+world's module is imported when its name is used, and what reads the data of a later chapter when a script reads some.
 """
 
+import importlib
 from collections.abc import Callable, Collection
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import hub, models, posts as readers, problems, rewards, run, sources
+from ppo_rlhf.lib import hub, pretrained, run, sources
 from ppo_rlhf.lib.errors import InputError, flag
-from ppo_rlhf.worlds import arithmetic, posts, reviews, smollm, sums, tales
 
+
+def of(world: str) -> Any:
+    """The module of a world."""
+    return importlib.import_module(f"ppo_rlhf.worlds.{world}")
+
+
+def reader(module: str) -> Any:
+    """A module of lib that reads data."""
+    return importlib.import_module(f"ppo_rlhf.lib.{module}")
+
+
+PROBLEMS: dict[str, Callable[[], Path]] = {
+    "arithmetic": lambda: of("arithmetic").find_world(),
+    "sums": lambda: of("sums").find_world(),
+    "sums-long": lambda: of("sums").find_world(of("sums").LongArgs()),
+    "sums-tools": lambda: of("sums").find_world(of("sums").ToolsArgs()),
+}
+POSTS: dict[str, Callable[[], Path]] = {
+    "posts": lambda: of("posts").find_world(),
+    "reviews": lambda: of("reviews").find_world(),
+}
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
 WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "base_model": {
-        "smollm2-135m": lambda: smollm.find_model(),
-        "tales": lambda: tales.find_world() / "model",
-        "posts": lambda: posts.find_world() / "model",
-        "sums": lambda: sums.find_world() / "model",
-        "sums-long": lambda: sums.find_world(sums.LongArgs()) / "model",
-        "sums-tools": lambda: sums.find_world(sums.ToolsArgs()) / "model",
+        "smollm2-135m": lambda: of("smollm").find_model(),
+        "tales": lambda: of("tales").find_world() / "model",
+        "posts": lambda: POSTS["posts"]() / "model",
+        "sums": lambda: PROBLEMS["sums"]() / "model",
+        "sums-long": lambda: PROBLEMS["sums-long"]() / "model",
+        "sums-tools": lambda: PROBLEMS["sums-tools"]() / "model",
     },
     "label_dataset": {},
-    "task.query_dataset": {"tales": lambda: tales.find_world(), "reviews": lambda: reviews.find_world()},
-    "task.posts": {"posts": lambda: posts.find_world(), "reviews": lambda: reviews.find_world()},
-    "task.comparisons": {"posts": lambda: posts.find_world(), "reviews": lambda: reviews.find_world()},
-    "task.problems": {
-        "arithmetic": lambda: arithmetic.find_world(),
-        "sums": lambda: sums.find_world(),
-        "sums-long": lambda: sums.find_world(sums.LongArgs()),
-        "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
-    },
-    "task.test_problems": {
-        "arithmetic": lambda: arithmetic.find_world(),
-        "sums": lambda: sums.find_world(),
-        "sums-long": lambda: sums.find_world(sums.LongArgs()),
-        "sums-tools": lambda: sums.find_world(sums.ToolsArgs()),
-    },
+    "task.query_dataset": {"tales": lambda: of("tales").find_world(), "reviews": lambda: of("reviews").find_world()},
+    "task.posts": POSTS,
+    "task.comparisons": POSTS,
+    "task.problems": PROBLEMS,
+    "task.test_problems": PROBLEMS,
     "task.examples": {},
     "rewards.trained_model": {},
     "rewards.value_model": {},
@@ -55,11 +66,11 @@ OTHER_NAMES = {
 # What reads the data that an argument names, and says what is wrong with a path to nothing.
 READERS: dict[str, Callable[[str], Any]] = {
     "task.query_dataset": sources.load_texts,
-    "task.posts": lambda path: readers.load_rows(path, "posts", "train"),
-    "task.comparisons": lambda path: readers.load_rows(path, "comparisons", "train"),
-    "task.problems": lambda path: problems.load_rows(path, "problems", "train"),
-    "task.test_problems": lambda path: problems.load_rows(path, "test_problems", ""),
-    "task.examples": lambda path: readers.read_jsonl(Path(path), "examples"),
+    "task.posts": lambda path: reader("posts").load_rows(path, "posts", "train"),
+    "task.comparisons": lambda path: reader("posts").load_rows(path, "comparisons", "train"),
+    "task.problems": lambda path: reader("problems").load_rows(path, "problems", "train"),
+    "task.test_problems": lambda path: reader("problems").load_rows(path, "test_problems", ""),
+    "task.examples": lambda path: reader("posts").read_jsonl(Path(path), "examples"),
 }
 MAY_BE_EMPTY = ("task.test_problems", "task.examples", "rewards.trained_model", "rewards.value_model")
 
@@ -104,7 +115,10 @@ def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collecti
             check_name(argument, value, root)
     if hasattr(shaping, "function") and bool(shaping.function) == bool(shaping.trained_model):
         raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
-    rewards.import_functions(shaping)
+    if hasattr(shaping, "verifier"):
+        reader("rewards").import_functions(shaping)
+    elif hasattr(shaping, "function"):
+        reader("scorers").import_functions(shaping)
 
 
 def check_name(argument: str, value: str, root: Path) -> None:
@@ -113,10 +127,10 @@ def check_name(argument: str, value: str, root: Path) -> None:
     if value in (*WORLDS[argument], *OTHER_NAMES.get(argument, ())) or (not value and argument in MAY_BE_EMPTY):
         return
     if argument == "base_model" and (path.is_dir() or not hub.HUB_NAME.fullmatch(value)):
-        with models.model_errors(str(path) if value else ""):
+        with pretrained.model_errors(str(path) if value else ""):
             pass
     elif argument.startswith("rewards."):
-        models.find_head(path)
+        pretrained.find_head(path)
     elif argument in READERS and not path.exists():
         READERS[argument](str(path))
 
