@@ -43,7 +43,7 @@ EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
 
 def environment() -> dict[str, str]:
     found = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": found}
+    return os.environ | {"PYTHONPATH": found, "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer than a call may
 
 
 def require(python: str) -> None:
@@ -70,7 +70,7 @@ def messages(adapter: Path, names: list[str], timeout: float, python: str) -> It
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        limit = IMPORT_SECONDS
+        limit, more = IMPORT_SECONDS, ""
         while True:
             line = lines.get(timeout=limit)
             if line is None:
@@ -80,9 +80,9 @@ def messages(adapter: Path, names: list[str], timeout: float, python: str) -> It
             yield message
             if "done" in message or "failed" in message:
                 return
-            limit = timeout if "function" in message else IMPORT_SECONDS
+            limit, more = (timeout, "; --timeout allows more") if "function" in message else (IMPORT_SECONDS, "")
     except queue.Empty:
-        yield {"stopped": f"took longer than {limit:g} seconds"}
+        yield {"stopped": f"took longer than {limit:g} seconds{more}"}
     finally:
         child.kill()
         child.wait()
@@ -185,6 +185,7 @@ def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:
                     "unseen": report.unseen,
                     "gradients": report.gradients,
                     "failed": report.failed,
+                    "changes": report.changes,
                     "diagnoses": [[described(fault) for fault in found] for found in report.diagnoses],
                     "nearest": [described(fault) | {"cases": count} for fault, count in report.nearest],
                     "hints": report.hints,
@@ -263,7 +264,9 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
             yield explained(fault)
     if len(report.diagnoses) > MOST:
         yield f"The same numbers have {len(report.diagnoses) - MOST} more."
-    if (not report.diagnoses and report.error < math.inf) or report.nearest:
+    for index, words in enumerate(report.changes):
+        yield f"{'Or they' if index else 'These'} are the numbers of {report.function} in forms.py with {words}."
+    if (not report.diagnoses and not report.changes and report.error < math.inf) or report.nearest:
         yield "No known fault has these numbers. The option --case prints those of a case."
         for count, pairs in itertools.groupby(report.nearest, lambda pair: pair[1]):
             near = [fault for fault, _ in pairs]
