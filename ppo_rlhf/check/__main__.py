@@ -22,6 +22,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
         yield f"The same numbers have {len(report.diagnoses) - MOST} more."
     for index, words in enumerate(report.changes):
         yield f"{'Or they' if index else 'These'} are the numbers of {report.function} in forms.py with {words}."
-    if (not report.diagnoses and not report.changes and report.error < math.inf) or report.nearest:
+    if not report.diagnoses and not report.changes and report.error < math.inf:
         yield "No known fault has these numbers. The option --case prints those of a case."
         for count, pairs in itertools.groupby(report.nearest, lambda pair: pair[1]):
             near = [fault for fault, _ in pairs]
@@ -277,10 +278,27 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
 
 
 def explained(fault: faults.Fault) -> str:
-    kind, page = "A choice, not a fault: " if fault.choice else "", fault.page
-    if not Path("docs/details").is_dir() and (PACKAGE.parent / "docs/details").is_dir():
-        page = PACKAGE.parent / page
-    return f"{kind}{fault.says} [{fault.mark}] {page}{f'; see {fault.source}' if fault.source else ''}"
+    kind = "A choice, not a fault: " if fault.choice else ""
+    return f"{kind}{fault.says} [{fault.mark}] {place_of(fault)}{f'; see {fault.source}' if fault.source else ''}"
+
+
+def place_of(fault: faults.Fault) -> str:
+    """Where the register explains it: in the checkout, or on the web, because a wheel has no pages."""
+    if Path("docs/details").is_dir():
+        return fault.page
+    if (PACKAGE.parent / "docs/details").is_dir():
+        return str(PACKAGE.parent / fault.page)
+    return f"{home()}/{fault.page}" if home() else f"{fault.page} of the repository"
+
+
+def home() -> str:
+    """Where the pages are on the web: the repository and commit that the package was installed from, if from one."""
+    try:
+        origin = json.loads(metadata.distribution("ppo_rlhf").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return ""
+    url, commit = origin.get("url", "").removesuffix(".git"), origin.get("vcs_info", {}).get("commit_id")
+    return f"{url}/blob/{commit}" if url.startswith("https://") and commit else ""
 
 
 def print_list(as_json: bool) -> None:
@@ -314,7 +332,7 @@ def exercise(number: int, timeout: float) -> int:
     (report,), _ = ask(path, timeout, [fault.function])
     print_table([report], [], False, solve=False)
     if report.ok:
-        print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {fault.page}")
+        print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {place_of(fault)}")
         if fault.source:
             print(f"Whom it happened to: {fault.source}")
         return 0

@@ -60,11 +60,11 @@ def attempted(
     leaves = leaves_of(arguments, case.gradient_of) if case.gradient_of and with_gradient else []
     before = {name: snapshot(x) for name, x in arguments.items()}
     with torch.set_grad_enabled(with_gradient):
-        returned = case.run(bound(function, case.function, as_arrays), arguments)
+        found = results_of(case.run(bound(function, case.function, as_arrays), arguments), case, leaves)
     changed = [name for name, x in arguments.items() if not same(snapshot(x), before[name])]
     if changed:
         raise Wrong(f"it changed its argument {', '.join(changed)}")
-    return results_of(returned, case, leaves)
+    return found
 
 
 def results_of(returned: Any, case: Any, leaves: list[Tensor]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ OTHERS = {"sum": ["mean"], "mean": ["sum", "median"], "maximum": ["minimum"], "m
 OTHERS |= {"min": ["max"], "any": ["all"], "amax": ["amin"], "var": ["std"], "log_softmax": ["softmax"]}
 TEXTS = {"name", "mode", "kind", "style", "score_at", "model"}  # arguments that are no numbers
 AROUND = ("{}.detach()", "{}.abs()", "-{}", "{}.clamp(min=0)", "{}.clamp(max=1)", "{}.exp()", "{}**2")
+AROUND += ("{}.bfloat16().to({}.dtype)",)
 ENTRY = ("{}.detach()", "{}.abs()", "{} - {}.mean()", "{}.clamp(-1, 1)", "{}.roll(1, -1)", "{}.roll(-1, -1)")
 ENTRY += ("{}.bfloat16().to({}.dtype)", "{} / {}.std()", "{}.flip(1)", "0 * {}")
 
@@ -177,7 +178,9 @@ def replace(old: ast.expr, new: ast.expr) -> None:
 
 def shown(node: ast.expr) -> str:
     """The text of an expression, with what is around it if it is short."""
-    while len(ast.unparse(node)) < 24 and isinstance(node.parent, ast.expr | ast.keyword):
+    while isinstance(node.parent, ast.expr | ast.keyword) and (
+        len(ast.unparse(node)) < 24 or isinstance(node, ast.Tuple | ast.Slice)
+    ):
         node = node.parent
     line = ast.unparse(node.parent).splitlines()[0] if isinstance(node.parent, ast.stmt) else ""
     return line if 0 < len(line) < 90 else ast.unparse(node)
