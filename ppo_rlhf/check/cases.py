@@ -696,6 +696,10 @@ def other_properties() -> list[Case]:
         given = {"values": list((returns + off).split(sizes)), "returns": list(returns.split(sizes))}
         given |= {"masks": list(RAGGED.split(sizes))}
         found.append(like_the_form("explained_variance", name, given, "parts add up"))
+    x = torch.full(RAGGED.shape, -1.5)
+    for low, high in ((1.0, 1.5), (0.5, 1.0)):
+        given = {"logprobs": x, "sampler_logprobs": x, "mask": RAGGED, "low": low, "high": high}
+        found.append(like_the_form("rejection_mask", "a ratio of 1 at the bound", given | {"kind": "token"}))
     lengths = torch.tensor([0, 5, 15, 16, 17, 18, 20])
     given = {"lengths": lengths, "max_length": 20, "buffer": 5, "factor": 0.5}
     found.append(like_the_form("overlong_penalty", "factor 0.5", given))

@@ -1,6 +1,7 @@
 """Diagnosis of a function's numbers: which cases match and, if not all, which known fault has the same numbers."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, islice
@@ -138,7 +139,9 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
     if function in cases.PARTS and not any(all_cases[index].source == "parts add up" for index in answers):
         report.unseen = UNSEEN
     if wrong:
-        diagnose(report, {index: (all_cases[index], answer) for index, answer in answers.items()}, wrong)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of faults that divide by 0 or worse
+            diagnose(report, {index: (all_cases[index], answer) for index, answer in answers.items()}, wrong)
     return report
 
 
