@@ -1,4 +1,4 @@
-"""`python -m ppo_rlhf.check` on mistakes that were written without a look at its book, and on correct code in odd form.
+"""`python -m ppo_rlhf.check` on mistakes that were written without a look at its book, and on odd but correct code.
 
     python tests/test_check_score.py      # a line for each mistake, with what is said of it, and the score
 

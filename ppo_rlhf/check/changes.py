@@ -18,7 +18,7 @@ OTHERS = {"sum": ["mean"], "mean": ["sum", "median"], "maximum": ["minimum"], "m
 OTHERS |= {"min": ["max"], "any": ["all"], "amax": ["amin"], "var": ["std"], "log_softmax": ["softmax"]}
 TEXTS = {"name", "mode", "kind", "style", "score_at", "model"}  # arguments that are no numbers
 AROUND = ("{}.detach()", "{}.abs()", "-{}", "{}.clamp(min=0)", "{}.clamp(max=1)", "{}.exp()", "{}**2")
-AROUND += ("{}.bfloat16().to({}.dtype)",)
+AROUND += ("{}.bfloat16().to({}.dtype)", "{}.max()")
 ENTRY = ("{}.detach()", "{}.abs()", "{} - {}.mean()", "{}.clamp(-1, 1)", "{}.roll(1, -1)", "{}.roll(-1, -1)")
 ENTRY += ("{}.bfloat16().to({}.dtype)", "{} / {}.std()", "{}.flip(1)", "0 * {}")
 
@@ -67,11 +67,13 @@ def compiled(tree: ast.Module, function: str, words: Callable[[], str]) -> Itera
 
 
 def in_words(old: ast.expr, new: ast.expr) -> str:
-    with_ = shown(new)
+    """What takes the place of what, each with as much around it."""
+    steps = steps_around(new)
     replace(new, old)
-    instead = shown(old)
+    steps = max(steps, steps_around(old))
+    instead = around(old, steps)
     replace(old, new)
-    return f"`{with_}` in place of `{instead}`"
+    return f"`{around(new, steps)}` in place of `{instead}`"
 
 
 def entries(function: str) -> Iterator[str]:
@@ -102,6 +104,7 @@ def replacements(node: ast.expr, names: list[str]) -> Iterator[ast.expr]:
         if node.id not in names:
             return
         yield from (ast.Name(name, ast.Load()) for name in names if name != node.id)
+        yield from (ast.BinOp(ast.Name(node.id, ast.Load()), kind(), ast.Constant(1)) for kind in (ast.Add, ast.Sub))
     elif isinstance(node, ast.Constant):
         x = node.value
         if isinstance(x, bool) or not isinstance(x, int | float):
@@ -118,6 +121,8 @@ def replacements(node: ast.expr, names: list[str]) -> Iterator[ast.expr]:
             yield ast.BinOp(node.right, node.op, node.left)
         if isinstance(node.op, ast.Div):
             yield ast.BinOp(node.left, ast.FloorDiv(), node.right)
+        if isinstance(node.op, ast.Pow):
+            yield ast.parse("{0} * {0}.detach()".format(ast.unparse(node.left)), mode="eval").body
     elif isinstance(node, ast.Compare):
         for kind in COMPARED:
             if not isinstance(node.ops[0], kind):
@@ -153,6 +158,8 @@ def of_call(node: ast.Call) -> Iterator[ast.expr]:
     if method:
         for other in OTHERS.get(node.func.attr, []):
             yield ast.Call(ast.Attribute(node.func.value, other, ast.Load()), node.args, node.keywords)
+        if node.func.attr in ("maximum", "minimum"):
+            yield ast.parse("({} + {}) / 2".format(*map(ast.unparse, node.args)), mode="eval").body
         if node.func.attr == "clamp" and len(node.args) == 2:
             for key, x in zip(("min", "max"), node.args, strict=True):
                 yield ast.Call(node.func, [], [ast.keyword(key, x)])
@@ -176,11 +183,15 @@ def replace(old: ast.expr, new: ast.expr) -> None:
     new.parent = parent
 
 
-def shown(node: ast.expr) -> str:
-    """The text of an expression, with what is around it if it is short."""
-    while isinstance(node.parent, ast.expr | ast.keyword) and (
-        len(ast.unparse(node)) < 24 or isinstance(node, ast.Tuple | ast.Slice)
-    ):
+def steps_around(node: ast.AST) -> int:
+    """How many times the expression around an expression is to be taken, until it can be found in a text."""
+    if not isinstance(node.parent, ast.expr | ast.keyword):
+        return 0 if len(ast.unparse(node.parent).splitlines()[0]) >= 90 else 1
+    small = len(ast.unparse(node)) < 24 or isinstance(node, ast.Tuple | ast.Slice | ast.keyword)
+    return 1 + steps_around(node.parent) if small else 0
+
+
+def around(node: ast.AST, steps: int) -> str:
+    for _ in range(steps):
         node = node.parent
-    line = ast.unparse(node.parent).splitlines()[0] if isinstance(node.parent, ast.stmt) else ""
-    return line if 0 < len(line) < 90 else ast.unparse(node)
+    return ast.unparse(node).splitlines()[0]
