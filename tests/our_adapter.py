@@ -26,7 +26,7 @@ def token_logprobs(logits, tokens, temperature):
 
 def entropy(logits, temperature):
     tokens = torch.zeros(logits.shape[:2], dtype=torch.long)
-    return rlvr_math.read_logits(logits / temperature, tokens, entropy_learns=False)[1]
+    return rlvr_math.read_logits(logits / temperature, tokens, entropy_learns=True)[1]
 
 
 def response_logprobs(model, tokens, attention_mask, context_length, temperature):

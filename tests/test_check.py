@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import our_adapter
@@ -38,7 +39,7 @@ def report_of(name: str, function: Callable) -> Report:
 def run(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess:
     given = [sys.executable, "-m", "ppo_rlhf.check", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 # ---- What matches ----------------------------------------------------------------------------------------------
@@ -102,9 +103,21 @@ def test_an_unknown_fault_is_described():
         return forms.whiten(values, mask, keep_mean) * 1.5
 
     report = report_of("whiten", whiten)
-    assert not report.ok and not report.diagnoses
+    assert not report.ok and not report.diagnoses and not report.changes
     assert report.hints == ["where it fails, every number is 1.5 times the expected one"]
     assert re.match(r"result \[0, 0\] is -?\d\.\d+, not -?\d\.\d+", report.failed[0]["wrong"])
+
+
+def test_a_fault_s_page_is_in_the_checkout_or_on_the_web(tmp_path, monkeypatch):
+    fault, web = faults.FAULTS[0], "https://example.org/me/it"
+    monkeypatch.chdir(tmp_path)
+    assert Path(command.place_of(fault).partition("#")[0]).is_file()
+    monkeypatch.setattr(command, "PACKAGE", tmp_path / "ppo_rlhf")
+    origin = json.dumps({"url": f"{web}.git", "vcs_info": {"commit_id": "abc"}})
+    for text, place in ((origin, f"{web}/blob/abc/{fault.page}"), (None, f"{fault.page} of the repository")):
+        distribution = SimpleNamespace(read_text=lambda name, text=text: text)
+        monkeypatch.setattr(command.metadata, "distribution", lambda name, it=distribution: it)
+        assert command.place_of(fault) == place
 
 
 def test_marks_have_entries_and_parts_of_the_text_are_found():
@@ -344,7 +357,7 @@ def test_what_raises_hangs_or_ends_is_a_row(tmp_path):
     assert said == {
         "whiten": "raises RuntimeError: no (adapter.py, line 5)",
         "gae": "shape (1, 1) where (1, 5) is expected",
-        "reward_to_go": "took longer than 1 seconds",
+        "reward_to_go": "took longer than 1 seconds; --timeout allows more",
         "truncate": "it changed its argument responses",
         "response_mask": "raises SystemExit: 0 (adapter.py, line 9)",
         "has_stop": "ended its process with status 5",
@@ -429,7 +442,7 @@ def test_the_list_can_be_cut_off_and_read_by_programs(tmp_path):
     assert json.loads(run("--list", "--json", folder=tmp_path).stdout).keys() == set(cases.NAMES)
     given = f"{sys.executable} -m ppo_rlhf.check --list | head -1"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(given, shell=True, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(given, shell=True, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.startswith("truncate(") and not done.stderr
 
 

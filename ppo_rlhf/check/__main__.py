@@ -22,6 +22,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
 
 def environment() -> dict[str, str]:
     found = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": found}
+    return os.environ | {"PYTHONPATH": found, "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer than a call may
 
 
 def require(python: str) -> None:
@@ -70,7 +71,7 @@ def messages(adapter: Path, names: list[str], timeout: float, python: str) -> It
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        limit = IMPORT_SECONDS
+        limit, more = IMPORT_SECONDS, ""
         while True:
             line = lines.get(timeout=limit)
             if line is None:
@@ -80,9 +81,9 @@ def messages(adapter: Path, names: list[str], timeout: float, python: str) -> It
             yield message
             if "done" in message or "failed" in message:
                 return
-            limit = timeout if "function" in message else IMPORT_SECONDS
+            limit, more = (timeout, "; --timeout allows more") if "function" in message else (IMPORT_SECONDS, "")
     except queue.Empty:
-        yield {"stopped": f"took longer than {limit:g} seconds"}
+        yield {"stopped": f"took longer than {limit:g} seconds{more}"}
     finally:
         child.kill()
         child.wait()
@@ -185,6 +186,7 @@ def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:
                     "unseen": report.unseen,
                     "gradients": report.gradients,
                     "failed": report.failed,
+                    "changes": report.changes,
                     "diagnoses": [[described(fault) for fault in found] for found in report.diagnoses],
                     "nearest": [described(fault) | {"cases": count} for fault, count in report.nearest],
                     "hints": report.hints,
@@ -263,7 +265,9 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
             yield explained(fault)
     if len(report.diagnoses) > MOST:
         yield f"The same numbers have {len(report.diagnoses) - MOST} more."
-    if (not report.diagnoses and report.error < math.inf) or report.nearest:
+    for index, words in enumerate(report.changes):
+        yield f"{'Or they' if index else 'These'} are the numbers of {report.function} in forms.py with {words}."
+    if not report.diagnoses and not report.changes and report.error < math.inf:
         yield "No known fault has these numbers. The option --case prints those of a case."
         for count, pairs in itertools.groupby(report.nearest, lambda pair: pair[1]):
             near = [fault for fault, _ in pairs]
@@ -274,10 +278,27 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
 
 
 def explained(fault: faults.Fault) -> str:
-    kind, page = "A choice, not a fault: " if fault.choice else "", fault.page
-    if not Path("docs/details").is_dir() and (PACKAGE.parent / "docs/details").is_dir():
-        page = PACKAGE.parent / page
-    return f"{kind}{fault.says} [{fault.mark}] {page}{f'; see {fault.source}' if fault.source else ''}"
+    kind = "A choice, not a fault: " if fault.choice else ""
+    return f"{kind}{fault.says} [{fault.mark}] {place_of(fault)}{f'; see {fault.source}' if fault.source else ''}"
+
+
+def place_of(fault: faults.Fault) -> str:
+    """Where the register explains it: in the checkout, or on the web, because a wheel has no pages."""
+    if Path("docs/details").is_dir():
+        return fault.page
+    if (PACKAGE.parent / "docs/details").is_dir():
+        return str(PACKAGE.parent / fault.page)
+    return f"{home()}/{fault.page}" if home() else f"{fault.page} of the repository"
+
+
+def home() -> str:
+    """Where the pages are on the web: the repository and commit that the package was installed from, if from one."""
+    try:
+        origin = json.loads(metadata.distribution("ppo_rlhf").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return ""
+    url, commit = origin.get("url", "").removesuffix(".git"), origin.get("vcs_info", {}).get("commit_id")
+    return f"{url}/blob/{commit}" if url.startswith("https://") and commit else ""
 
 
 def print_list(as_json: bool) -> None:
@@ -311,7 +332,7 @@ def exercise(number: int, timeout: float) -> int:
     (report,), _ = ask(path, timeout, [fault.function])
     print_table([report], [], False, solve=False)
     if report.ok:
-        print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {fault.page}")
+        print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {place_of(fault)}")
         if fault.source:
             print(f"Whom it happened to: {fault.source}")
         return 0

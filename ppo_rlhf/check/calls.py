@@ -1,7 +1,10 @@
 """Calling somebody else's function: the arguments that it takes, in the form that it takes, and what it returned."""
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Callable
+from inspect import Parameter
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from torch import Tensor
 from ppo_rlhf.check import forms
 
 EXTRA = {"generation_tokens", "group_size"}  # a function may do without them
+MAY_DETACH = {"kl_estimate", "response_logprobs"}  # which rewards and rollouts use without a gradient
 
 
 class LeftOut(Exception):
@@ -53,30 +57,53 @@ def attempted(
     function: Callable, case: Any, dtype: torch.dtype, with_gradient: bool, as_arrays: bool
 ) -> dict[str, Tensor]:
     arguments = {name: converted(x, dtype) for name, x in case.arguments.items()}
-    leaf = arguments[case.gradient_of].requires_grad_() if case.gradient_of and with_gradient else None
+    leaves = leaves_of(arguments, case.gradient_of) if case.gradient_of and with_gradient else []
     before = {name: snapshot(x) for name, x in arguments.items()}
     with torch.set_grad_enabled(with_gradient):
-        returned = case.run(bound(function, case.function, as_arrays), arguments)
+        found = results_of(case.run(bound(function, case.function, as_arrays), arguments), case, leaves)
     changed = [name for name, x in arguments.items() if not same(snapshot(x), before[name])]
     if changed:
         raise Wrong(f"it changed its argument {', '.join(changed)}")
+    return found
+
+
+def results_of(returned: Any, case: Any, leaves: list[Tensor]) -> dict[str, Tensor]:
+    """What a function returned, by the names of what is expected, with the gradient of the first result."""
     names = [name for name in case.expected if name != "gradient"] or names_of(returned)
-    found = {}
-    for name, x in zip(names, several(returned, names), strict=False):
-        if x is not None:
-            found[name] = as_tensor(x)
-            expected = case.expected.get(name)
-            if expected is not None and found[name].shape != expected.shape:
-                if found[name].numel() != 1 or expected.numel() != 1:
-                    raise Wrong(f"shape {tuple(found[name].shape)} where {tuple(expected.shape)} is expected")
-                found[name] = found[name].reshape(expected.shape)
+    results = several(returned, names)
+    found = {
+        name: fitted(x, case.expected.get(name)) for name, x in zip(names, results, strict=False) if x is not None
+    }
     if not found:
         raise Wrong("it returned None")
-    result = several(returned, names[:1])[0]
-    if leaf is not None and isinstance(result, Tensor) and result.requires_grad:
-        (gradient,) = torch.autograd.grad(result.sum(), leaf, allow_unused=True)
-        found["gradient"] = torch.zeros_like(leaf).double() if gradient is None else gradient.double()
+    if leaves:
+        counts = case.mask if case.mask is not None and case.mask.shape == found[names[0]].shape else None
+        gradient = gradient_of(results[0], leaves, counts, may_detach=case.function in MAY_DETACH)
+        found |= {} if gradient is None else {"gradient": gradient}
     return found
+
+
+def leaves_of(arguments: dict[str, Any], name: str) -> list[Tensor]:
+    """The tensors of an argument, which from now on require a gradient. name: weights/x is an entry of a dict."""
+    name, _, entry = name.partition("/")
+    x = arguments[name][entry] if entry else arguments[name]
+    return [each.requires_grad_() for each in (x if isinstance(x, list) else [x])]
+
+
+def gradient_of(result: Any, leaves: list[Tensor], counts: Tensor | None, *, may_detach: bool) -> Tensor | None:
+    """The gradient of the sum of what counts of a result, or the one that the function's own backward() has left.
+
+    None if the result is an array or a number, which can have none. A tensor without a graph has the gradient 0.
+    """
+    if not isinstance(result, Tensor) or not result.requires_grad:
+        if all(leaf.grad is None for leaf in leaves) and (may_detach or not isinstance(result, Tensor)):
+            return None
+        parts = [leaf.grad for leaf in leaves]
+    else:
+        total = result.sum() if counts is None else result.reshape(counts.shape)[counts].sum()
+        parts = torch.autograd.grad(total, leaves, allow_unused=True)
+    parts = [torch.zeros_like(leaf) if x is None else x for x, leaf in zip(parts, leaves, strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])).double()
 
 
 def converted(x: Any, dtype: torch.dtype) -> Any:
@@ -103,13 +130,38 @@ def same(one: Any, other: Any) -> bool:
 
 
 def several(returned: Any, names: list[str]) -> list[Any]:
-    """The results that a function returned: one, those of a tuple, or of a dict, by name if it has the names."""
+    """The results that a function returned: one, or those of a tuple, list, dict or object, by name if possible."""
+    fields = fields_of(returned)
+    if fields is not None:
+        named = next((keys for keys in (names, ["loss"]) if any(key in fields for key in keys)), None)
+        return [fields.get(name) for name in named] if named else list(fields.values())
+    if isinstance(returned, list) and len(names) == 1:
+        if returned and all(isinstance(x, Tensor) and x.shape == returned[0].shape for x in returned):
+            return [torch.stack(returned)] if returned[0].ndim or len(returned) > 2 else returned
+        return returned if returned and isinstance(returned[0], Tensor) else [returned]
+    return list(returned) if isinstance(returned, tuple | list) else [returned]
+
+
+def fields_of(returned: Any) -> dict[str, Any] | None:
+    """The entries of a dict, named tuple, dataclass or other plain object by name."""
     if isinstance(returned, dict):
-        named = any(name in returned for name in names)
-        returned = tuple(map(returned.get, names) if named else returned.values())
-    if isinstance(returned, tuple) or (isinstance(returned, list) and len(names) > 1):
-        return list(returned)
-    return [returned]
+        return returned
+    if hasattr(returned, "_asdict"):
+        return returned._asdict()
+    if dataclasses.is_dataclass(returned):
+        return {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)}
+    plain = not isinstance(returned, Tensor | np.ndarray | tuple | list) and hasattr(returned, "__dict__")
+    return vars(returned) or None if plain else None
+
+
+def fitted(x: Any, expected: Tensor | None) -> Tensor:
+    """A result as a tensor of the expected shape. One column is as good as a vector, and (1,) as a number."""
+    x = as_tensor(x)
+    if expected is None or x.shape == expected.shape:
+        return x
+    if (x.numel() == expected.numel() == 1) or x.shape == (*expected.shape, 1) == (len(x), 1):
+        return x.reshape(expected.shape)
+    raise Wrong(f"shape {tuple(x.shape)} where {tuple(expected.shape)} is expected")
 
 
 def names_of(returned: Any) -> list[str]:
@@ -130,35 +182,68 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
     """The function, for calls with all arguments of its form: it gets those that it takes."""
     form = inspect.signature(getattr(forms, name)).parameters
     defaults = {key: p.default for key, p in form.items() if p.default is not p.empty}
-    try:
-        takes = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C: all arguments, by position
-        return lambda **arguments: function(*(given(arguments[key]) for key in form if key in arguments))
+    takes = parameters_of(function, form)
+    if takes is None or any(p.kind is p.VAR_KEYWORD for p in takes):
+        names = list(form)
+    else:
+        names = [p.name for p in takes if p.kind is not p.VAR_POSITIONAL]
+    strange = [p.name for p in takes or [] if p.name in names and p.name not in form and p.default is p.empty]
+    positional = {p.name for p in takes or [] if p.kind is p.POSITIONAL_ONLY}
 
     def given(x: Any) -> Any:
         if as_arrays:
             return [given(part) for part in x] if isinstance(x, list) else x.numpy() if isinstance(x, Tensor) else x
         return x
 
-    everything = any(p.kind is p.VAR_KEYWORD for p in takes)
-    names = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    strange = [p.name for p in takes if p.name in names and p.name not in form and p.default is p.empty]
-    positional = {p.name for p in takes if p.kind is p.POSITIONAL_ONLY}
+    def leave_out(key: str, arguments: dict[str, Any]) -> None:
+        in_groups = key == "groups" and "group_size" in names and arguments.get("group_size")
+        if key not in EXTRA and not in_groups and not is_neutral(arguments[key], form[key].default):
+            raise LeftOut(f"no {key}")
 
     def call(**arguments: Any) -> Any:
         arguments = defaults | arguments  # the function's own defaults may be others
         if strange:
             raise Wrong(f"it takes {', '.join(strange)}; the arguments of {name} are {', '.join(form)}")
-        lacking = [] if everything else [key for key in arguments if key not in names]
-        for key in lacking:
-            in_groups = key == "groups" and "group_size" in names and arguments.get("group_size")
-            if key not in EXTRA and not in_groups and not is_neutral(arguments[key], form[key].default):
-                raise LeftOut(f"no {key}")
-        kept = {key: given(x) for key, x in arguments.items() if key not in lacking}
-        first = [kept.pop(key) for key in names if key in positional and key in kept]
-        return function(*first, **kept)
+        for key in arguments.keys() - set(names):
+            leave_out(key, arguments)
+        kept = {key: given(arguments[key]) for key in form if key in arguments and key in names}
+        while True:
+            first = kept if takes is None else [key for key in names if key in positional and key in kept]
+            rest = {key: x for key, x in kept.items() if key not in first}
+            try:
+                return function(*(kept[key] for key in first), **rest)
+            except TypeError as error:  # which may be the only way in which it says what it takes
+                refused = re.search(r"(?:unexpected|[Uu]nknown) keyword argument '(\w+)'", str(error))
+                key = refused[1] if refused else next(reversed(kept)) if takes is None and len(kept) > 1 else ""
+                if key not in kept:
+                    raise
+                leave_out(key, arguments)
+                del kept[key]
 
     return call
+
+
+def parameters_of(function: Any, known: Any) -> list[Parameter] | None:
+    """What a function takes. None if that cannot be read, as in compiled code, and arguments go by position."""
+    if isinstance(function, torch.nn.Module):
+        function = getattr(function, "_orig_mod", function).forward
+    schema = getattr(function, "schema", None)  # of torch.jit
+    if isinstance(schema, torch._C.FunctionSchema):
+        kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
+        found = [(x.name, x.default_value if x.has_default_value() else empty) for x in schema.arguments]
+        return [Parameter(name, kind, default=default) for name, default in found if name != "self"]
+    try:
+        found = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell.cell_contents]
+        for inner in filter(callable, cells):  # what a decorator without functools.wraps hides
+            takes = parameters_of(inner, known)
+            if takes and any(p.name in known for p in takes):
+                return takes
+        return found if any(p.kind is p.VAR_KEYWORD for p in found) else None
+    return found
 
 
 def is_neutral(x: Any, default: Any) -> bool:

@@ -10,9 +10,9 @@ Inputs are float32, as in most code. So numbers agree if they differ by less tha
 import inspect
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ Arguments = dict[str, Any]
 Outputs = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One comparison."""
 
@@ -39,7 +39,7 @@ class Case:
     source: str
     """where the expected numbers come from: golden, enumeration, or the property that must hold"""
     arguments: Arguments
-    expected: Outputs
+    expected: Mapping[str, Tensor]
     run: Callable[[Callable, Arguments], Any]
     """calls the function, once or several times, and returns what is compared, in the order of `expected`"""
     mask: Tensor | None = None
@@ -47,6 +47,26 @@ class Case:
     tolerance: float = TOLERANCE
     gradient_of: str = ""
     """argument for which the gradient of the result is compared too, if the function gives one"""
+
+
+class Computed(Mapping):
+    """What a form gives in a case, in float64. It is computed when it is first asked for."""
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    @cached_property
+    def numbers(self) -> Outputs:
+        return calls.outputs_of(getattr(forms, self.case.function), self.case, torch.float64)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.numbers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
 
 # ---- Ways to call ----------------------------------------------------------------------------------------------
@@ -57,7 +77,8 @@ def once(function: Callable, arguments: Arguments) -> Any:
 
 
 def first(returned: Any, name: str = "result") -> Any:
-    return calls.several(returned, [name])[0]
+    found = calls.several(returned, [name])[0]
+    return found[0] if isinstance(found, list) else found
 
 
 def in_parts(function: Callable, arguments: Arguments) -> Any:
@@ -69,7 +90,7 @@ def in_parts(function: Callable, arguments: Arguments) -> Any:
 
 
 def controlled(function: Callable, arguments: Arguments) -> list[float]:
-    """The coefficients after each of several batches."""
+    """The coefficients after each of several batches, each from the coefficient that is correct before it."""
     found, coefficient = [], arguments["kl_coef"]
     for kl, episodes in zip(arguments["kl"].tolist(), arguments["episodes"].tolist(), strict=True):
         returned = function(
@@ -79,8 +100,8 @@ def controlled(function: Callable, arguments: Arguments) -> list[float]:
             episodes=int(episodes),
             horizon=arguments["horizon"],
         )
-        coefficient = calls.as_tensor(first(returned, "kl_coef")).item()
-        found.append(coefficient)
+        found.append(calls.as_tensor(first(returned, "kl_coef")).item())
+        coefficient = forms.kl_controller(coefficient, kl, arguments["target"], int(episodes), arguments["horizon"])
     return found
 
 
@@ -88,10 +109,11 @@ def descended(function: Callable, arguments: Arguments) -> list[Tensor]:
     """The parameters after each step on the loss sum of curvature / 2 * (x - target)^2."""
     x, curvature, target = (arguments[name] for name in ("x0", "curvature", "target"))
     m, v, found = x * 0, x * 0, []
+    moments = {name: arguments[name] for name in ("beta1", "beta2", "eps") if name in arguments}
     for step, lr in enumerate(arguments["lr"].tolist(), start=1):
         gradient = curvature * (x - target)
         returned = function(  # which may write into what it is given
-            parameter=x.clone(), gradient=gradient, m=m, v=v, step=step, lr=lr, eps=1e-5, style=arguments["style"]
+            parameter=x.clone(), gradient=gradient, m=m, v=v, step=step, lr=lr, style=arguments["style"], **moments
         )
         x, m, v = (torch.as_tensor(each) for each in calls.several(returned, ["parameter", "m", "v"]))
         found.append(x)
@@ -113,7 +135,7 @@ def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
     logprobs, ref_logprobs, sampler = (of_sequences(x) for x in (logits, *(arguments[n] for n in TABLES[1:])))
     given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
     given |= {"name": arguments["name"]} if "name" in arguments else {"sampler_logprobs": sampler}
-    losses = first(function(**given, mask=torch.ones(9, 2, dtype=torch.bool)))
+    losses = first(function(**given, mask=arguments.get("mask", torch.ones(9, 2, dtype=torch.bool))))
     if not getattr(losses, "requires_grad", False):
         raise calls.LeftOut("no gradient")
     return torch.autograd.grad((sampler.sum(1).exp().detach() * losses.sum(1)).sum(), logits)[0]
@@ -172,6 +194,9 @@ def language_model(weights: dict[str, Tensor], heads: int) -> Any:
     missing, unexpected = model.transformer.load_state_dict(weights, strict=False)
     if unexpected or [name for name in missing if not name.endswith("attn.bias")]:
         raise ValueError(f"weights of another model: {missing} {unexpected}")
+    if weights["wpe.weight"].requires_grad:  # the one that a gradient is asked of
+        del model.transformer.wpe.weight
+        model.transformer.wpe.weight = weights["wpe.weight"].float()
     return model
 
 
@@ -293,7 +318,7 @@ def chapter_1() -> list[Case]:
     for name in sorted({key.partition("/")[0] for key in arrays("case7_adam")}):
         x = under("case7_adam", f"{name}/")
         for style, key in (("tensorflow", "trajectory_tf"), ("torch", "trajectory_torch_adam_eps1e-5")):
-            given = {key: x[key] for key in ("x0", "target", "curvature", "lr")} | {"style": style}
+            given = {key: x[key] for key in ("x0", "target", "curvature", "lr")} | {"style": style, "eps": 1e-5}
             found.append(golden("adam_step", f"{style}, {name}", x[key][1:], descended, **given))
     for name in ("coef015", "coef0", "coef02_len1"):
         x = under("case8_compute_rewards", f"{name}/")
@@ -367,9 +392,8 @@ def chapter_2() -> list[Case]:
     case = replace(case, mask=counts)
     # Code without a temperature can be asked this one only.
     given, name = case.arguments | {"temperature": 1.0}, "padded on the left, temperature 1"
-    at_1 = replace(case, name=name, source="padding on the left", arguments=given)
-    expected = calls.outputs_of(forms.response_logprobs, at_1, torch.float64)
-    found += [case, replace(at_1, expected=expected)]
+    at_1 = replace(case, name=name, source="padding on the left", arguments=given, gradient_of="weights/wpe.weight")
+    found += [case, replace(at_1, expected=Computed(at_1))]
     return found
 
 
@@ -501,6 +525,8 @@ def enumeration() -> list[Case]:
     found.append(golden("kl_loss", "another sampler", expected, expected_gradient, "enumeration", **tables))
     expected = gradient("on_policy", "true gradient, prefixes held fixed")
     found.append(golden("kl_loss", "the policy samples", expected, expected_gradient, "enumeration", **on_policy))
+    ended = torch.stack([torch.ones(9, dtype=torch.bool), SEQUENCES[:, 0] != 0], 1)  # the token 0 stops a response
+    found.append(like_the_form("kl_loss", "padding", tables | {"mask": ended}, run=expected_gradient))
     return found
 
 
@@ -529,7 +555,7 @@ SETTINGS: dict[str, list[Arguments]] = {  # of each function for its properties
     "reward_to_go": [{"gamma": 0.9}, {}],
     "token_rewards": [{"kl_coef": 0.3}],
     "kl_estimate": [{"name": name} for name in ("k1", "abs", "k2", "k3", "k1+", "k2+", "k3+")],
-    "policy_loss": [{}, {"cliprange": 0.2, "cliprange_high": 0.3}, {"dual_clip": 1.5}],
+    "policy_loss": [{}, {"cliprange": 0.1}, {"cliprange": 0.2, "cliprange_high": 0.3}, {"dual_clip": 1.5}],
     "gspo_loss": [{"cliprange": 0.05}, {"cliprange": 0.05, "cliprange_high": 0.08}],
     "cispo_loss": [{}, {"cliprange": 1.0, "cliprange_high": 0.1}],
     "value_loss": [{}],
@@ -539,17 +565,24 @@ SETTINGS: dict[str, list[Arguments]] = {  # of each function for its properties
 }
 GRADIENT_OF = {"kl_estimate": "logprobs", "policy_loss": "new_logprobs", "gspo_loss": "new_logprobs"}
 GRADIENT_OF |= {"cispo_loss": "new_logprobs", "value_loss": "new_values", "aggregate": "losses"}
+GRADIENT_OF |= {"entropy": "logits", "token_logprobs": "logits", "best_of_n_loss": "scores", "accumulate": "losses"}
+GRADIENT_OF |= {"importance_weights": "logprobs"}  # which must be 0
 PARTS = {"policy_loss", "value_loss", "aggregate"}
 PER_TOKEN = {"whiten", "gae", "reward_to_go", "kl_estimate", "importance_weights"}  # what is masked is not compared
 
 
-def random_arguments(function: str, shape: tuple[int, int], generator: torch.Generator) -> Arguments:
-    """Float32 tensors for the function's arguments that are (batch, response_length), and scores (batch,)."""
+def random_arguments(
+    function: str, shape: tuple[int, int], generator: torch.Generator, apart: float = 0.3
+) -> Arguments:
+    """Float32 tensors for the function's arguments that are (batch, response_length), and scores (batch,).
+
+    apart: how far log-probs of one token are apart, in nats.
+    """
     found, base = {}, -3 * torch.rand(shape, generator=generator) - 0.1
     for name, parameter in inspect.signature(getattr(forms, function)).parameters.items():
         if parameter.annotation is Tensor:
             x = torch.randn(shape[0] if name == "scores" else shape, generator=generator)
-            found[name] = (base + 0.3 * x).clamp(max=-0.01) if name in LOGPROBS else x
+            found[name] = (base + apart * x).clamp(max=-0.01) if name in LOGPROBS else x
     if function == "gspo_loss":
         found["advantages"] = found["advantages"][:, :1].expand(shape).clone()
     return found
@@ -573,6 +606,9 @@ def properties() -> list[Case]:
                     with_masked(case, "masked entries don't matter", 1e3),
                     with_masked(case, "NaN in padding", torch.nan),
                 ]
+        x = random_arguments(function, RAGGED.shape, torch.Generator().manual_seed(3), apart=1.5)
+        if any(name in LOGPROBS for name in x) and function != "kl_estimate":  # where slopes far away are a choice
+            found += [like_the_form(function, "far apart", x | {"mask": RAGGED} | s) for s in settings]
         if function in PARTS:
             for s in settings:
                 x = random_arguments(function, RAGGED.shape, torch.Generator().manual_seed(2)) | {"mask": RAGGED} | s
@@ -585,11 +621,13 @@ def properties() -> list[Case]:
     return found + other_properties()
 
 
-def like_the_form(function: str, name: str, arguments: Arguments, source: str = "") -> Case:
+def like_the_form(
+    function: str, name: str, arguments: Arguments, source: str = "", run: Callable[[Callable, Arguments], Any] = once
+) -> Case:
     """A case whose numbers forms.py computes in float64."""
     mask = arguments.get("mask") if function in PER_TOKEN else None
-    case = Case(function, name, source or name, arguments, {}, once, mask, gradient_of=GRADIENT_OF.get(function, ""))
-    return replace(case, expected=calls.outputs_of(getattr(forms, function), case, torch.float64))
+    case = Case(function, name, source or name, arguments, {}, run, mask, gradient_of=GRADIENT_OF.get(function, ""))
+    return replace(case, expected=Computed(case))
 
 
 def with_masked(case: Case, name: str, value: float) -> Case:
@@ -628,6 +666,7 @@ def other_properties() -> list[Case]:
     inner = torch.tensor([[5, 2, 6, 2, 9, 9], [2, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 5], [5, 5, 5, 5, 5, 2]])
     for name, x in (("the stop id is the padding", responses), ("tokens after the stop id", inner)):
         found.append(like_the_form("response_mask", name, {"responses": x, "stop_id": 2}))
+        found.append(like_the_form("response_mask", "another stop id", {"responses": x, "stop_id": 6}))
         found.append(like_the_form("has_stop", name, {"responses": x, "stop_id": 2, "after": 0}))
         found.append(like_the_form("truncate", name, {"responses": x, "stop_id": 2, "pad_id": 2, "after": 0}))
     lost = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 2, 0, 0, 0], [5, 6, 7, 8, 9, 2], [5, 6, 7, 8, 9, 3]])
@@ -639,10 +678,12 @@ def other_properties() -> list[Case]:
         counts = {"sequences": len(empty)} if mode == "seq-mean-token-sum-norm" else {}
         given = {"losses": x, "mask": empty, "mode": mode} | counts
         found.append(like_the_form("aggregate", "an empty row", given))
+        if mode == "seq-mean-token-sum-norm":
+            found.append(like_the_form("aggregate", "another length", given | {"length": 9}))
     x = random_arguments("token_rewards", empty.shape, generator)
     found.append(like_the_form("token_rewards", "an empty row", x | {"mask": empty, "kl_coef": 0.3}))
     losses = torch.randn(RAGGED.shape, generator=generator)
-    for name, sizes in (("one part", [5]), ("a part for each row", [1] * 5), ("parts of 2 and 3 rows", [2, 3])):
+    for name, sizes in (("one part", [5]), ("a part for each row", [1] * 5), ("parts of 3 and 2 rows", [3, 2])):
         given = {"losses": list(losses.split(sizes)), "masks": list(RAGGED.split(sizes)), "generation_tokens": 40}
         found.append(like_the_form("accumulate", name, given, "parts add up"))
         masks = [full(x) for x in given["masks"]]
@@ -651,17 +692,34 @@ def other_properties() -> list[Case]:
             torch.randn(RAGGED.shape, generator=generator),
             torch.randn(RAGGED.shape, generator=generator),
         )
-        given = {"values": list((returns + values / 2).split(sizes)), "returns": list(returns.split(sizes))}
+        off = values / 2 + 0.1 if len(sizes) < 3 else 1.5 * values  # a critic that is worse than a constant
+        given = {"values": list((returns + off).split(sizes)), "returns": list(returns.split(sizes))}
         given |= {"masks": list(RAGGED.split(sizes))}
         found.append(like_the_form("explained_variance", name, given, "parts add up"))
+    x = torch.full(RAGGED.shape, -1.5)
+    for low, high in ((1.0, 1.5), (0.5, 1.0)):
+        given = {"logprobs": x, "sampler_logprobs": x, "mask": RAGGED, "low": low, "high": high}
+        found.append(like_the_form("rejection_mask", "a ratio of 1 at the bound", given | {"kind": "token"}))
     lengths = torch.tensor([0, 5, 15, 16, 17, 18, 20])
     given = {"lengths": lengths, "max_length": 20, "buffer": 5, "factor": 0.5}
     found.append(like_the_form("overlong_penalty", "factor 0.5", given))
+    given = {"lengths": lengths, "max_length": 16, "buffer": 8}
+    found.append(like_the_form("overlong_penalty", "another length", given))
+    kl = torch.tensor([0.1, 2.4, 2.6, 9.0, 0.0, 2.2], dtype=torch.float64)
+    for name, coefficient in (("a small coefficient", 1e-4), ("a large coefficient", 20.0)):
+        given = {"kl_coef": coefficient, "kl": kl, "target": 2.5, "episodes": torch.full((6,), 40), "horizon": 100}
+        found.append(like_the_form("kl_controller", name, given, run=controlled))
+    for style in ("torch", "tensorflow"):
+        given = {name: torch.randn(4, generator=generator) for name in ("x0", "target")}
+        given |= {"curvature": torch.tensor([0.01, 1.0, 3.0, 10.0]), "lr": torch.tensor([0.1, 0.1, 0.05, 0.2, 0.01])}
+        given |= {"style": style, "beta1": 0.7, "beta2": 0.95, "eps": 1e-3}
+        found.append(like_the_form("adam_step", f"{style}, other moments", given, run=descended))
     for name, shape in SHAPES.items():
         logits, tokens = torch.randn(*shape, 4, generator=generator), torch.randint(0, 4, shape, generator=generator)
         given = {"logits": logits, "temperature": 0.7}
-        found.append(like_the_form("token_logprobs", name, given | {"tokens": tokens}))
-        found.append(like_the_form("entropy", name, given))
+        for more in (given, {"logits": 9 * logits}):  # also tokens that are very unlikely
+            found.append(like_the_form("token_logprobs", name, more | {"tokens": tokens}))
+            found.append(like_the_form("entropy", name, more))
         best = torch.randint(0, shape[1], shape[:1], generator=generator)
         found.append(like_the_form("best_of_n_loss", name, {"scores": logits[..., 0], "best": best}))
     return found

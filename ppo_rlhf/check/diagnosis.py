@@ -1,20 +1,22 @@
 """Diagnosis of a function's numbers: which cases match and, if not all, which known fault has the same numbers."""
 
-import time
-from collections.abc import Callable, Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice
 
 import torch
 from torch import Tensor
 
-from ppo_rlhf.check import calls, cases, faults
+from ppo_rlhf.check import calls, cases, changes, faults
 from ppo_rlhf.check.cases import Case
 
 Answer = dict[str, Tensor] | str
 OPTIONS = {"name", "mode", "kind", "style", "score_at"}  # arguments of which a function may refuse some values
 REFUSALS = ("raises KeyError", "raises ValueError", "raises AssertionError")
-SECONDS = 10.0  # that the search for combined faults may take
+TRIES = 1500  # of combined faults, each time; a second
+MOST = 3  # explanations
 UNSEEN = (
     "It got no part of a minibatch, so a mean of each micro-batch would pass unseen. Let it take `tokens`, or "
     "check your loop with `accumulate`."
@@ -35,13 +37,15 @@ class Report:
     left_out: dict[str, int] = field(default_factory=dict)
     """why a case was not compared, and how many"""
     gradients: bool = True
-    """whether all results had a gradient, where one was to be compared"""
+    """whether all results had a gradient, where one that is not 0 was to be compared"""
     failed: list[dict] = field(default_factory=list)
     """of the cases that do not match: name, source, and what is wrong there"""
     diagnoses: list[list[faults.Fault]] = field(default_factory=list)
     """faults whose numbers these are; two in a list are combined"""
+    changes: list[str] = field(default_factory=list)
+    """if there is no diagnosis: changes of the form that give these numbers"""
     nearest: list[tuple[faults.Fault, int]] = field(default_factory=list)
-    """if there is no diagnosis: faults that have the numbers of some failed cases, and of how many"""
+    """if there is neither: faults that have the numbers of most failed cases, and of how many"""
     hints: list[str] = field(default_factory=list)
     missing: str = ""
     """result that the function doesn't give, such as the returns of gae"""
@@ -71,11 +75,21 @@ def agree(answer: dict[str, Tensor], other: Answer, case: Case) -> bool:
     """Whether two functions gave the same numbers, as far as both gave some."""
     if isinstance(other, str):
         return False
-    names = [name for name in answer if name in other]
-    # How far NaN spreads in a result depends on the order of operations.
-    names = [name for name in names if not (answer[name].isnan().any() and other[name].isnan().any())]
     enough = 5 * case.tolerance  # float32 in one of them, float64 in the other
-    return all(distance(answer[name], other[name], case.mask) <= enough for name in names)
+    for name in answer.keys() & other.keys():
+        given, expected = answer[name], other[name]
+        if case.mask is not None and case.mask.shape == given.shape:
+            given, expected = given[case.mask], expected[case.mask]
+        if not given.numel():
+            continue
+        gap = (given - expected).abs().max().item()
+        if math.isfinite(gap):
+            if gap > enough * max(expected.abs().max().item(), SMALLEST):
+                return False
+        # How far NaN spreads in a result depends on the order of operations.
+        elif not (given.isnan().any() and expected.isnan().any()) and distance(given, expected, None) > enough:
+            return False
+    return True
 
 
 def size(case: Case) -> int:
@@ -85,8 +99,12 @@ def size(case: Case) -> int:
 
 def answer_of(function: Callable, case: Case) -> Answer:
     """The result of a fault in a case; a text if it raises."""
+    arguments = {
+        name: calls.converted(x, torch.float64) for name, x in case.arguments.items()
+    }  # it may write into them
+    leaves = calls.leaves_of(arguments, case.gradient_of) if case.gradient_of else []
     try:
-        return calls.outputs_of(function, case, torch.float64)
+        return calls.results_of(case.run(function, arguments), case, leaves)
     except Exception as error:  # faults may fail in many ways, like the code that they represent
         return str(error) or type(error).__name__
 
@@ -105,7 +123,8 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
             wrong.append(index)
             continue
         errors = {name: distance(x, case.expected[name], case.mask) for name, x in answer.items()}
-        report.gradients &= "gradient" not in case.expected or "gradient" in answer
+        slope = case.expected.get("gradient")
+        report.gradients &= slope is None or "gradient" in answer or not slope.any()
         report.error = max([report.error, *errors.values()])
         if max(errors.values()) <= case.tolerance:
             report.matches += 1
@@ -120,7 +139,9 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
     if function in cases.PARTS and not any(all_cases[index].source == "parts add up" for index in answers):
         report.unseen = UNSEEN
     if wrong:
-        diagnose(report, {index: (all_cases[index], answer) for index, answer in answers.items()}, wrong)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of faults that divide by 0 or worse
+            diagnose(report, {index: (all_cases[index], answer) for index, answer in answers.items()}, wrong)
     return report
 
 
@@ -161,39 +182,86 @@ def difference(given: Tensor, expected: Tensor, mask: Tensor | None, most: int =
 
 
 def diagnose(report: Report, answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> None:
-    """Look for one fault, then two, then three that explain every answer; else for faults that explain some."""
+    """Look for what explains every answer: a known fault, a change of the form, or two; else for what fits most."""
     report.hints = list(hints(answers, wrong))
     answers = {index: pair for index, pair in answers.items() if not isinstance(pair[1], str)}
-    wrong = [index for index in wrong if index in answers]  # what raises an error speaks for itself
-    if not wrong:
+    wrong = sorted([index for index in wrong if index in answers], key=lambda index: size(answers[index][0]))
+    if not wrong:  # what raises an error speaks for itself
         return
-    known = faults.of(report.function)
+    name, known = report.function, faults.of(report.function)
     order = [*wrong, *(index for index in answers if index not in wrong)]  # those that exclude most come first
+    some_wrong = [wrong[0], wrong[-1]]
 
-    def explains(function: Callable) -> bool:
-        return all(agree(answers[i][1], answer_of(function, answers[i][0]), answers[i][0]) for i in order)
+    def agrees(function: Callable, index: int) -> bool:
+        case, answer = answers[index]
+        return agree(answer, answer_of(function, case), case)
 
-    end = time.monotonic() + SECONDS
-    for number in (1, 2, 3):
-        for some in combinations(known, number):
-            function = faults.together(some)
-            if function is not None and explains(function):
-                report.diagnoses.append(list(some))
-            if time.monotonic() > end:
-                break
-        if report.diagnoses:
-            break
-    if not report.diagnoses:
-        for fault in known:
-            count = sum(agrees_where_wrong(fault, *answers[index]) for index in wrong)
-            if count:
-                report.nearest.append((fault, count))
-        report.nearest = sorted(report.nearest, key=lambda pair: -pair[1])[:3]
+    def explains(function: Callable | None) -> bool:
+        return function is not None and all(agrees(function, index) for index in order)
+
+    def together(number: int) -> list[list[faults.Fault]]:
+        """Known faults that explain every answer."""
+        tried = islice(combinations(known, number), TRIES)
+        return [list(some) for some in tried if explains(some[0] if number == 1 else faults.together(some))]
+
+    def explaining(tried: Iterable[tuple[str, changes.Change]]) -> list[str]:
+        """The words of the first changes that explain every answer."""
+        found = (before + change.words() for before, change in tried if explains(change.call))
+        return list(islice(found, MOST))
+
+    report.diagnoses = together(1)
+    report.changes = [] if report.diagnoses else explaining(("", change) for change in changes.of(name))
+    for number in (2, 3):
+        if not report.diagnoses and not report.changes:
+            report.diagnoses = together(number)
+        if not report.diagnoses and not report.changes and number == 2:
+            half = halves(name, known, agrees, some_wrong)
+            both = ((f"{words} together with ", x) for words, text in half for x in changes.of(name, text))
+            report.changes = explaining(islice(both, 2 * TRIES))
+    if report.diagnoses or report.changes:
+        return
+    for fault in known:
+        count = sum(agrees_where_wrong(fault, *answers[index]) for index in wrong)
+        if 2 * count > len(wrong):
+            report.nearest.append((fault, count))
+    report.nearest = sorted(report.nearest, key=lambda pair: -pair[1])[:MOST]
+
+
+def halves(
+    name: str, known: list[faults.Fault], agrees: Callable[[Callable, int], bool], wrong: list[int]
+) -> list[tuple[str, str]]:
+    """Known faults and changes that give the numbers of some wrong cases: their words and texts, the best first."""
+    found = [(sum(agrees(fault, index) for index in wrong), f'"{fault.name}"', fault.text) for fault in known]
+    for change in changes.of(name):
+        count = sum(agrees(change.call, index) for index in wrong)
+        found += [(count, change.words(), change.text())] if count else []
+    found.sort(key=lambda each: -each[0])
+    return [(words, text) for _, words, text in found]
 
 
 def agrees_where_wrong(fault: faults.Fault, case: Case, answer: Answer) -> bool:
     """Whether a fault has the same numbers. NaN in both says too little."""
     return not any(x.isnan().any() for x in answer.values()) and agree(answer, answer_of(fault, case), case)
+
+
+def compared(case: Case, answer: Answer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Numbers of an answer and the expected ones, where they count."""
+    for name, x in answer.items() if isinstance(answer, dict) else ():
+        expected = case.expected[name].double()
+        if case.mask is not None and case.mask.shape == expected.shape:
+            x, expected = x[case.mask], expected[case.mask]
+        if expected.numel():
+            yield x.double(), expected
+
+
+def bounds(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[str]:
+    """If all numbers that differ are one number, or two, and the expected ones beyond: the numbers are clamped."""
+    x, expected = (torch.cat([pair[i].flatten() for pair in pairs]) if pairs else torch.zeros(0) for i in (0, 1))
+    apart = ~torch.isclose(x, expected, rtol=1e-4, atol=1e-5)
+    for word, sign in (("below", 1), ("above", -1)):
+        here = apart & (sign * (x - expected) > 0)
+        if here.any() and (x[here] - x[here][0]).abs().max() < 1e-5 and (sign * (x - x[here][0]) > -1e-5).all():
+            yield f"no number is {word} {x[here][0].item():.4g}, where the expected ones go on"
 
 
 def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator[str]:
@@ -203,17 +271,14 @@ def hints(answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> Iterator
     for source in dict.fromkeys(sources):
         if set(sources) == {source} != {"golden"} and len(sources) < len(of_all):
             yield f"only cases of one kind fail: {source}"
+    pairs = [pair for index in wrong for pair in compared(*answers[index])]
+    yield from bounds(pairs)
     factors = set()
     for index in wrong:
         case, answer = answers[index]
         if isinstance(answer, str):
             return
-        for name, x in answer.items():
-            expected = case.expected[name].double()
-            if case.mask is not None and case.mask.shape == expected.shape:
-                x, expected = x[case.mask], expected[case.mask]
-            if not expected.numel():
-                continue
+        for x, expected in compared(case, answer):
             kept = expected.abs() > 0.1 * expected.abs().max()  # where rounding is small
             if not kept.any():
                 continue

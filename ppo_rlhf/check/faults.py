@@ -126,6 +126,25 @@ def truncate_at_the_last_stop():
     )
 
 
+@fault("truncate", "D48")
+def truncate_a_stop_at_0_is_none():
+    """The first stop is found by argmax, whose 0 is taken for none, so a stop id at index 0 is not seen."""
+    return (
+        "stops_before = stops.cumsum(1) - stops.long()",
+        "first = stops.long().argmax(1, keepdim=True)\n"
+        "    stops_before = (torch.arange(responses.shape[1]) > first) & (first > 0)",
+    )
+
+
+@fault("truncate", "D48")
+def truncate_none_is_a_stop_at_0():
+    """The first stop is found by argmax, which is 0 if there is none: a response without a stop is cut to a token."""
+    return (
+        "stops_before = stops.cumsum(1) - stops.long()",
+        "stops_before = torch.arange(responses.shape[1]) > stops.long().argmax(1, keepdim=True)",
+    )
+
+
 @fault("response_mask", "V10")
 def response_mask_without_the_stop_id():
     """The stop id is masked, so the policy never learns to end."""
@@ -147,6 +166,32 @@ def response_mask_one_token_too_many():
     )
 
 
+@fault("response_mask", "V10")
+def response_mask_none_is_a_stop_at_0():
+    """The first stop is found by argmax, which is 0 if there is none: a response without a stop has one token."""
+    return (
+        "stops.cumsum(1) - stops.long() == 0",
+        "torch.arange(responses.shape[1]) <= stops.long().argmax(1, keepdim=True)",
+    )
+
+
+@fault("response_mask", "V10")
+def response_mask_up_to_the_last_stop():
+    """The mask ends at the last stop id, so padding with the same id counts."""
+    return (
+        "stops.cumsum(1) - stops.long() == 0",
+        "(stops.flip(1).cumsum(1).flip(1) > 0) | ~stops.any(1, keepdim=True)",
+    )
+
+
+@fault("response_mask", "V10", "verl's and others' option for truncated responses", choice=True)
+def response_mask_without_responses_that_were_cut_off():
+    """A response without a stop id is masked entirely."""
+    return "return stops.cumsum(1) - stops.long() == 0", (
+        "return (stops.cumsum(1) - stops.long() == 0) & stops.any(1, keepdim=True)"
+    )
+
+
 @fault("has_stop", "V10", "TRL 1.16")
 def has_stop_in_the_last_column():
     """A response counts as ended if its last column is the stop id, so a shorter one counts as cut off."""
@@ -163,6 +208,12 @@ def has_stop_by_the_padded_width():
 def has_stop_before_after():
     """Stop ids before index `after` count too."""
     return "responses[:, after:]", "responses"
+
+
+@fault("has_stop", "D50")
+def has_stop_at_0_is_none():
+    """The stop is found by argmax, whose 0 is taken for none."""
+    return "(responses[:, after:] == stop_id).any(1)", "(responses[:, after:] == stop_id).long().argmax(1) > 0"
 
 
 @fault("token_logprobs", "V13", GITHUB + "huggingface/trl/issues/4159")
@@ -196,6 +247,33 @@ def token_logprobs_of_the_top_p():
     )
 
 
+@fault("token_logprobs", "D47")
+def token_logprobs_without_a_gradient():
+    """The result has no gradient, so nothing that is made of it trains. For a rollout, return an array."""
+    return ".squeeze(2)", ".squeeze(2).detach()"
+
+
+@fault("token_logprobs", "D47")
+def token_logprobs_normalised_without_a_gradient():
+    """The normaliser has no gradient: a logit is raised whatever the others are."""
+    return (
+        "torch.log_softmax(logits / temperature, dim=2)",
+        "logits / temperature - (logits / temperature).logsumexp(2, keepdim=True).detach()",
+    )
+
+
+@fault("token_logprobs", "V13")
+def token_logprobs_divided_after_the_softmax():
+    """Log-probs are divided by the temperature, not logits, so probabilities don't add up to 1."""
+    return "torch.log_softmax(logits / temperature, dim=2)", "torch.log_softmax(logits, dim=2) / temperature"
+
+
+@fault("token_logprobs", "D47")
+def token_logprobs_of_the_token_before():
+    """The log-prob at a token is that of the token before it."""
+    return "tokens.long()", "tokens.long().roll(1, 1)"
+
+
 @fault("entropy", "V68")
 def entropy_without_temperature():
     """Logits are not divided by the temperature."""
@@ -218,6 +296,30 @@ def entropy_negative():
 def entropy_mean_over_the_vocabulary():
     """The mean over the vocabulary, not the sum."""
     return ".sum(2)", ".mean(2)"
+
+
+@fault("entropy", "V68", GITHUB + "huggingface/trl/pull/5595")
+def entropy_without_a_gradient():
+    """The result has no gradient, so a bonus trains nothing. If it is only logged, return an array."""
+    return ".sum(2)", ".sum(2).detach()"
+
+
+@fault("entropy", "V68")
+def entropy_of_detached_probabilities():
+    """The probabilities have no gradient: it is that of the mean log-prob, whose expectation is 0."""
+    return "all_logprobs.exp() *", "all_logprobs.exp().detach() *"
+
+
+@fault("entropy", "V68")
+def entropy_divided_after_the_softmax():
+    """The entropy at temperature 1 is divided by the temperature."""
+    return (("logits / temperature", "logits"), (".sum(2)", ".sum(2) / temperature"))
+
+
+@fault("entropy", "V68")
+def entropy_relative_to_the_greatest():
+    """It is divided by the log of the vocabulary's size, so that the greatest is 1."""
+    return ".sum(2)", ".sum(2) / math.log(logits.shape[2])"
 
 
 @fault("response_logprobs", "D47")
@@ -397,6 +499,21 @@ def token_rewards_score_of_an_empty_response():
     return "(columns == at.unsqueeze(1)) & mask.any(1, keepdim=True)", "columns == (at % mask.shape[1]).unsqueeze(1)"
 
 
+@fault("token_rewards", "D52")
+def token_rewards_score_in_place_of_the_penalty():
+    """The last token has the score alone and pays no penalty."""
+    return (
+        "rewards + torch.where(is_last, scores.unsqueeze(1), 0)",
+        "torch.where(is_last, scores.unsqueeze(1), rewards)",
+    )
+
+
+@fault("token_rewards", "D52")
+def token_rewards_penalty_per_length():
+    """The penalty is divided by the length of the response, so long ones pay less for a token."""
+    return "-kl_coef * d", "-kl_coef * d / mask.sum(1, keepdim=True).clamp(min=1)"
+
+
 @fault("overlong_penalty", "V26")
 def overlong_penalty_is_a_reward():
     """The sign is missing."""
@@ -445,6 +562,18 @@ def kl_controller_clips_the_other_ratio():
     return "kl / target - 1", "1 - target / max(kl, 1e-9)"
 
 
+@fault("kl_controller", "D69")
+def kl_controller_clip_of_0_1():
+    """The relative error is clipped to 0.1, not to 0.2."""
+    return "min(max(kl / target - 1, -0.2), 0.2)", "min(max(kl / target - 1, -0.1), 0.1)"
+
+
+@fault("kl_controller", "D69")
+def kl_controller_by_the_log():
+    """The error is the log of KL / target."""
+    return "kl / target - 1", "math.log(max(kl, 1e-9) / target)"
+
+
 @fault("best_of_n_loss", "D40")
 def best_of_n_loss_over_the_batch():
     """The softmax is over the rows of the batch, not over the responses to one query."""
@@ -461,6 +590,12 @@ def best_of_n_loss_of_the_worst():
 def best_of_n_loss_sum():
     """The sum over the batch, not the mean."""
     return "chosen.mean()", "chosen.sum()"
+
+
+@fault("best_of_n_loss", "D40")
+def best_of_n_loss_normalised_without_a_gradient():
+    """The normaliser has no gradient: the best score rises without end, and the others don't fall."""
+    return "torch.log_softmax(scores, dim=1)", "(scores - scores.logsumexp(1, keepdim=True).detach())"
 
 
 # ---- Advantages ------------------------------------------------------------------------------------------------
@@ -555,6 +690,32 @@ def whiten_by_the_variance():
 def whiten_NaN_times_the_mask():
     """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "values.masked_fill(~mask, 0)\n    count", "values * mask\n    count"
+
+
+@fault("whiten", "D54", GITHUB + "OpenRLHF/OpenRLHF/pull/1250")
+def whiten_by_rows_broadcast_along_the_tokens():
+    """Statistics of each row (batch,) are spread along the tokens. It raises an error unless the sizes are equal."""
+    return (
+        ("mask.sum().clamp(min=1)", "mask.sum(-1).clamp(min=1)"),
+        ("values.sum() / count", "values.sum(-1) / count"),
+        (".masked_fill(~mask, 0).sum() / count", ".masked_fill(~mask, 0).sum(-1) / count"),
+    )
+
+
+@fault("whiten", "D54")
+def whiten_each_column():
+    """Each position is whitened on its own, over the rows."""
+    return (
+        ("mask.sum().clamp(min=1)", "mask.sum(0).clamp(min=1)"),
+        ("values.sum() / count", "values.sum(0) / count"),
+        (".masked_fill(~mask, 0).sum() / count", ".masked_fill(~mask, 0).sum(0) / count"),
+    )
+
+
+@fault("whiten", "V44")
+def whiten_by_the_mean_of_row_means():
+    """The mean is that of the rows' means, so a token of a short response counts for more."""
+    return "mean = values.sum() / count", "mean = (values.sum(-1) / mask.sum(-1).clamp(min=1)).mean()"
 
 
 @fault("gae", "V29", GITHUB + "radixark/miles/pull/1827")
@@ -758,6 +919,18 @@ def gae_NaN_times_the_mask():
     )
 
 
+@fault("gae", "D56")
+def gae_one_step_of_gamma_too_many():
+    """A token's own delta is discounted too."""
+    return "delta + gamma * lam * next_advantage", "gamma * (delta + lam * next_advantage)"
+
+
+@fault("gae", "D56")
+def gae_reward_of_the_next_token():
+    """Delta has the reward of the next token, and the last token keeps its own."""
+    return "rewards[:, t] +", "rewards[:, min(t + 1, values.shape[1] - 1)] +"
+
+
 @fault("reward_to_go", "V39", "verl b178a3c; until 8a1bf6d")
 def reward_to_go_erased_by_a_hole():
     """The running sum is multiplied by the mask, so a hole erases the rewards after it."""
@@ -804,6 +977,24 @@ def reward_to_go_NaN_times_the_mask():
         "torch.where(mask[:, t], rewards[:, t] + gamma * later, later)",
         "(rewards[:, t] + gamma * later) * mask[:, t] + later * ~mask[:, t]",
     )
+
+
+@fault("reward_to_go", "V39")
+def reward_to_go_one_step_of_gamma_too_many():
+    """A token's own reward is discounted too."""
+    return "returns[:, t] = later", "returns[:, t] = gamma * later"
+
+
+@fault("reward_to_go", "V39")
+def reward_to_go_without_its_own_reward():
+    """The sum begins at the next token."""
+    return "returns[:, t] = later", "returns[:, t] = later - rewards[:, t]"
+
+
+@fault("reward_to_go", "V39")
+def reward_to_go_mean():
+    """The sum is divided by the number of tokens that are left."""
+    return "returns[:, t] = later", "returns[:, t] = later / mask[:, t:].sum(1).clamp(min=1)"
 
 
 @fault("group_advantages", "V33", "DAPO's and others' code", choice=True)
@@ -1042,6 +1233,12 @@ def policy_loss_masked_after_computing():
     )
 
 
+@fault("policy_loss", "D60", GITHUB + "meta-pytorch/torchforge/pull/571")
+def policy_loss_ratio_of_the_new_to_itself():
+    """The ratio is exp(new - new.detach()), always 1: nothing is clipped, and the old policy counts for nothing."""
+    return "(new_logprobs - logprobs)", "(new_logprobs - new_logprobs.detach())"
+
+
 @fault("gspo_loss", "V65")
 def gspo_loss_sum_of_log_ratios():
     """The ratio is that of the whole response: the log ratio is not divided by the length."""
@@ -1088,6 +1285,15 @@ def gspo_loss_without_a_clip():
 def gspo_loss_NaN_times_the_mask():
     """Masked entries are multiplied by 0, and NaN times 0 is NaN. Replace them in the inputs, before computing."""
     return "(new_logprobs - logprobs).masked_fill(~mask, 0)", "(new_logprobs - logprobs) * mask"
+
+
+@fault("gspo_loss", "V65")
+def gspo_loss_arithmetic_mean():
+    """The ratio of a response is the arithmetic mean of its tokens' ratios, not the geometric."""
+    return (
+        "torch.exp(log_ratio.sum(1) / lengths)",
+        "(torch.exp(log_ratio).masked_fill(~mask, 0).sum(1) / lengths)",
+    )
 
 
 @fault("cispo_loss", "V66")
@@ -1138,6 +1344,15 @@ def cispo_loss_NaN_times_the_mask():
             "advantages = advantages * mask",
         ),
         ("logprobs.masked_fill(~mask, 0))", "logprobs)"),
+    )
+
+
+@fault("cispo_loss", "V60")
+def cispo_loss_mean_of_row_means():
+    """The mean over responses of the mean over their tokens."""
+    return (
+        "-(weights * advantages * new_logprobs).sum() / mask.sum()",
+        "-((weights * advantages * new_logprobs).sum(1) / mask.sum(1).clamp(min=1)).sum() / mask.any(1).sum()",
     )
 
 
@@ -1201,6 +1416,24 @@ def value_loss_masked_after_computing():
     return (
         ("(x.masked_fill(~mask, 0) for x", "(x for x"),
         ("losses.sum() / count", "losses.masked_fill(~mask, 0).sum() / count"),
+    )
+
+
+@fault("value_loss", "D59")
+def value_loss_relative_clip():
+    """The bounds are a fraction of the old value, which is none where it is near 0."""
+    return (
+        "values - cliprange, values + cliprange",
+        "values - cliprange * values.abs(), values + cliprange * values.abs()",
+    )
+
+
+@fault("value_loss", "D59")
+def value_loss_absolute_error():
+    """The error is not squared."""
+    return (
+        "(new_values - returns) ** 2, (clipped_values - returns) ** 2",
+        "(new_values - returns).abs(), (clipped_values - returns).abs()",
     )
 
 
@@ -1286,6 +1519,12 @@ def aggregate_NaN_times_the_mask_by_rows():
     return "losses.masked_fill(~mask, 0), mask.sum(1)", f"({masked}), mask.sum(1)"
 
 
+@fault("aggregate", "V60")
+def aggregate_width_for_the_greatest_length():
+    """`length` is ignored: Dr. GRPO's divisor is the width of the batch, so it changes with the longest response."""
+    return "mask.shape[1] if length is None else length", "mask.shape[1]"
+
+
 @fault("accumulate", "V61", GITHUB + "PrimeIntellect-ai/prime-rl/pull/583")
 def accumulate_mean_of_means():
     """The mean of the means of micro-batches: a token in a short micro-batch counts for more."""
@@ -1328,6 +1567,28 @@ def accumulate_weighted_by_rows():
     return ".sum() / tokens", ".sum() / mask.sum() * len(part) / sum(len(each) for each in losses)"
 
 
+@fault("accumulate", "V61")
+def accumulate_gradient_of_the_last_part():
+    """The value is correct, but only the last micro-batch has a gradient."""
+    return "total + part", "torch.as_tensor(total).detach() + part"
+
+
+@fault("accumulate", "V61")
+def accumulate_gradient_as_often_as_parts():
+    """The value is correct, but its gradient is multiplied by the number of micro-batches or processes."""
+    return "part.masked_fill(~mask, 0).sum() / tokens", (
+        "(len(losses) * part - (len(losses) - 1) * part.detach()).masked_fill(~mask, 0).sum() / tokens"
+    )
+
+
+@fault("accumulate", "V61")
+def accumulate_short_parts_dropped():
+    """A micro-batch with fewer rows than the first is left out, as by a loader with drop_last."""
+    return "part.masked_fill(~mask, 0).sum() / tokens", (
+        "part.masked_fill(~mask, 0).sum() / tokens * (len(part) >= len(losses[0]))"
+    )
+
+
 @fault("kl_loss", "V50", "TRL 1.16 without use_bias_correction_kl")
 def kl_loss_not_weighted():
     """The loss is not weighted by the ratio, though another policy has sampled."""
@@ -1362,6 +1623,30 @@ def kl_loss_k1_times_the_detached_ratio():
 def kl_loss_k3_upside_down():
     """Yours is exp(d) - 1 - d, with half of the gradient of the chi-squared divergence. k3 is exp(-d) - 1 + d."""
     return "ratio * d**2 / 2", "torch.exp(d) - 1 - d"
+
+
+@fault("kl_loss", "V11")
+def kl_loss_ignores_the_mask():
+    """All tokens count, padding too."""
+    return "if mask is None else losses.masked_fill(~mask, 0)", ""
+
+
+@fault("kl_loss", "V50")
+def kl_loss_with_a_gradient_of_the_ratio():
+    """The ratio is not detached, so k2 has a second gradient."""
+    return ".detach()", ""
+
+
+@fault("kl_loss", "V50")
+def kl_loss_ratio_upside_down():
+    """The weight is sampler / policy."""
+    return "(logprobs - sampler_logprobs)", "(sampler_logprobs - logprobs)"
+
+
+@fault("kl_loss", "V50")
+def kl_loss_ratio_capped_at_1():
+    """The weight is at most 1, so tokens that the policy has come to like count for too little."""
+    return ".detach()", ".detach().clamp(max=1)"
 
 
 # ---- Corrections for another sampler ---------------------------------------------------------------------------
@@ -1427,6 +1712,28 @@ def importance_weights_NaN_times_the_mask():
     return "(logprobs - sampler_logprobs).masked_fill(~mask, 0)", "((logprobs - sampler_logprobs) * mask)"
 
 
+@fault("importance_weights", "V85")
+def importance_weights_with_a_gradient():
+    """The weights are not detached: a second gradient is added to that of the loss."""
+    return ".detach()", ""
+
+
+@fault("importance_weights", "V85")
+def importance_weights_normalised():
+    """The weights are divided by their mean, so they depend on the rest of the batch."""
+    return (
+        "return log_ratio.exp().clamp(max=cap).masked_fill(~mask, 0)",
+        "weights = log_ratio.exp().clamp(max=cap).masked_fill(~mask, 0)\n"
+        "    return weights / weights.sum() * mask.sum()",
+    )
+
+
+@fault("importance_weights", "V85")
+def importance_weights_of_the_tokens_so_far():
+    """The weight of a response's token is the product up to it, not over the whole response."""
+    return "log_ratio.sum(1, keepdim=True).expand(mask.shape)", "log_ratio.cumsum(1)"
+
+
 @fault("rejection_mask", "V87", "verl b178a3c", choice=True)
 def rejection_mask_bounds_of_the_inverse():
     """The bounds are on q / p, so unequal ones reject other tokens."""
@@ -1461,6 +1768,24 @@ def rejection_mask_only_above():
 def rejection_mask_keeps_masked_tokens():
     """Masked tokens are kept."""
     return "mask & (ratio >= low)", "(ratio >= low)"
+
+
+@fault("rejection_mask", "V87")
+def rejection_mask_arithmetic_mean():
+    """The bounds are on the arithmetic mean of a response's ratios, not on the geometric."""
+    return (
+        "log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)",
+        "(log_ratio.exp().masked_fill(~mask, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).log()",
+    )
+
+
+@fault("rejection_mask", "V87")
+def rejection_mask_of_any_token():
+    """A response is rejected if one of its tokens is outside of the bounds."""
+    return "log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)", (
+        "inside = (log_ratio.exp() >= low) & (log_ratio.exp() <= high) | ~mask\n"
+        "        return mask & inside.all(1, keepdim=True)"
+    )
 
 
 # ---- Optimiser and statistics ----------------------------------------------------------------------------------
@@ -1502,6 +1827,24 @@ def adam_step_epsilon_in_the_root():
     return "(v.sqrt() + eps)", "(v + eps).sqrt()"
 
 
+@fault("adam_step", "D64")
+def adam_step_decays_the_weights():
+    """It is AdamW with its default decay of 0.01."""
+    return "return parameter - lr", "return parameter * (1 - 0.01 * lr) - lr"
+
+
+@fault("adam_step", "D64")
+def adam_step_betas_ignored():
+    """beta1 and beta2 are 0.9 and 0.999 whatever is asked for."""
+    return "m = beta1 * m", "beta1, beta2 = 0.9, 0.999\n    m = beta1 * m"
+
+
+@fault("adam_step", "D64")
+def adam_step_gradient_clipped():
+    """The gradient is scaled to the norm 1 if it is longer."""
+    return "m = beta1 * m", "gradient = gradient / gradient.norm().clamp(min=1)\n    m = beta1 * m"
+
+
 @fault("explained_variance", "X34", GITHUB + "RLinf/RLinf/pull/1297")
 def explained_variance_mean_over_parts():
     """The mean of the micro-batches' explained variances, each with a variance of its own."""
@@ -1534,4 +1877,20 @@ def explained_variance_over_padding():
             "torch.cat([x[mask] for x, mask in zip(values, masks, strict=True)])",
             "torch.cat([x.flatten() for x in values])",
         ),
+    )
+
+
+@fault("explained_variance", "X34")
+def explained_variance_not_below_0():
+    """It is clipped, so a critic that is worse than a constant looks like one."""
+    return "return 1 - error.square().mean() / r.var(correction=0)", (
+        "return (1 - error.square().mean() / r.var(correction=0)).clamp(min=0)"
+    )
+
+
+@fault("explained_variance", "X34")
+def explained_variance_is_a_correlation():
+    """The squared correlation, for which neither the scale nor the mean of the values counts."""
+    return "return 1 - error.square().mean() / r.var(correction=0)", (
+        "return torch.corrcoef(torch.stack([r, r - error]))[0, 1] ** 2"
     )

@@ -1,0 +1,195 @@
+"""`python -m ppo_rlhf.check` on mistakes that were written without a look at its book, and on odd but correct code.
+
+    python tests/test_check_score.py      # a line for each mistake, with what is said of it, and the score
+
+A mistake of check_mistakes.txt is a form of forms.py with parts of it replaced, as `- part` and `+ what replaces it`.
+"""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_check import report_of, run
+
+from ppo_rlhf.check import cases, diagnosis, faults, forms
+
+HERE = Path(__file__).parent
+MISTAKES = re.split(r"\n(?=\w)", (HERE / "check_mistakes.txt").read_text().strip())
+ODD = re.split(r"^# ---- ", (HERE / "check_odd_forms.txt").read_text(), flags=re.MULTILINE)[1:]
+
+
+def title(block: str) -> str:
+    return block.partition("\n")[0]
+
+
+def wrong_function(block: str) -> tuple[str, Callable]:
+    """The name of a function, and the function with a mistake."""
+    name = block.partition(":")[0]
+    edits = re.findall(r"^- (.*)\n\+ (.*)$", block, re.MULTILINE)
+    return name, faults.compiled(name, tuple(tuple(x.replace("\\n", "\n") for x in edit) for edit in edits))
+
+
+def fails(function: Callable, case: cases.Case) -> bool:
+    """Whether a function does not match in a case, or gives no gradient there."""
+    answer = diagnosis.answer_of(function, case)
+    if isinstance(answer, str) or not answer.keys() >= case.expected.keys() - {"returns"}:
+        return True
+    errors = [diagnosis.distance(x, case.expected[name], case.mask) for name, x in answer.items()]
+    return not max(errors) <= case.tolerance
+
+
+@pytest.mark.parametrize("block", MISTAKES, ids=title)
+def test_a_mistake_is_found(block):
+    name, function = wrong_function(block)
+    assert any(fails(function, case) for case in cases.all_cases()[name])
+
+
+NAMED = {  # what the diagnosis must hold, of mistakes of each kind
+    "has_stop: one later": "responses[:, after + 1:]",
+    "best_of_n_loss: detached others": "normalised without a gradient",
+    "gspo_loss: the smaller loss": "torch.minimum(",
+    "adam_step: betas swapped": "beta1, beta2 = beta2, beta1",
+    "kl_estimate: half the gradient of k2": "detach",
+    "token_rewards: pair: abs, every token": "score on every token together with absolute penalty",
+    "policy_loss: new - new.detach()": "ratio of the new to itself",
+    "whiten: row statistics along tokens": "by rows broadcast along the tokens",
+}
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_a_mistake_is_named(named):
+    (block,) = [block for block in MISTAKES if title(block) == named]
+    report = report_of(*wrong_function(block))
+    assert any(NAMED[named] in words for words in said(report)), (list(said(report)), report.hints)
+
+
+def said(report: diagnosis.Report) -> Iterator[str]:
+    yield from (" together with ".join(fault.name for fault in found) for found in report.diagnoses)
+    yield from report.changes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("block", ODD, ids=title)
+def test_correct_code_in_an_odd_form_matches(block, tmp_path):
+    """Each is a small adapter."""
+    path, text = tmp_path / "odd.py", block.partition("\n")[2]
+    path.write_text(text)  # from which torch.jit reads
+    known = (np, torch, math, forms, collections, dataclasses, types, functools)
+    namespace = {module.__name__.rpartition(".")[2]: module for module in known} | {"np": np, "__name__": "builtins"}
+    exec(compile(text, path, "exec"), namespace)
+    name = title(block).partition(":")[0]
+    report = report_of(name, namespace[name])
+    assert report.ok and report.cases >= 2, report
+
+
+IMPORTED = """
+import argparse, os, random, sys
+import numpy as np
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--seed", type=int, default=1)
+random.seed(parser.parse_args().seed)
+torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)
+torch.set_grad_enabled(False)
+np.seterr(all="raise")
+print("loaded")
+os.chdir("/")
+
+
+@torch.compile
+def whiten(values, mask, keep_mean):
+    n = mask.sum().clamp(min=1)
+    x = torch.where(mask, values, 0)
+    mean = x.sum() / n
+    x = torch.where(mask, x - mean, 0) / ((torch.where(mask, x - mean, 0) ** 2).sum() / n + 1e-8) ** 0.5
+    return x + mean if keep_mean else x
+
+
+def value_loss(new_values, values, returns, mask, cliprange):
+    new_values, values, returns = new_values[mask], values[mask], returns[mask]
+    clipped = values + (new_values - values).clamp(-cliprange, cliprange)
+    return 0.5 * torch.maximum((new_values - returns) ** 2, (clipped - returns) ** 2).mean()
+"""
+
+
+def test_an_adapter_may_change_what_it_likes_when_it_is_imported(tmp_path):
+    """The default dtype, gradients, random numbers, the working folder; and it may read its arguments."""
+    (tmp_path / "adapter.py").write_text(IMPORTED)
+    done = run("adapter.py", folder=tmp_path)
+    assert done.returncode == 0 and "values only" not in done.stdout, done.stdout + done.stderr
+
+
+# A function may do without these, or nothing that they change is compared.
+NEEDLESS = {("kl_estimate", "mask"), ("group_advantages", "group_size"), ("accumulate", "generation_tokens")}
+ARGUMENTS = [
+    (name, key)
+    for name in cases.NAMES
+    for key in inspect.signature(getattr(forms, name)).parameters
+    if key != "model" and (name, key) not in NEEDLESS
+]
+
+
+@pytest.mark.parametrize(("name", "ignored"), ARGUMENTS)
+def test_a_function_that_ignores_an_argument_fails(name, ignored):
+    """It has the default in its place, or what the first call gave; tensors of numbers are 0."""
+    form, first = getattr(forms, name), []
+    default = inspect.signature(form).parameters[ignored].default
+
+    def function(**arguments):
+        x = arguments.get(ignored, default)
+        if default is not inspect.Parameter.empty:
+            x = default
+        elif isinstance(x, torch.Tensor):
+            x = x * 0 if x.dtype != torch.bool else torch.ones_like(x)
+        elif isinstance(x, list):
+            x = [each * 0 if each.dtype != torch.bool else torch.ones_like(each) for each in x]
+        else:
+            first.append(x)
+            x = first[0]
+        return form(**(arguments | {ignored: x}))
+
+    assert any(fails(function, case) for case in cases.all_cases()[name])
+
+
+def test_a_function_of_which_no_gradient_is_compared_is_told_so():
+    """Numbers have none, and a KL estimate may be for the reward; a loss without one fails."""
+    numbers = report_of("entropy", lambda logits, temperature: forms.entropy(logits, temperature).detach().numpy())
+    estimate = report_of("kl_estimate", lambda **x: forms.kl_estimate(**x).detach())
+    assert numbers.ok and not numbers.gradients and estimate.ok and not estimate.gradients
+    assert not report_of("policy_loss", lambda **x: forms.policy_loss(**x).detach()).ok
+    weights = report_of("importance_weights", lambda **x: forms.importance_weights(**x).numpy())
+    assert weights.ok and weights.gradients  # they must have none
+
+
+def test_a_clamp_is_seen_whatever_its_bound():
+    report = report_of("whiten", lambda **x: forms.whiten(**x).clamp(max=1.7))
+    assert "no number is above 1.7, where the expected ones go on" in report.hints
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    found = named = 0
+    for block in MISTAKES:
+        report = report_of(*wrong_function(block))
+        words = list(said(report)) or report.hints
+        found += not report.ok or not report.gradients
+        named += bool(words)
+        result = "missed" if report.ok and report.gradients else "values only" if report.ok else ""
+        print(f"{title(block)}: {result}{'; or '.join(words) or 'found'}", flush=True)
+    print(f"{len(MISTAKES)} mistakes, {found} found, {named} named")
+
+
+if __name__ == "__main__":
+    main()
