@@ -221,6 +221,8 @@ def packed(scope: ast.FunctionDef | ast.Module) -> list[str]:
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_values_have_names_at_the_call(name):
     allowed = {"tools"} if name in ("rlvr_args", "rlvr_tools") else set()  # a group of arguments, --tools.
+    # Those who replay stored tensors build a rollout, and its first four tensors may come without their names.
+    allowed |= {"Rollout: 11 fields"} if name == "train_policy" else set()
     assert set(unnamed(SOURCES[name])) <= allowed
 
 
