@@ -7,7 +7,7 @@ A network of random weights answers queries of given lengths, and its responses 
 is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:
 
     padded     every row at the longest of its batch, and as many tokens sampled as a response may have
-    passes     rows of similar length together, as chapter 1 reads, and chapters 2 and 3 with small models
+    passes     rows of similar length together, as chapters 2 and 3 read with small models
     unpadded   the real tokens alone: packing (lib/packing.py), as chapters 2 and 3 read with wide models. It is only
                measured with wide models, in chapter 1, too, which does without it
     even       as many tokens in rows of one length, which have no padding to save
