@@ -20,9 +20,9 @@ class Method:
     def __init__(self, function):
         self.function = function
 
-    def remote(self, *arguments):
+    def remote(self, *arguments, **options):
         with stand_in.checked():
-            return self.function(*arguments)
+            return self.function(*arguments, **options)
 
 
 class Actor:

@@ -38,13 +38,13 @@ KINDS = tuple(HEADS)
 LAYERS, TOKENS = (1, 2), (8, 16)  # of the counted runs
 # A function that is on the way to a line says to which step the line belongs; the first that is found counts.
 STEPS = {
-    "trace": ("trace_episodes",),
+    "trace": ("record", "record_trace"),
     "evaluate": ("evaluate",),
-    "reference": ("reference_logprobs", "logprobs"),
+    "passes": ("ppo_update", "update"),
+    "reference": ("reference_logprobs", "logprobs", "response_logprobs"),
     "generate": ("respond", "generate"),
     "read": ("read_responses",),
     "score": ("score", "score_responses"),
-    "passes": ("ppo_update", "update"),
     "advantages": ("compute_advantages", "token_rewards", "compute_rewards"),
     "log": ("update_metrics", "run_metrics", "end_of_update"),
 }

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
@@ -350,21 +351,20 @@ def install(*, autocast: Literal["cpu", "cuda"] = "cuda") -> None:
     """
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     kept.append([register_autocast(autocast), register_whole()])
-    forget, make_accelerator = torch.clear_autocast_cache, processes.make_accelerator
+    forget, prepare = torch.clear_autocast_cache, Accelerator.__init__
     device = torch.device(NAME, 0)
 
     def clear_autocast_cache() -> None:
         casts.clear()
         forget()
 
-    def make_accelerator_of_device(**options: Any):
-        accelerator = make_accelerator(**options)
+    def prepare_for_device(accelerator: Accelerator, **options: Any) -> None:
+        prepare(accelerator, **options)
         accelerator.state.device = device
-        return accelerator
 
     torch.nn.functional.scaled_dot_product_attention = attention
     torch.clear_autocast_cache = clear_autocast_cache
-    processes.make_accelerator, processes.default_device = make_accelerator_of_device, lambda: device
+    Accelerator.__init__, processes.default_device = prepare_for_device, lambda: device
     _foreach_utils._foreach_supported_types.append(StandInTensor)
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     # In the thread that calls, so that a backward pass has our lines, and the modes, above it.
