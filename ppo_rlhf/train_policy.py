@@ -2,7 +2,7 @@
 
 A language model (the policy) writes continuations of queries. A reward model, trained from human comparisons
 by `train_reward.py`, scores them. PPO raises the score, and a penalty on the KL divergence from the model that we
-started from (the reference) keeps the text fluent. Each update does eight things, see `train()`, `make_rollout()`:
+started from (the reference) keeps the text fluent. Each update has eight steps:
 
     1. sample queries
     2. generate responses; keep their log-probs and values
@@ -13,8 +13,9 @@ started from (the reference) keeps the text fluent. Each update does eight thing
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own rewards and advantages. Imported
-are only services: folder and logs (run), command line (cli), small worlds (worlds), published data (sources).
+`train()` is the loop. `make_rollout()` has steps 2 to 5, and `ppo_update()` steps 6 and 7, because each minibatch
+whitens its own rewards and advantages. Four modules of ours are imported, and you can skip them: run (the run's
+folder and logs), cli (command line, checks, memory), worlds (small worlds by name), sources (where texts come from).
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
 and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose; see docs/details.
@@ -92,7 +93,7 @@ TASKS = {
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
     # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
-    # score is on the last token, so tokens behind a stop would get most of the credit for what came before it.
+    # score is on the last token, so tokens after a stop would get most of the credit for what came before it.
     "reviews": TaskArgs(**UNCUT_TASK, query_dataset="reviews", query_length=12, response_length=20),
 }
 
@@ -225,25 +226,25 @@ def train(args: Args, joint: dict | None = None) -> Path:
     groups_of_weights = [{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]
     optimizer = AdamTensorFlowStyle(groups_of_weights, lr=args.ppo.lr)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
-    length = ids.context_length + task.response_length  # tokens of an episode
-    fitting = cli.rows_that_fit(args, accelerator, policy, length=length, local_batch=sizes.local_batch)
+    rows_of_batch = {"length": ids.context_length + task.response_length, "local_batch": sizes.local_batch}
+    fitting = cli.rows_that_fit(args, accelerator, policy, frozen=(reference, reward), **rows_of_batch)
     ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
     inputs = cli.weight_files(args) | worlds.data_files(task, "query_dataset")
     this_run = run.Run(typed, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
-    state = this_run.resume(policy, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
-    controller.value = state.get("kl_coef", controller.value)
-    stream.position = state.get("query_position", stream.position)
-    vars(scale).update(state.get("score_scale", {}))
+    resumed = this_run.resume(policy, optimizer)  # from the newest checkpoint; {"step": 0} if there is none
+    controller.value = resumed.get("kl_coef", controller.value)
+    stream.position = resumed.get("query_position", stream.position)
+    scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
     models = {"policy": policy, "reference": reference, "reward": reward, "scale": scale, "monitor": monitor}
     roll_out = partial(make_rollout, **models, ids=ids, task=task, rows=fitting["local_rollout_batch"])
     recorder = make_recorder(this_run, args, tokenizer, ids, stream, roll_out)
-    if args.rewards.function and state["step"] == 0:
+    if args.rewards.function and resumed["step"] == 0:
         scale.fit_samples(this_run, roll_out, stream, ids.pad, keyed_generator(args.seed, "scale of the function"))
-    this_run.start_logging(state["step"], cli.config_for_plots(typed, args), sources.left_out(stream))
+    this_run.start_logging(resumed["step"], cli.config_for_plots(typed, args), sources.left_out(stream))
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
-    for update in this_run.updates("PPO", state["step"], sizes.updates):
+    for update in this_run.updates("PPO", resumed["step"], sizes.updates):
         # 1. Sample queries. Every process draws the whole batch and takes its rows, a slice with whole groups. [X04]
         queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
         uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
@@ -256,14 +257,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
         # [X17] The value head starts at 0, so it may need larger steps than what was pretrained.
         for weights, first_lr in zip(optimizer.param_groups, (ppo.lr, ppo.value_head_lr or ppo.lr), strict=True):
             weights["lr"] = learning_rate(ppo, update, first_lr)
-        permutations = draw_permutations(args.seed, update, ppo.noptepochs, groups, sizes.group_batch)
-        stats = ppo_update(policy, optimizer, batch, permutations, ppo, ids.pad, task.temperature)
+        orders = draw_permutations(args.seed, update, ppo.noptepochs, groups, group_batch=sizes.group_batch)
+        stats = ppo_update(policy, optimizer, batch, orders, ppo, ids.pad, task.temperature)
 
         # 8. Adapt the KL coefficient and log.
         metrics = update_metrics(batch, stats, this_run, args, update, ids, kl_coef=controller.value)
         # [D70] [D71] The controller sees the KL averaged over all processes.   train_policy.py#L299-L305
         controller.update(metrics["objective/kl"], sizes.batch)
-        state = {"kl_coef": controller.value, "query_position": stream.position, "score_scale": vars(scale)}
+        state = {"kl_coef": controller.value, "query_position": stream.position, "score_scale": scale.to_list()}
         this_run.end_of_update(
             update,
             metrics,
@@ -272,7 +273,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             samples=partial(run.sample_rows, tokenizer, ids.pad, batch),
             trace=partial(recorder.record, update, batch, controller.value),
             # [D81] The counterpart of `resume` above.   train_policy.py#L474-L508
-            checkpoint=lambda: (run.training_state(policy, optimizer), state),  # noqa: B023
+            checkpoint=lambda state=state: (run.training_state(policy, optimizer), state),
         )
     folder = this_run.model_folder / "policy"
     if accelerator.is_main_process:
@@ -315,7 +316,7 @@ def make_rollout(
     task: TaskArgs,
     rows: int,
 ) -> Rollout:
-    """Steps 2 to 5: responses to queries (local_batch, query_length), and all that is known of them.
+    """Steps 2 to 5: sample responses to queries (local_batch, query_length), score them, and compute their rewards.
 
     uniforms: (local_batch, response_length) random numbers in [0, 1), one for each token. rows: how many a model
     reads or writes at a time.
@@ -341,15 +342,14 @@ def make_rollout(
 
         # 4. Truncate the responses and score them: (local_batch,).
         truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
         if isinstance(reward, RewardModel):
             # [D28] [D49] It reads the query alone and the truncated response.   train_policy.py#L396-L402
             query_responses = torch.cat([queries, truncated_responses], dim=1)
             raw_scores = cli.few_rows_at_a_time(partial(reward, pad_id=ids.pad), rows, query_responses)
         else:
-            monitored["function_score"] = reward(queries, truncated_responses)
             # [X18] The scores of a function get the scale that a normalised reward model has.
-            raw_scores = scale.apply(monitored["function_score"])
+            function_scores = reward(queries, truncated_responses)
+            raw_scores = scale.apply(function_scores)
         # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
         stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
         scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
@@ -357,6 +357,9 @@ def make_rollout(
         # 5. Compute per-token rewards. The score judges the whole text, so it is on the last token. The KL
         #    divergence is a sum over tokens, so each token pays for its own part.
         rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
+    monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
+    if not isinstance(reward, RewardModel):
+        monitored["function_score"] = function_scores
     return Rollout(
         context_responses=context_responses,
         logprobs=logprobs,
@@ -855,7 +858,7 @@ def whiten(values: Tensor, *, keep_mean: bool) -> Tensor:
 
     The variance is biased, and 1e-8 is added to it: (x - mean) / sqrt(var + 1e-8).
     """
-    # [D54] The biased variance, over every element typed.   utils/core.py#L336-L341
+    # [D54] The biased variance, over all elements.   utils/core.py#L336-L341
     mean, variance = values.mean(), values.var(unbiased=False)
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
     return whitened + mean if keep_mean else whitened
@@ -1047,7 +1050,7 @@ def load_pretrained(
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
     with cli.model_errors(base_model) as (path, revision):
         config = cli.read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
+        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
         ours = {name: 0.0 for name, value in vars(config).items() if cli.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
@@ -1066,7 +1069,8 @@ def load_pretrained(
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
-        return cli.checked_model(model, loading, own_settings)  # which are what is saved again
+        # The model is saved with the settings that it came with.
+        return cli.checked_model(model, loading, own_settings)
 
 
 def load_policy_and_reference(
@@ -1113,8 +1117,8 @@ def make_recorder(
     stream: QueryStream,
     roll_out: Callable[..., Rollout],
 ) -> Any:
-    """What keeps a few episodes with all their numbers, which report.py shows: some of the batch, and answers to the
-    first queries of all, with the same noise each time. Both are read with the policy after the update.
+    """The recorder of a few episodes with all their numbers, for report.py: some of the batch, and answers to the
+    first queries of the stream, with the same noise each time. The policy reads both after the update.
     """
     reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": args.task.temperature}
     return this_run.recorder_of_groups(

@@ -7,7 +7,9 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     2. one pass over the comparisons in random order, with a learning rate that falls linearly
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
-Imported are services: folder and logs (run), command line (cli), small worlds (worlds), published data (sources).
+Four modules of ours are imported, and you can skip them: run (the run's folder and logs), cli (command line, checks,
+memory), worlds (small worlds by name), sources (where texts and labels come from).
+
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/details.
 
@@ -83,7 +85,7 @@ TASKS = {
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
     # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
-    # score is on the last token, so tokens behind a stop would get most of the credit for what came before it.
+    # score is on the last token, so tokens after a stop would get most of the credit for what came before it.
     "reviews": TaskArgs(**UNCUT_TASK, query_dataset="reviews", query_length=12, response_length=20),
 }
 
@@ -150,7 +152,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D19] [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
-    #       which sample is best, how good the only one is, or how much better the second is than the first.
+    #       A target is the index of the best sample, the rating of the only one, or by how much the second is
+    #       better than the first.
     labels, label_file = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
@@ -408,7 +411,7 @@ def evaluate(
     device, n = reward_model.gain.device, labels.samples.shape[1]
     scores = torch.zeros(len(inds), n, dtype=torch.float64, device=device)
     local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
-    for places in local.split(rows):
+    for places in local.split(rows) if len(local) else ():  # a process may have none
         scores[places] = score_samples(reward_model, labels, inds[places], pad_id).double()
     scores = accelerator.reduce(scores, "sum")  # (len(inds), n)
     targets = labels.targets[inds].to(device)
@@ -742,7 +745,7 @@ def load_pretrained(
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
     with cli.model_errors(base_model) as (path, revision):
         config = cli.read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
+        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
         ours = {name: 0.0 for name, value in vars(config).items() if cli.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
@@ -761,7 +764,8 @@ def load_pretrained(
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
-        return cli.checked_model(model, loading, own_settings)  # which are what is saved again
+        # The model is saved with the settings that it came with.
+        return cli.checked_model(model, loading, own_settings)
 
 
 def load_models(args: Args, ids: TaskIds, labels: Any, device: torch.device) -> tuple[RewardModel, PreTrainedModel]:

@@ -298,7 +298,7 @@ NAMES = {
     "both: the policy's experiment is a path": both("--policy.exp_name a/b", "--policy.exp_name 'a/b'"),
     "both: one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "two names"),
     "two scorers": policy("--rewards.function rewards:length", "--rewards.trained_model", "--rewards.function"),
-    "no scorer": policy("--rewards.trained_model ''", "--rewards.trained_model", "--rewards.function"),
+    "no scorer": policy("--rewards.trained_model '' --preset cnndm", "models/ has no reward model", "cnndm"),
     "monitor's name is taken": policy(
         "--rewards.monitor rewards:scores", "--rewards.monitor rewards:scores", "taken"
     ),

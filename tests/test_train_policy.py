@@ -745,7 +745,7 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
         assert row["objective/function_score"] == pytest.approx(scores.mean(), rel=1e-6)
         assert row["objective/score"] == pytest.approx((scores.mean() - center) / deviation, abs=1e-5)
     state = json.loads((folder / f"checkpoints/{UPDATES}/state.json").read_text())
-    assert state["score_scale"] == pytest.approx({"mean": center, "std": deviation}, rel=1e-12)
+    assert state["score_scale"] == pytest.approx([center, deviation], rel=1e-12)
 
     seen.clear()
     longer = dataclasses.replace(args.ppo, total_episodes=(UPDATES + 1) * BATCH)

@@ -46,10 +46,8 @@ PADDING_COUNTS = {
     # As if the padding of a query stood to its left and the library numbered the columns: a whole row is moved on by
     # its padding. In [x, pad, pad, a, b], x is at 2, a at 3, b at 4; without the ablation at 0, 1, 2. The models are
     # not tried first: they would be refused, because padding matters to them.
-    "    models.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)\n": "",
-    "    models.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)\n": "",
-    # Nor does a pass cut padding, which would count less in it.
-    "# ---- Arguments -": "passes.pack = lambda tokens, pad_id, longest: tokens\n# ---- Arguments -",
+    "    cli.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)\n": "",
+    "    cli.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)\n": "",
     POSITIONS: POSITIONS + " + (~mask & mask.flip(1).cummax(1).values.flip(1)).sum(1, keepdim=True)",
 }
 UNEVEN = {
@@ -57,14 +55,14 @@ UNEVEN = {
     "queries = stream.next_batch(sizes.batch, ids.pad)": (
         "queries = uneven(stream.next_batch(sizes.batch, ids.pad), ids)"
     ),
-    "# ---- Steps 1 to 3": """\
+    "# ---- Step 1: queries": """\
 def uneven(queries, ids):
     ends = (queries == ids.stop).long()
     kept = 1 + torch.arange(len(queries))[:, None] % 5
     return queries.masked_fill(ends.cumsum(1) - ends >= kept, ids.pad)
 
 
-# ---- Steps 1 to 3""",
+# ---- Step 1: queries""",
 }
 OPTIMIZER = "    optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)"
 WIDE_HEAD = {OPTIMIZER: f"    reward_model.reward_head.weight.data.mul_(10)\n{OPTIMIZER}"}

@@ -85,7 +85,7 @@ class RunArgs:
     resume: str = ""
     """folder of a run to resume: runs/<run>; its arguments are taken from there"""
     save_interval: int = 50
-    """updates between checkpoints; 0: one at the end"""
+    """updates (of a reward model: steps) between checkpoints; 0: one at the end"""
     keep_checkpoints: int | None = None
     """how many of the newest checkpoints are kept; None: two, and one once the run has finished"""
     track: bool = False
@@ -125,7 +125,7 @@ class MemoryArgs:
     local_micro_batch_tokens: int = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0
-    """rows per pass without gradients on one process; a memory knob; 0: as many as fit"""
+    """rows per pass without gradients on one process; a memory knob; 0: as many as fit, at most a batch"""
 
 
 @dataclasses.dataclass(frozen=True)

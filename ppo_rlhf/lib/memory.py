@@ -23,7 +23,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,19 +165,21 @@ def rows_that_fit(
     accelerator: Accelerator,
     network: nn.Module,
     *,
+    frozen: Sequence[Any] = (),
     length: int,
     local_batch: int,
     local_rollout_batch: int = 0,
 ) -> dict[str, int]:
     """Chapter 1's sizes: rows of a micro-batch, rows of a pass without gradients, and what limit_passes returns.
 
-    length: tokens of each row; local_batch: rows of a batch of this process; local_rollout_batch: rows of a pass
-    without gradients, unless they don't fit; 0: those of the batch.
+    frozen: what else reads, models or functions; length: tokens of each row; local_batch: rows of a batch of this
+    process; local_rollout_batch: rows of a pass without gradients, unless they don't fit; 0: those of the batch.
     """
     ppo = getattr(args, "ppo", args)
     minibatch = local_batch // getattr(ppo, "nminibatches", 1)
     limits = limit_passes(args, accelerator, network, rows=minibatch, length=length)
-    fitting = max(1, tokens_that_fit(network, budget / 2, "reading") / length)
+    readers = [network, *(model for model in frozen if isinstance(model, nn.Module))]
+    fitting = max(1, min(tokens_that_fit(model, budget / 2, "reading") for model in readers) / length)
     sizes = {"local_micro_batch": limits["largest_pass_tokens"] // length}
     return (
         sizes

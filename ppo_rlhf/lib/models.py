@@ -61,7 +61,7 @@ def load_pretrained(
     """
     with model_errors(base_model) as (path, revision):
         config = read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Dropout is never active, neither in rollouts nor in training.   policy.py#L48
+        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
         ours = {name: 0.0 for name, value in vars(config).items() if is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73

@@ -49,6 +49,10 @@ class Scale:
             rollout = roll_out(queries, uniforms, kl_coef=0.0, monitor={})
             self.fit(rollout.objectives["raw_score"], accelerator)
 
+    def to_list(self) -> list[float]:
+        """What a checkpoint keeps."""
+        return [self.mean, self.std]
+
     def apply(self, scores: torch.Tensor) -> torch.Tensor:
         return (scores - self.mean) / self.std
 
