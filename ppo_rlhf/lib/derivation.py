@@ -667,7 +667,11 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
             numbers="{logprobs}",
             sentence="This is how likely the policy found the token when it sampled it. It was read from the model, "
             "in nats.",
-            where=("train_policy.py respond D24", "tldr_policy.py respond T36", "rlvr_policy.py read_responses V76"),
+            where=(
+                "train_policy.py make_rollout D25",
+                "tldr_policy.py respond T36",
+                "rlvr_policy.py read_responses V76",
+            ),
         ),
         Step(
             result="ref_logprobs",
@@ -676,8 +680,8 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
             numbers="{ref_logprobs}",
             sentence="This is how likely the model that training started from finds the same token.",
             where=(
-                "train_policy.py reference_logprobs D47",
-                "tldr_policy.py logprobs T35",
+                "train_policy.py response_logprobs D47",
+                "tldr_policy.py reference_logprobs T35",
                 "rlvr_policy.py logprobs V57",
             ),
         ),
