@@ -4,9 +4,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from ppo_rlhf.lib import models
+from ppo_rlhf.lib import layers
 
-checkpoint, calls = models.checkpoint, 0
+checkpoint, calls = layers.checkpoint, 0
 
 
 def counted_checkpoint(*arguments, **options):
@@ -15,7 +15,7 @@ def counted_checkpoint(*arguments, **options):
     return checkpoint(*arguments, **options)
 
 
-models.checkpoint = counted_checkpoint
+layers.checkpoint = counted_checkpoint
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 Path("checkpoints").write_text(str(calls))

@@ -12,7 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from processes import launch_together
 from runs import policy_arguments, world_arguments
 
-from ppo_rlhf.lib import processes
+from ppo_rlhf.lib import cli
 
 FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
 CONFIGS = {  # processes, nodes, sharded, weights given back after the forward pass
@@ -70,10 +70,10 @@ def test_deepspeed_is_refused(tiny_world, tmp_path):
 
 LATE = """
 import datetime, sys, time
-from ppo_rlhf.lib import processes
+from ppo_rlhf.lib import launch
 
-processes.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=int(sys.argv[1]))
-accelerator = processes.make_accelerator()
+launch.PATIENCE.timeout = datetime.timedelta(seconds=int(sys.argv[1]))
+accelerator = launch.make_accelerator()
 if accelerator.is_main_process:
     time.sleep(3)
 accelerator.wait_for_everyone()
@@ -81,8 +81,8 @@ accelerator.wait_for_everyone()
 
 
 def test_the_others_wait_while_the_first_process_uploads(tmp_path):
-    """As long as COLLECTIVE_TIMEOUT says, in place of the libraries' ten minutes on GPUs."""
-    assert datetime.timedelta(hours=1) <= processes.COLLECTIVE_TIMEOUT <= datetime.timedelta(hours=12)
+    """As long as PATIENCE says, in place of the libraries' ten minutes on GPUs."""
+    assert datetime.timedelta(hours=1) <= cli.PATIENCE.timeout <= datetime.timedelta(hours=12)
     (tmp_path / "late.py").write_text(LATE)
     assert [result.status for result in launch_together(2, tmp_path / "late.py", "60", folder=tmp_path)] == [0, 0]
     _, impatient = launch_together(2, tmp_path / "late.py", "1", folder=tmp_path)

@@ -247,7 +247,7 @@ def test_responses_that_call_tools(tiny_sums, tmp_path):
 
 MISTAKES = {
     "train_policy.py": ("task.response_length)[rows].to(device)", "task.response_length)[rows]"),
-    "tldr_policy.py": ("references = batch.references.to(device)", "references = batch.references"),
+    "tldr_policy.py": ("actor_critic, queries, uniforms.to(device)", "actor_critic, queries, uniforms"),
     "rlvr_policy.py": ("args.task.response_length)[rows].to(device)", "args.task.response_length)[rows]"),
 }
 

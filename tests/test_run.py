@@ -32,6 +32,7 @@ from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, t
 from ppo_rlhf.lib import checkpoints, cli, errors, files, processes, run as run_module
 from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, run_script
+from ppo_rlhf.lib.launch import advice
 from ppo_rlhf.lib.run import Run
 from ppo_rlhf.lib.scorers import import_function
 
@@ -966,6 +967,6 @@ def test_freed_memory_is_kept():
 )
 def test_a_processor_without_bfloat16_is_named(dtype, device, flags, is_slow, tmp_path):
     (tmp_path / "cpuinfo").write_text(f"model name : x\n{flags}\n")
-    line = launch.advice(dtype, torch.device(device), tmp_path / "cpuinfo")
+    line = advice(dtype, torch.device(device), tmp_path / "cpuinfo")
     assert ("no instructions for bfloat16" in line) == is_slow
-    assert launch.advice(dtype, torch.device(device), tmp_path / "none") == ""
+    assert advice(dtype, torch.device(device), tmp_path / "none") == ""

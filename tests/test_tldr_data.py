@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from ppo_rlhf.lib import posts
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.posts import TaskArgs
-from ppo_rlhf.lib.texts import CUT_MARGIN
+from ppo_rlhf.lib.posts import CUT_MARGIN, TaskArgs
 
 EOS, PAD = 0, 128
 

@@ -31,7 +31,7 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib import cli, errors, plots, processes, run
+from ppo_rlhf.lib import cli, errors, plots, processes, run, scorers
 from ppo_rlhf.lib.cli import AdaptiveKLArgs, parse_args
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.models import load_reward_model
@@ -729,13 +729,13 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
     task = dataclasses.replace(args.task, truncate_text=None)  # so that no penalty takes the place of a score
     args = dataclasses.replace(args, rewards=rewards, task=task, save_interval=1, log_interval=0)
     seen = []
-    text_scorer = cli.text_scorer
+    text_scorer = scorers.text_scorer
 
     def spy(*arguments, **settings):
         score = text_scorer(*arguments, **settings)
         return lambda *tokens: seen.append(score(*tokens)) or seen[-1]
 
-    monkeypatch.setattr(cli, "text_scorer", spy)
+    monkeypatch.setattr(scorers, "text_scorer", spy)
     run_in(tmp_path, args, monkeypatch)
     folder = only(tmp_path, "runs/*")
     of_language_model, *of_updates = [scores.numpy() for scores in seen]
