@@ -1,6 +1,6 @@
 """Arguments of chapter 3: what they mean, presets, and how a batch is divided. rlvr_checks.py refuses bad values.
 
-Marks like [V99] name an implementation detail; see docs/details.
+Marks like [V99] name an implementation detail; see docs/details. verl is verl-project/verl at commit b178a3c.
 """
 
 from __future__ import annotations

@@ -759,7 +759,7 @@ def test_the_algorithm_box_is_that_of_the_script():
     box = re.findall(r"^    (\d)  ", box, re.MULTILINE)
     docstring = re.findall(r"^    (\d)\. ", ast.get_docstring(ast.parse(script)), re.MULTILINE)
     train = script.partition("\ndef train(")[2].partition("\ndef ")[0]
-    code = re.findall(r"(?:# |and )(\d)\. ", "\n".join(re.findall(r"^ *# .*$", train, re.MULTILINE)))
+    code = re.findall(r"(?:# |, |and )(\d)\. ", "\n".join(re.findall(r"^ *# .*$", train, re.MULTILINE)))
     assert box == docstring == code == [str(step) for step in range(1, 9)]
 
 
