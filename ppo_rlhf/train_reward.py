@@ -149,13 +149,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sizes, rank = cli.reward_sizes(args, accelerator.num_processes), accelerator.process_index
     worlds.check_names(args, joint)
     typed, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
+    label_file = sources.find_labels(args.label_dataset, args.task.query_dataset)
     tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D19] [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
-    labels, label_file = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)
-    scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
+    labels = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
     stream = QueryStream(args.task, tokenizer)
     reward_model, language_model = load_models(args, ids, labels, accelerator.device)
@@ -174,7 +174,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     # 1. Normalise.
     if args.normalize_before and state["step"] == 0:
-        normalize_now("before", *scale_before)
+        normalize_now("before", *target_scale(labels.kind, labels.targets[: args.num_train]))
 
     # 2. One pass over the labels.
     # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.

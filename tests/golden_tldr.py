@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import lm, models, networks, passes, plots, posts, processes, run
+from ppo_rlhf.lib import launch, lm, models, networks, passes, plots, posts, processes, run
 from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
@@ -435,7 +435,7 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
         (lm, "read_tokens", read_tokens),
         (posts, "trim_padding", lambda *tokens, pad_id: torch.cat(tokens, dim=1)),
         (tldr_policy, "respond", with_stored_logprobs),
-        (processes, "FIRST_RATIO_TOLERANCE", {"float64": math.inf}),
+        (launch, "FIRST_RATIO_TOLERANCE", {"float64": math.inf}),
         (models, "check_model", lambda *arguments: None),  # it refuses a model that padding matters to
     ]
 

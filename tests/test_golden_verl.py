@@ -581,8 +581,8 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
     ),
     "one lambda in the advantages": (
         "gae",
-        "gamma, policy_lam)",
-        "gamma, critic_lam)",
+        "lam=policy_lam)",
+        "lam=critic_lam)",
         [partial(check_lambdas, "critic_lambda_below"), partial(check_lambdas, "length_adaptive")],
     ),
     "a lambda that is negative": ("gae", ".clamp(min=1)", "", [partial(check_lambdas, "length_adaptive_short")]),

@@ -49,12 +49,13 @@ def tokens_read(case: padding.Case, monkeypatch, way: str) -> int:
 def test_what_is_read(small, monkeypatch):
     """Three rows: 33 tokens with padding and 27 without, of the queries alone 24 and 18."""
     case = CASES["tales"]
-    even = tokens_read(padding.even(case), monkeypatch, "passes")
+    even = tokens_read(padding.even(case), monkeypatch, "even")
     reads = 4  # of all: the reference, the reward model, two epochs; two of three sampled tokens are read besides
     assert even == 18 + 3 * 2 + 27 * reads
-    assert tokens_read(case, monkeypatch, "passes") == even
     assert tokens_read(case, monkeypatch, "padded") == 24 + 3 * 2 + 33 * reads
-    assert tokens_read(case, monkeypatch, "unpadded") == even + 1 + reads  # a token for the padding of each
+    assert tokens_read(case, monkeypatch, "as it is") == 24 + 3 * 2 + 33 * reads
+    # Queries keep their padding while it samples. Of all else, one token stands for the padding of each pass.
+    assert tokens_read(case, monkeypatch, "unpadded") == 24 + 3 * 2 + (27 + 1) * reads
 
 
 def test_padded_knows_no_end(small, monkeypatch):
@@ -76,8 +77,8 @@ def test_report(small, tmp_path, capsys, monkeypatch, wide):
     printed = capsys.readouterr().out
     for row in report["table"]:
         assert f"| {' | '.join(row.values())} |" in printed
-        assert bool(row["unpadded"]) == wide
-        ways = {"padded", "passes", "even"} | ({"unpadded"} if wide else set())
+        assert bool(row["unpadded"]) == wide and bool(row["passes"]) == (row[""] == "posts")
+        ways = {"padded", "even"} | ({"unpadded"} if wide else set()) | ({"passes"} if row[""] == "posts" else set())
         measured = report["measured"][row[""]]
         assert set(measured["seconds"]) == ways
         assert all(len(turns) == 2 and min(turns) > 0 for turns in measured["seconds"].values())

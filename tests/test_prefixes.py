@@ -210,10 +210,10 @@ def update_of(tiny_models, monkeypatch):
                 packing.enable(reference.lm_backbone, share_prefixes=True)
             return actor_critic, reference
 
-        def update_in_layers(actor_critic, *arguments, **options):
+        def update_in_layers(*arguments, actor_critic, **options):
             if checkpointing:
                 models.checkpoint_layers(actor_critic)
-            return right(actor_critic, *arguments, **options)
+            return right(*arguments, actor_critic=actor_critic, **options)
 
         def counted(module, ids):
             count[0] += ids.numel() * (module.num_embeddings == ARCHITECTURES[architecture])

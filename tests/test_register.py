@@ -189,7 +189,7 @@ def damaged(where: str, old: str, new: str) -> Files:
 # difference: (file or id, text, what replaces it, beginning of the problem)
 DAMAGE = {
     "an id without a row": ("D54", 'id="D54"', "", "D54 is marked at [train_policy.py#L"),
-    "a deviation without a row": ("X06", 'id="X06"', "", "X06 is marked at [train_policy.py#L"),
+    "a deviation without a row": ("X06", 'id="X06"', "", "X06 is marked at [lib/run.py#L"),
     "a row without a mark": (CODE, "[D54]", "", "D54 has no mark"),
     "a mark of an unknown id": (CODE, "[D54]", "[D89]", "D89 is marked at"),
     "an id without row and sentence": (CHAPTER1, "D85 has no row", "No row", "D85 has no row"),

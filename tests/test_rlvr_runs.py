@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from benchmark.experiments import forgetting
 from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_scores, rlvr_tools, sample
-from ppo_rlhf.lib import cli, lm, models, plots, problems, run, traces
+from ppo_rlhf.lib import cli, lm, models, plots, pretrained, problems, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_args import PRESETS
 from ppo_rlhf.rlvr_math import ESTIMATORS, IN_GROUPS
@@ -770,7 +770,7 @@ def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments
     def too_short(*_, **__):
         raise InputError(f"shorten {cli.flag('task.query_length')}")
 
-    monkeypatch.setattr(models, "find_head", lambda _: None)  # as if there were a reward model x
+    monkeypatch.setattr(pretrained, "find_head", lambda _: None)  # as if there were a reward model x
     monkeypatch.setattr(models, "load_scalar_model", too_short)
     words = [*sums_arguments(tiny_sums), *RLOO.split(), "--rewards.trained_model", "x"]
     with pytest.raises(InputError, match=r"shorten --task\.prompt_length"):

@@ -7,9 +7,10 @@ A network of random weights answers queries of given lengths, and its responses 
 is timed: generation, log-probs and values, reference, reward model, the epochs of PPO. Ways to read:
 
     padded     every row at the longest of its batch, and as many tokens sampled as a response may have
-    passes     rows of similar length together, as chapters 2 and 3 read with small models
+    passes     rows of similar length together, as chapters 2 and 3 read with small models. It is not measured in
+               chapter 1, which reads padding as it is
     unpadded   the real tokens alone: packing (lib/packing.py), as chapters 2 and 3 read with wide models. It is only
-               measured with wide models, in chapter 1, too, which does without it
+               measured with wide models, in chapter 1, too, which does without it; its sampler reads queries padded
     even       as many tokens in rows of one length, which have no padding to save
 
 All take turns in one process, after a turn that does not count; a ratio compares two of the same turn. Two numbers
@@ -164,9 +165,7 @@ def update_of_chapter_1(case, networks, queries, queries_on, uniforms, pad) -> C
     settings |= {"ids": ids, "task": task, "rows": case.batch}
 
     def update() -> None:
-        rollout = train_policy.make_rollout(
-            queries_on, uniforms, 0.0, **networks, ids=ids, task=task, rows=case.batch
-        )
+        rollout = train_policy.make_rollout(queries_on, uniforms, 0.0, **settings)
         train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, pad, 0.7)
 
     return update
@@ -253,7 +252,7 @@ def main(args: Args) -> None:
         ragged, networks, tokens = make_update(case, device)
         even_rows, _, _ = make_update(even(case), device)
         wide = SHAPES[case.shape]().hidden_size >= packing.LEAST_WIDTH
-        ways = ["padded", "passes", *(["unpadded"] if wide else []), "even"]
+        ways = ["padded", *(["passes"] if case.chapter == 2 else []), *(["unpadded"] if wide else []), "even"]
         reading = {"padded": padded, "unpadded": partial(packed, networks)}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(args.turns + 1):

@@ -1,8 +1,7 @@
 """The command line: presets, --resume, and checks of what the arguments name.
 
-All that is wrong ends in one line. What helps with that, scripts find here: `flag`, `typed` and `typed_as`, which say
-how arguments are named in messages; the launcher's processes (launch.py); files of models (pretrained.py); the user's
-own functions (scorers.py); and the rows that fit into memory (memory.py).
+User errors end in a one-line message. Scripts also find here, re-exported: names of arguments in messages (errors.py),
+the launcher's processes (launch.py), files of models (pretrained.py), and the rows that fit into memory (memory.py).
 
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """

@@ -50,7 +50,6 @@ class Scale:
             self.fit(rollout.objectives["raw_score"], accelerator)
 
     def to_list(self) -> list[float]:
-        """What a checkpoint keeps."""
         return [self.mean, self.std]
 
     def apply(self, scores: torch.Tensor) -> torch.Tensor:

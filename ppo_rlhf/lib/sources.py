@@ -66,12 +66,18 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     )
 
 
-def labels_of(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int) -> Any:
-    """The Labels of a file, of which there are at least num_train besides those that are held out, and its path."""
+def find_labels(label_dataset: str, query_dataset: str) -> Path:
+    """The absolute path of a label file, which is downloaded if it is a published one."""
     from ppo_rlhf.lib import label_files
 
-    path = label_files.find_label_file(label_dataset, task.query_dataset).absolute()
-    return label_files.read_labels(label_dataset, task, tokenizer, num_train), path
+    return label_files.find_label_file(label_dataset, query_dataset).absolute()
+
+
+def labels_of(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int) -> Any:
+    """The Labels of a file, of which there are at least num_train besides those that are held out."""
+    from ppo_rlhf.lib import label_files
+
+    return label_files.read_labels(label_dataset, task, tokenizer, num_train)
 
 
 LOOKED_AT = 1_000  # texts, to say how many give no query
