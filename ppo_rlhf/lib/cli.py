@@ -1,6 +1,6 @@
 """The command line: presets, --resume, and checks of what the arguments name.
 
-User errors end in a one-line message. Scripts also find here, re-exported: names of arguments in messages (errors.py),
+User errors end in a one-line message. Re-exported for scripts: names of arguments in messages (errors.py),
 the launcher's processes (launch.py), files of models (pretrained.py), and the rows that fit into memory (memory.py).
 
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
