@@ -178,7 +178,7 @@ def test_what_an_ablation_is_compared_with_is_trained_too(tmp_path):
 def test_uneven_queries_by_hand():
     """One sentence, two, three, four, five, and one again; 9 ends a sentence, 0 is padding."""
     namespace = {"torch": torch}
-    exec(ablation_list.UNEVEN["# ---- Steps 1 to 3"], namespace)
+    exec(ablation_list.UNEVEN["# ---- Step 1: queries"], namespace)
     query = [1, 9, 2, 3, 9, 4, 9, 5, 9, 6, 9]
     ids = types.SimpleNamespace(stop=9, pad=0)
     expected = [query[:kept] + [0] * (11 - kept) for kept in (2, 5, 7, 9, 11, 2)]
