@@ -9,6 +9,7 @@ import json
 import random
 import re
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -783,6 +784,7 @@ def test_the_reward_of_the_first_page_gains(tmp_path, monkeypatch):
     shorter += " --trace_interval 0"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
     train_policy.train(
         cli.parse_args(train_policy.PRESETS, [*command.split(), *shorter.split(), "--log_interval", "0"])
