@@ -40,11 +40,11 @@ LAYERS, TOKENS = (1, 2), (8, 16)  # of the counted runs
 STEPS = {
     "trace": ("record", "record_trace"),
     "evaluate": ("evaluate",),
-    "passes": ("ppo_update", "update"),
     "reference": ("reference_logprobs", "logprobs", "response_logprobs"),
     "generate": ("respond", "generate"),
     "read": ("read_responses",),
     "score": ("score", "score_responses"),
+    "passes": ("ppo_update", "update"),
     "advantages": ("compute_advantages", "token_rewards", "compute_rewards"),
     "log": ("update_metrics", "run_metrics", "end_of_update"),
 }
@@ -105,7 +105,8 @@ TIMES = {"generate, each token": lambda shape: shape.response, "update, each pas
 
 def step_of(place: stand_in.Place) -> str:
     functions = {line.rsplit(":", 1)[1] for line in place}
-    return next((step for step, names in STEPS.items() if functions & set(names)), "other")
+    # Training reads log-probs with the reference's function, so it comes first.
+    return next((step for step in ["passes", *STEPS] if functions & set(STEPS[step])), "other")
 
 
 def small_model(folder: Path, config: PretrainedConfig, layers: int) -> Path:
