@@ -241,6 +241,7 @@ SCORED = "torch.cat([queries, responses], dim=1)"
 TRUNCATED = ".masked_fill((responses == ids.stop).cumsum(1) > 0, ids.pad)"
 ORDER = 'torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))'
 ASKED, BATCHES_OF = "args.normalize_samples", "args.rollout_batch_size"
+TARGET_SCALE = "*target_scale(labels.kind, labels.targets[: args.num_train])"
 AFTER = 'normalize_now("after", 0.0, 1.0)'
 RATE = 'optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)'
 BACKBONE = "load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)"
@@ -300,7 +301,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
         "load_models",
         {COPY: "RewardModel(language_model.requires_grad_(True).base_model)"},
     ),
-    "D34 ratings have another scale": ("score", "train", {"*scale_before": "0.0, 1.0"}),
+    "D34 ratings have another scale": ("score", "train", {TARGET_SCALE: "0.0, 1.0"}),
     "D35 unbiased deviation": ("best", "gain_and_bias", {"std(unbiased=False)": "std()"}),
     "D36 as many samples as asked for": (
         "best",
@@ -310,7 +311,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     "D37 samples are truncated": ("best", "sample_and_normalize", {SCORED: SCORED.replace("es]", f"es{TRUNCATED}]")}),
     "D38 the same queries again": ("best", "train", {AFTER: "stream.position = 0; " + AFTER}),
     "D38 the same noise again": ("best", "train", {AFTER: AFTER.replace("after", "before")}),
-    "D38 the scale of the labels again": ("score", "train", {AFTER: 'normalize_now("after", *scale_before)'}),
+    "D38 the scale of the labels again": ("score", "train", {AFTER: f'normalize_now("after", {TARGET_SCALE})'}),
     "D41 labels in the order of the file": ("best", "train", {ORDER: "torch.arange(args.num_train)"}),
     "D41 batches overlap": ("best", "train", {"permutation[step * sizes.batch :": "permutation[step :"}),
     "D42 learning rate is not assigned": ("best", "train", {RATE: "pass"}),
