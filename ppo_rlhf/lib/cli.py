@@ -37,11 +37,8 @@ from ppo_rlhf.lib.launch import (  # noqa: F401
 from ppo_rlhf.lib.memory import few_rows_at_a_time, rows_that_fit  # noqa: F401
 from ppo_rlhf.lib.pretrained import (  # noqa: F401
     SAFETENSORS_ONLY,
-    check_kind,
     check_model,
     check_reward_model,
-    check_size,
-    check_vocabulary,
     checked_model,
     config_for_plots,
     is_dropout,
@@ -50,7 +47,6 @@ from ppo_rlhf.lib.pretrained import (  # noqa: F401
     model_errors,
     one_token,
     read_config,
-    read_info,
     vocabulary_size,
     weight_files,
     weights_dtypes,

@@ -42,7 +42,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import checkpoints, errors, files, launch
@@ -411,53 +411,6 @@ class Run:
 
         options = traces.options_of_groups(self.args, pad_id, self.accelerator.device, **options)
         return self.recorder(tokenizer, pad_id, **options)
-
-    def trace(
-        self,
-        step: int,
-        tokenizer: PreTrainedTokenizerBase,
-        pad_id: int,
-        queries: Tensor,
-        responses: Tensor,
-        tokens: dict[str, Tensor],
-        episodes: dict[str, Tensor],
-        epochs: dict[str, Tensor] | None = None,
-        statistics: dict[str, Tensor] | None = None,
-        again: bool = False,
-        **texts: list[str],
-    ) -> None:
-        """Keep the first episodes of the main process, as many as `tokens` has rows, in traces/<step>.safetensors.
-
-        again: not of the batch, but queries that are the same each time, answered after the step.
-
-        queries: (rows, context_length), responses: (rows, response_length) token ids. tokens: named numbers of tokens
-        (episodes, response_length); episodes: of episodes (rows,); texts: more texts of episodes (rows). report.py
-        knows these names:
-
-            mask, value_mask, scored      bool: what the losses count, and what was scored; without them, everything
-            logprobs, ref_logprobs, new_logprobs, kl, non_score_rewards, rewards, values, new_values, advantages,
-            returns, entropies, ratio, clipped
-
-        Of episodes `scores` and `stopped`, and `groups`, equal for responses to one prompt. epochs, statistics: what
-        an update computed of them, as lib/traces.py says.
-        """
-        if self.is_main:
-            from ppo_rlhf.lib import traces
-
-            trace = traces.of_tokens(
-                step,
-                again,
-                tokenizer=tokenizer,
-                pad_id=pad_id,
-                queries=queries,
-                responses=responses,
-                tokens=tokens,
-                episodes=episodes,
-                texts=texts,
-                epochs=epochs or {},
-                statistics=statistics or {},
-            )
-            traces.write(self.folder, trace)
 
     # ------------------------------------------------------------------------------------------------------------
 

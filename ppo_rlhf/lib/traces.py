@@ -193,30 +193,6 @@ def moments(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor] = t
     return mean, (variance + 1e-8).sqrt()
 
 
-def statistics_of_minibatches(
-    seen: list[Seen],
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    value_mask: Tensor,
-    reduce: Callable[[Tensor], Tensor] = torch.clone,
-) -> list[Seen]:
-    """Mean and deviation with which each minibatch was whitened, and how many tokens and values count in it.
-
-    The tensors are those of the local batch, (local_batch, response_length). reduce: sums over all processes.
-    """
-    found = []
-    for rows, numbers in seen:
-        if "returns" in numbers:
-            of_rewards = moments(rewards[rows], value_mask[rows], reduce)
-            of_advantages = moments(numbers["returns"] - values[rows], mask[rows], reduce)
-            of_all = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True))
-            of_all |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
-            of_all |= {"tokens": reduce(mask[rows].sum()), "values": reduce(value_mask[rows].sum())}
-            found.append((rows, {name: x.expand(rows.shape) for name, x in of_all.items()}))
-    return found
-
-
 # ---- The recorder ---------------------------------------------------------------------------------------------
 
 # Numbers of tokens that a trace keeps. `scored` says what was scored, `mask` and `value_mask` what the losses count;
@@ -353,15 +329,6 @@ def scorer_of_traces(score: Callable[..., Tensor], function: str) -> Callable[..
     if not function or function.startswith("ppo_rlhf."):
         return score
     return lambda queries, *_: torch.full((len(queries),), math.nan, device=queries.device)
-
-
-def after_update(
-    logprobs: Tensor, new_logprobs: Tensor, entropies: Tensor, advantages: Tensor, cliprange: float
-) -> dict[str, Tensor]:
-    """The effect of the update on tokens; all are (episodes, response_length)."""
-    ratio = torch.exp(new_logprobs - logprobs)
-    clipped = advantages * (ratio.clamp(1 - cliprange, 1 + cliprange) - ratio) < 0
-    return {"new_logprobs": new_logprobs, "entropies": entropies, "ratio": ratio, "clipped": clipped}
 
 
 # ---- Of chapter 1 ----------------------------------------------------------------------------------------------
