@@ -156,6 +156,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
     labels = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)
+    scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
     stream = QueryStream(args.task, tokenizer)
     reward_model, language_model = load_models(args, ids, labels, accelerator.device)
@@ -174,7 +175,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     # 1. Normalise.
     if args.normalize_before and state["step"] == 0:
-        normalize_now("before", *target_scale(labels.kind, labels.targets[: args.num_train]))
+        normalize_now("before", *scale_before)
 
     # 2. One pass over the labels.
     # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
@@ -199,8 +200,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 this_run.save_checkpoint(step + 1, checkpoint, {"query_position": stream.position})
 
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
-    first_held_out = len(labels.targets) - labels.held_out if labels.held_out else args.num_train
-    held_out = torch.arange(first_held_out, len(labels.targets))
+    held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
     measured = evaluate(reward_model, labels, held_out, ids.pad, fitting["local_rollout_batch"], accelerator)
     cli.check_finite(measured, sizes.steps, cli.anew_with_lower("lr"))
 

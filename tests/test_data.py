@@ -856,7 +856,7 @@ def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
     labels = read(label_file, texts)
     assert labels.queries.tolist() == [[1, 2, 3], [10, 10, 10]]
     assert labels.samples.tolist() == [[[4, 5, 10], [6, 10, 10]], [[7, 8, 9], [1, 10, 10]]]
-    assert labels.targets.tolist() == [1, 0] and labels.held_out is None
+    assert labels.targets.tolist() == [1, 0] and labels.held_out == 2
     assert read(label_file, texts, meta={"held_out": 1}).held_out == 1
     for row, key, value in [(0, "sample1", ""), (1, "sample0", [7]), (1, "query", None), (1, "query", "\ud800")]:
         message = error_line(read, label_file, [*texts[:row], texts[row] | {key: value}, *texts[row + 1 :]])

@@ -241,7 +241,7 @@ SCORED = "torch.cat([queries, responses], dim=1)"
 TRUNCATED = ".masked_fill((responses == ids.stop).cumsum(1) > 0, ids.pad)"
 ORDER = 'torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))'
 ASKED, BATCHES_OF = "args.normalize_samples", "args.rollout_batch_size"
-TARGET_SCALE = "*target_scale(labels.kind, labels.targets[: args.num_train])"
+TARGET_SCALE = "target_scale(labels.kind, labels.targets[: args.num_train])"
 AFTER = 'normalize_now("after", 0.0, 1.0)'
 RATE = 'optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)'
 BACKBONE = "load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)"
@@ -301,7 +301,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
         "load_models",
         {COPY: "RewardModel(language_model.requires_grad_(True).base_model)"},
     ),
-    "D34 ratings have another scale": ("score", "train", {TARGET_SCALE: "0.0, 1.0"}),
+    "D34 ratings have another scale": ("score", "train", {TARGET_SCALE: "(0.0, 1.0)"}),
     "D35 unbiased deviation": ("best", "gain_and_bias", {"std(unbiased=False)": "std()"}),
     "D36 as many samples as asked for": (
         "best",
@@ -324,9 +324,13 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     "X07 whole chunks of held-out labels only": (
         "best",
         "train",
-        {"torch.arange(first_held_out, len(labels.targets))": "torch.arange(first_held_out, 88)"},
+        {"labels.held_out, len(labels.targets))": "labels.held_out, 88)"},
     ),
-    "X07 labels that were trained on": ("best", "train", {"torch.arange(first_held_out, ": "torch.arange("}),
+    "X07 labels that were trained on": (
+        "best",
+        "train",
+        {"torch.arange(len(labels.targets) - labels.held_out, ": "torch.arange("},
+    ),
     "X07 the loss of ratings on another scale": (
         "score",
         "evaluate",

@@ -42,7 +42,7 @@ class Labels:
     targets: torch.Tensor  # (labels,), integers for best, else floats
     ceiling: float | None  # accuracy of a perfect judge on the held-out labels, if it is known
     kind: LabelKind = "best"
-    held_out: int | None = None  # so many labels, the last ones, are never trained on; None: all that are left over
+    held_out: int = 0  # so many labels, the last ones, are never trained on
 
 
 def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int = 0) -> Labels:
@@ -63,10 +63,10 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
 
     Queries of ids hold task.query_length of them and samples task.response_length, padded on the right. A file next
     to it, `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer (one above its largest id), the
-    `padding_id`, the `ceiling` of accuracy, and how many labels at the end are `held_out`. Without a vocab_size, the
-    ids are read as GPT-2's if the tokenizer is larger than GPT-2's. If it is not, all ids must be in its vocabulary.
-    Without a padding_id, 50259 is padding, as in OpenAI's files. If 50259 is a token, padding_id must be given, and
-    it must not be a token.
+    `padding_id`, the `ceiling` of accuracy, and how many labels at the end are `held_out`, by default all after the
+    first num_train. Without a vocab_size, the ids are read as GPT-2's if the tokenizer is larger than GPT-2's. If it
+    is not, all ids must be in its vocabulary. Without a padding_id, 50259 is padding, as in OpenAI's files. If 50259
+    is a token, padding_id must be given, and it must not be a token.
     """
     # [D19] A choice among samples.   label_types.py#L33-L55
     # [D21] A rating, or a difference.   label_types.py#L58-L120
@@ -130,7 +130,7 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         targets=torch.tensor([row[kind] for row in rows], dtype=torch.long if kind == "best" else torch.float32),
         ceiling=meta.get("ceiling"),
         kind=kind,
-        held_out=meta.get("held_out"),
+        held_out=meta.get("held_out", len(rows) - num_train),
     )
 
 
