@@ -311,7 +311,7 @@ MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
     "D37 samples are truncated": ("best", "sample_and_normalize", {SCORED: SCORED.replace("es]", f"es{TRUNCATED}]")}),
     "D38 the same queries again": ("best", "train", {AFTER: "stream.position = 0; " + AFTER}),
     "D38 the same noise again": ("best", "train", {AFTER: AFTER.replace("after", "before")}),
-    "D38 the scale of the labels again": ("score", "train", {AFTER: f'normalize_now("after", {TARGET_SCALE})'}),
+    "D38 the scale of the labels again": ("score", "train", {AFTER: 'normalize_now("after", *scale_before)'}),
     "D41 labels in the order of the file": ("best", "train", {ORDER: "torch.arange(args.num_train)"}),
     "D41 batches overlap": ("best", "train", {"permutation[step * sizes.batch :": "permutation[step :"}),
     "D42 learning rate is not assigned": ("best", "train", {RATE: "pass"}),
