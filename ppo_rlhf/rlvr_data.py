@@ -244,7 +244,7 @@ Source = tuple[Callable[..., Tensor], float]  # (prompts, texts, answers, querie
 class Setup:
     """The parts of a run that no update changes."""
 
-    args_as_typed: rlvr_args.Args  # with names such as `sums` that are not yet paths
+    typed_args: rlvr_args.Args  # with names such as `sums` that are not yet paths
     args: rlvr_args.Args
     sizes: rlvr_args.PpoSizes
     tokenizer: PreTrainedTokenizerBase

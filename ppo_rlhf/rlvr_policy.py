@@ -663,7 +663,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     for doubt in rlvr_checks.doubts(args):
         run.say(doubt)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    args_as_typed, args = args, worlds.find_paths(args)
+    typed_args, args = args, worlds.find_paths(args)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
@@ -673,7 +673,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
         sources = load_sources(args, ids, accelerator)
     setup = Setup(
-        args_as_typed=args_as_typed,
+        typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
@@ -765,7 +765,7 @@ def start_run(
     inputs = models.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
     length = args.task.prompt_length + args.task.response_length
     of_pass = passes.limit(args, accelerator, actor_critic, rows=setup.sizes.local_minibatch, length=length)
-    this_run = run.Run(setup.args_as_typed, accelerator, dataclasses.asdict(setup.sizes) | of_pass, inputs=inputs)
+    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass, inputs=inputs)
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
     left_over = Rollout(**surplus) if surplus else None
@@ -798,12 +798,12 @@ def training_state(
 def finish(this_run: run.Run, sampler: Sampler) -> Path:
     """Evaluate, save the models and report the results. Returns the policy's folder."""
     setup, actor_critic = sampler.setup, sampler.actor_critic
-    as_typed, args, verifier = setup.args_as_typed, setup.args, setup.args.rewards.verifier
+    typed_args, args, verifier = setup.typed_args, setup.args, setup.args.rewards.verifier
     with actor_critic.sampling():
         evaluation, rows = rlvr_metrics.evaluate(setup, sampler.respond, with_samples=True)
     this_run.write_evaluation("validation", rows)
-    info = {"task": dataclasses.asdict(as_typed.task), "monitor": "", "function": as_typed.rewards.verifier}
-    info |= {"base_model": as_typed.base_model, "reward_model": as_typed.rewards.trained_model}
+    info = {"task": dataclasses.asdict(typed_args.task), "monitor": "", "function": typed_args.rewards.verifier}
+    info |= {"base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
     info |= {"tool": args.tools.tool} if args.tools else {}
     parts = {"lm_backbone": actor_critic.lm_backbone, "critic": actor_critic.critic, "adapters": setup.adapters}
     parts |= {"tokenizer": setup.tokenizer, "trust_remote_code": args.trust_remote_code}

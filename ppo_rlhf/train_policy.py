@@ -36,7 +36,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -213,7 +212,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     cli.check_ppo_arguments(args)
     worlds.check_names(args, joint)
     sizes, rank = cli.ppo_sizes(args.ppo, accelerator.num_processes), accelerator.process_index
-    typed, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
+    typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
     task, device = args.task, accelerator.device
     tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
@@ -230,17 +229,17 @@ def train(args: Args, joint: dict | None = None) -> Path:
     fitting = cli.rows_that_fit(args, accelerator, policy, frozen=(reference, reward), **rows_of_batch)
     ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
     inputs = cli.weight_files(args) | worlds.data_files(task, "query_dataset")
-    this_run = run.Run(typed, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
     resumed = this_run.resume(policy, optimizer)  # from the newest checkpoint; {"step": 0} if there is none
     controller.value = resumed.get("kl_coef", controller.value)
     stream.position = resumed.get("query_position", stream.position)
     scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
     models = {"policy": policy, "reference": reference, "reward": reward, "scale": scale, "monitor": monitor}
     roll_out = partial(make_rollout, **models, ids=ids, task=task, rows=fitting["local_rollout_batch"])
-    recorder = make_recorder(this_run, args, tokenizer, ids, stream, roll_out)
+    recorder = this_run.recorder_of_groups(tokenizer, ids, stream, roll_out, partial(group_advantages, ppo=ppo))
     if args.rewards.function and resumed["step"] == 0:
         scale.fit_samples(this_run, roll_out, stream, ids.pad, keyed_generator(args.seed, "scale of the function"))
-    this_run.start_logging(resumed["step"], cli.config_for_plots(typed, args), sources.left_out(stream))
+    this_run.start_logging(resumed["step"], cli.config_for_plots(typed_args, args), sources.left_out(stream))
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
@@ -258,10 +257,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
         for weights, first_lr in zip(optimizer.param_groups, (ppo.lr, ppo.value_head_lr or ppo.lr), strict=True):
             weights["lr"] = learning_rate(ppo, update, first_lr)
         orders = draw_permutations(args.seed, update, ppo.noptepochs, groups, group_batch=sizes.group_batch)
-        stats = ppo_update(policy, optimizer, batch, orders, ppo, ids.pad, task.temperature)
+        stats = ppo_update(policy, optimizer, batch, orders, ppo, pad_id=ids.pad, temperature=task.temperature)
 
         # 8. Adapt the KL coefficient and log.
-        metrics = update_metrics(batch, stats, this_run, args, update, ids, kl_coef=controller.value)
+        metrics = update_metrics(batch, stats, this_run, args, update=update, ids=ids, kl_coef=controller.value)
         # [D70] [D71] The controller sees the KL averaged over all processes.   train_policy.py#L299-L305
         controller.update(metrics["objective/kl"], sizes.batch)
         state = {"kl_coef": controller.value, "query_position": stream.position, "score_scale": scale.to_list()}
@@ -277,7 +276,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         )
     folder = this_run.model_folder / "policy"
     if accelerator.is_main_process:
-        save_policy(folder, policy, tokenizer, typed)
+        save_policy(folder, policy, tokenizer, typed_args)
     last = this_run.last_means("score", "kl", "kl_coef")
     this_run.finish("PPO", **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     this_run.upload("policy")
@@ -327,25 +326,25 @@ def make_rollout(
         # 2. Generate responses; record their log-probs and values: all of (local_batch, response_length).
         sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": task.temperature}
         write = partial(generate, policy.lm_backbone, **sampling)
-        responses, sampled_logprobs, hidden_states = cli.few_rows_at_a_time(write, rows, contexts, uniforms)
+        responses, sampled_logprobs, hidden_states = few_rows_at_a_time(write, rows, contexts, uniforms)
         context_responses = torch.cat([contexts, responses], dim=1)  # (local_batch, context_length + response_length)
         if policy.low_precision:
             # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-            logprobs, _, values = cli.few_rows_at_a_time(partial(policy, **reading), rows, context_responses)
+            logprobs, _, values = few_rows_at_a_time(partial(policy, **reading), rows, context_responses)
         else:
             # [D25] [D26] The log-probs and values that the sampler saw become the old ones, so the ratio starts at 1.
             logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
 
         # 3. Compute the reference's log-probs, at the policy's temperature: (local_batch, response_length).
         read = partial(response_logprobs, reference, **reading, vocab_size=ids.pad)
-        ref_logprobs, _, _ = cli.few_rows_at_a_time(read, rows, context_responses)
+        ref_logprobs, _, _ = few_rows_at_a_time(read, rows, context_responses)
 
         # 4. Truncate the responses and score them: (local_batch,).
         truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
         if isinstance(reward, RewardModel):
             # [D28] [D49] It reads the query alone and the truncated response.   train_policy.py#L396-L402
             query_responses = torch.cat([queries, truncated_responses], dim=1)
-            raw_scores = cli.few_rows_at_a_time(partial(reward, pad_id=ids.pad), rows, query_responses)
+            raw_scores = few_rows_at_a_time(partial(reward, pad_id=ids.pad), rows, query_responses)
         else:
             # [X18] The scores of a function get the scale that a normalised reward model has.
             function_scores = reward(queries, truncated_responses)
@@ -518,6 +517,14 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 
 
 # ---- Steps 2 to 4: how a model writes and reads tokens ---------------------------------------------------------
+
+
+def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
+    results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 @torch.no_grad()
@@ -1109,37 +1116,16 @@ def load_reward(
     return reward_model.requires_grad_(False).to(device)
 
 
-def make_recorder(
-    this_run: run.Run,
-    args: Args,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: TaskIds,
-    stream: QueryStream,
-    roll_out: Callable[..., Rollout],
-) -> Any:
-    """The recorder of a few episodes with all their numbers, for report.py: some of the batch, and answers to the
-    first queries of the stream, with the same noise each time. The policy reads both after the update.
-    """
-    reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": args.task.temperature}
-    return this_run.recorder_of_groups(
-        tokenizer,
-        ids.pad,
-        first_queries=partial(stream.first, pad_id=ids.pad),
-        noise=partial(episode_noise, args.seed, 0, response_length=args.task.response_length),
-        roll_out=roll_out,
-        read=partial(roll_out.keywords["policy"], **reading),
-        advantages=partial(group_advantages, ppo=args.ppo),
-    )
-
-
-def save_policy(folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, typed: Args) -> None:
-    """Save as an ordinary causal language model, with the value head next to the weights. typed: the arguments."""
+def save_policy(
+    folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, typed_args: Args
+) -> None:
+    """Save as an ordinary causal language model, with the value head next to the weights."""
     policy.lm_backbone.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
-    info = {"kind": "policy", "base_model": typed.base_model, "reward_model": typed.rewards.trained_model}
-    info |= {"function": typed.rewards.function, "monitor": typed.rewards.monitor}
-    info |= {"vocab_size": vocabulary_size(tokenizer), "task": dataclasses.asdict(typed.task)}
+    info = {"kind": "policy", "base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
+    info |= {"function": typed_args.rewards.function, "monitor": typed_args.rewards.monitor}
+    info |= {"vocab_size": vocabulary_size(tokenizer), "task": dataclasses.asdict(typed_args.task)}
     run.describe_model(folder, info)
 
 

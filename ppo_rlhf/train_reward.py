@@ -148,7 +148,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[cli.PATIENCE])
     sizes, rank = cli.reward_sizes(args, accelerator.num_processes), accelerator.process_index
     worlds.check_names(args, joint)
-    typed, args = args, worlds.find_paths(args, joint)  # names such as `tales`, which meta.json keeps, become paths
+    typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
     label_file = sources.find_labels(args.label_dataset, args.task.query_dataset)
     tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
@@ -165,7 +165,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     rows = {"local_batch": sizes.local_batch, "local_rollout_batch": sizes.local_rollout_batch}
     fitting = cli.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
     inputs = cli.weight_files(args) | worlds.data_files(args.task, "query_dataset") | {"label_dataset": [label_file]}
-    this_run = run.Run(typed, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
     state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
     stream.position = state.get("query_position", stream.position)
     this_run.start_logging(state["step"], note=sources.left_out(stream))
@@ -211,8 +211,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder = this_run.model_folder / "reward"
     if accelerator.is_main_process:
-        info = {"base_model": typed.base_model, "label_dataset": typed.label_dataset}
-        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(typed.task)}
+        info = {"base_model": typed_args.base_model, "label_dataset": typed_args.label_dataset}
+        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(typed_args.task)}
         run.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     known = {"ceiling": labels.ceiling} | ({} if labels.kind == "score" else {"chance": 1 / labels.samples.shape[1]})
@@ -270,7 +270,7 @@ def sample_and_normalize(
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
     write = partial(generate, language_model, **sampling)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=reward_model.low_precision):
-        responses, _, _ = cli.few_rows_at_a_time(write, rows, contexts, uniforms)
+        responses, _, _ = few_rows_at_a_time(write, rows, contexts, uniforms)
     # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
     query_responses = torch.cat([queries, responses], dim=1)  # (n, query_length + response_length)
     normalize(reward_model, query_responses, ids.pad, rows, accelerator, target_mean, target_std)
@@ -293,7 +293,7 @@ def normalize(
     # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    scores = cli.few_rows_at_a_time(partial(reward_model, pad_id=pad_id), rows, query_responses)
+    scores = few_rows_at_a_time(partial(reward_model, pad_id=pad_id), rows, query_responses)
     gain, bias = gain_and_bias(accelerator.gather(scores), target_mean, target_std)
     reward_model.gain.fill_(gain)
     reward_model.bias.fill_(bias)
@@ -595,6 +595,14 @@ def keyed_generator(*key: int | str) -> torch.Generator:
     """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
+    results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 @torch.no_grad()

@@ -22,9 +22,9 @@ ppo_update, episode_noise = train_policy.ppo_update, train_policy.episode_noise
 right_update = train_policy.AdaptiveKLController.update
 
 
-def recorded_ppo_update(policy, optimizer, rollout, *arguments):
+def recorded_ppo_update(policy, optimizer, rollout, *arguments, **named):
     sampled.append(rollout.context_responses)
-    return ppo_update(policy, optimizer, rollout, *arguments)
+    return ppo_update(policy, optimizer, rollout, *arguments, **named)
 
 
 def recorded_noise(seed: int, update: int, batch: int, response_length: int) -> torch.Tensor:

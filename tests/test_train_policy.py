@@ -351,10 +351,10 @@ def test_a_run_that_failed_goes_on_while_its_error_is_kept(
     """Who keeps the exception keeps the run that failed, but not its lock."""
     ppo_update, updates = train_policy.ppo_update, iter(range(UPDATES + 1))
 
-    def fail_in_the_third(*arguments):
+    def fail_in_the_third(*arguments, **named):
         if next(updates) == 2:
             raise MemoryError
-        return ppo_update(*arguments)
+        return ppo_update(*arguments, **named)
 
     monkeypatch.setattr(train_policy, "ppo_update", fail_in_the_third)
     args = dataclasses.replace(args, save_interval=1)

@@ -34,7 +34,7 @@ from ppo_rlhf.lib.launch import (  # noqa: F401
     rows_at_a_time,
     split_evenly,
 )
-from ppo_rlhf.lib.memory import few_rows_at_a_time, rows_that_fit  # noqa: F401
+from ppo_rlhf.lib.memory import rows_that_fit  # noqa: F401
 from ppo_rlhf.lib.pretrained import (  # noqa: F401
     SAFETENSORS_ONLY,
     check_model,

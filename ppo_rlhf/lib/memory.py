@@ -23,14 +23,14 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -190,14 +190,6 @@ def rows_that_fit(
         }
         | limits
     )
-
-
-def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
-    results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
-    if isinstance(results[0], Tensor):
-        return torch.cat(results)
-    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 def states_to_come(network: nn.Module) -> int:

@@ -405,12 +405,14 @@ class Run:
 
         return traces.Recorder(self.folder, self.accelerator, tokenizer, pad_id, **options)
 
-    def recorder_of_groups(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> Any:
-        """The same for chapter 1, whose groups are whitened by themselves. options: of traces.options_of_groups."""
+    def recorder_of_groups(
+        self, tokenizer: PreTrainedTokenizerBase, ids: Any, stream: Any, roll_out: Any, advantages: Any
+    ) -> Any:
+        """The same for chapter 1, whose groups are whitened by themselves. Arguments: of traces.options_of_groups."""
         from ppo_rlhf.lib import traces
 
-        options = traces.options_of_groups(self.args, pad_id, self.accelerator.device, **options)
-        return self.recorder(tokenizer, pad_id, **options)
+        options = traces.options_of_groups(self.args, self.accelerator.device, ids, stream, roll_out, advantages)
+        return self.recorder(tokenizer, ids.pad, **options)
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files
+from ppo_rlhf.lib import files, lm
 from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # queries that are answered again each time
@@ -348,31 +348,31 @@ def numbers_of_rollout(rollout: Any, pad_id: int) -> dict[str, Any]:
 
 def options_of_groups(
     args: Any,
-    pad_id: int,
     device: torch.device,
-    *,
-    first_queries: Callable[[int], Tensor],
-    noise: Callable[[int], Tensor],
-    roll_out: Callable[..., Any],
-    read: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    ids: Any,
+    stream: Any,
+    roll_out: partial,
     advantages: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:
-    """Of a Recorder. args: of the script. first_queries, noise: so many queries, and random numbers for responses.
+    """Of a Recorder. Arguments, ids and QueryStream: of chapter 1's script. The policy reads after the update, and
+    answers the first queries of the stream with the same noise each time.
 
-    roll_out: make_rollout with all but queries, noise and the KL coefficient. read: token ids -> log-probs, entropies
-    and values under the policy as it is then. advantages: rewards and values (groups, rows, response_length) ->
-    advantages and returns. They are those of the first group, whitened over all its episodes: what the losses had, if
-    there is one minibatch.
+    roll_out: make_rollout with all but queries, noise and the KL coefficient. advantages: rewards and values
+    (groups, rows, response_length) -> advantages and returns. They are those of the first group, whitened over all
+    its episodes: what the losses had, if there is one minibatch.
     """
-    queries, group = first_queries(TRACED).to(device), args.ppo.batch_size // args.ppo.whiten_groups
-    scorers = roll_out.keywords
-    harmless = {"reward": scorer_of_traces(scorers["reward"], args.rewards.function)}
+    models, length = roll_out.keywords, args.task.response_length
+    queries = stream.first(TRACED, ids.pad).to(device)  # (n, query_length)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), length).to(device)  # (n, response_length)
+    group = args.ppo.batch_size // args.ppo.whiten_groups
+    reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": args.task.temperature}
+    harmless = {"reward": scorer_of_traces(models["reward"], args.rewards.function)}
     harmless["monitor"] = {
-        name: scorer_of_traces(score, args.rewards.monitor) for name, score in scorers["monitor"].items()
+        name: scorer_of_traces(score, args.rewards.monitor) for name, score in models["monitor"].items()
     }
 
     def after_update(rollout: Any, rows: slice) -> dict[str, Tensor]:
-        new_logprobs, entropies, new_values = read(rollout.context_responses[rows])
+        new_logprobs, entropies, new_values = models["policy"](rollout.context_responses[rows], **reading)
         of_group, returns = advantages(rollout.rewards[:group][None], rollout.values[:group][None])
         numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
         return numbers | {"advantages": of_group[0, rows], "returns": returns[0, rows]}
@@ -380,7 +380,7 @@ def options_of_groups(
     return {
         "episodes": min(args.trace_episodes, group),
         "after_update": after_update,
-        "again": partial(roll_out, queries, noise(len(queries)).to(device), **harmless),
+        "again": partial(roll_out, queries, uniforms, **harmless),
         "cliprange": args.ppo.cliprange,
-        "numbers": partial(numbers_of_rollout, pad_id=pad_id),
+        "numbers": partial(numbers_of_rollout, pad_id=ids.pad),
     }
