@@ -491,7 +491,7 @@ def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: A
         )
     # The mismatch is always logged, also where the weights are the same.
     metrics = {f"async/{name}": value.item() for name, value in rlvr_math.mismatch(prox, mu, mask).items()}
-    age = (number - versions).double()
+    age = processes.widened(number - versions)
     if not age.any():
         # [V94] Sampler and learner have the same weights, so their log-probs must agree.
         engine.check_gap(mean_of((prox - mu).abs()[mask]).item(), args.dtype)
@@ -538,7 +538,7 @@ def newest_factors(args: Args) -> rlvr_data.Reweigh | None:
 
 def mean_of(numbers: Tensor) -> Tensor:
     """Their mean, 0-d; 0 if there are none, as in a batch of which no response can be scored."""
-    return numbers.double().sum() / max(len(numbers), 1)
+    return processes.widened(numbers).sum() / max(len(numbers), 1)
 
 
 def correction_of(args: Args) -> str:

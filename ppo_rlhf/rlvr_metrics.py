@@ -29,14 +29,15 @@ def token_statistics(
     mb: rlvr_data.Batch, new_logprobs: Tensor, entropies: Tensor, tokens: int, **flags: Tensor
 ) -> dict[str, Tensor]:
     """A micro-batch's shares of means over the tokens of its minibatch. tokens: how many the minibatch has."""
-    log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0).double()
+    log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0)
+    log_ratio = processes.widened(log_ratio)
     square = (log_ratio.exp() - 1) ** 2
     numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
     numbers |= {"policy/entropy_avg": entropies, "val/ratio": log_ratio.exp(), SQUARED_RATIO_GAP: square}
     # Samples of an older policy do not start at a ratio of 1.
     numbers |= {FRESH_RATIO_GAP: square * mb.fresh.unsqueeze(1)}
     return {
-        name: rlvr_math.aggregate(x.double(), mb.loss_mask, "token-mean", tokens=tokens)
+        name: rlvr_math.aggregate(processes.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
         for name, x in numbers.items()
     }
 
@@ -67,8 +68,8 @@ def update_metrics(
         "val/sequence_lengths": lengths,
         "val/stop_token_rate": one["stopped"],
         "val/groups_zero_std": ~torch.cat([rlvr_data.scores_differ(part) for part in generated]),
-        "val/groups_all_right": rlvr_math.by_group((right | ~live).double(), one["groups"], "amin"),
-        "val/groups_all_wrong": rlvr_math.by_group((~right | ~live).double(), one["groups"], "amin"),
+        "val/groups_all_right": rlvr_math.by_group(processes.widened(right | ~live), one["groups"], "amin"),
+        "val/groups_all_wrong": rlvr_math.by_group(processes.widened(~right | ~live), one["groups"], "amin"),
     }
     if setup.args.tools:
         of_responses["val/tool_tokens"] = one["from_tool"].sum(1)
@@ -87,11 +88,11 @@ def update_metrics(
     of_tokens = {"objective/sampler_gap": (episodes.logprobs - episodes.sampler_logprobs).abs()}
     of_tokens |= {"objective/kl_per_token": batch.kl} if has_reference else {}
     of_advantages = {"val/advantages_mean": batch.advantages, "val/advantages_abs_mean": batch.advantages.abs()}
-    errors = (batch.returns - batch.values).double()
+    errors = processes.widened(batch.returns - batch.values)
     of_values = {
         "val/mean": batch.values,
         "val/returns": batch.returns,
-        "square_of_return": batch.returns.double() ** 2,
+        "square_of_return": processes.widened(batch.returns) ** 2,
     }
     of_values |= {"error": errors, "square_of_error": errors**2}
     critic = "value/grad_norm" in steps

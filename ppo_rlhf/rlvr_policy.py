@@ -176,7 +176,8 @@ def draw_problems(setup: Setup, round_number: int, rank: int, local_prompts: int
     rows, of_all = slice(rank * local_round, (rank + 1) * local_round), drawn.repeat_interleave(n)
     groups = round_number * round_prompts + torch.arange(len(of_all))[rows] // n
     queries = setup.problems.batch(of_all.tolist(), setup.ids.pad)[rows]  # (local_round, context_length)
-    uniforms = lm.episode_noise(args.seed, round_number, len(of_all), args.task.response_length)[rows].to(device)
+    uniforms = lm.episode_noise(args.seed, round_number, len(of_all), args.task.response_length)[rows]
+    uniforms = uniforms.to(processes.device_of_noise(device))
     requests = [Request(queries.to(device), uniforms, args.task.temperature)]
     if args.ppo.advantage == "remax":
         # [V41] Each prompt gets one more response, the greedy one. It is no episode.   ray_trainer.py#L1404-L1443

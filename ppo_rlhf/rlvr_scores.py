@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ppo_rlhf import rlvr_args, rlvr_data
-from ppo_rlhf.lib import models, networks, packing, problems, rewards
+from ppo_rlhf.lib import models, networks, packing, problems, processes, rewards
 from ppo_rlhf.lib.errors import NumericalError
 
 
@@ -37,7 +37,7 @@ def load_sources(
         score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
 
         def of_model(*texts: list[str], queries: Tensor, responses: Tensor) -> Tensor:
-            scores = score(queries, responses).double()  # (rows,)
+            scores = processes.widened(score(queries, responses))  # (rows,)
             # [V22] Only functions of texts may say that a response cannot be scored.
             if not scores.isfinite().all():
                 raise NumericalError("the reward model gives scores that are not finite; the run stops")

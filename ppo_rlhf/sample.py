@@ -327,7 +327,7 @@ class Comparison:
         contexts = self.texts.contexts(queries)  # (n, context_length)
         generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
-        noise, temperature = noise.to(self.device), self.temperature or problems.GREEDY
+        noise, temperature = noise.to(processes.device_of_noise(self.device)), self.temperature or problems.GREEDY
         columns: dict[str, list[Any]] = {"query": texts.to_texts(self.tokenizer, queries, self.pad_id)}
         columns |= {"answer": references} if isinstance(references, list) else {}
         counted: dict[str, torch.Tensor] = {}

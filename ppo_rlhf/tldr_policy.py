@@ -395,7 +395,7 @@ def make_rollout(
         #    (rows, response_length).
         sampling = {"stop_id": ids.stop, "temperature": task.temperature, "new_tokens": task.response_length}
         responses, logprobs, values, sampler_gap = by_length(
-            respond, actor_critic, queries, uniforms.to(device), **sampling
+            respond, actor_critic, queries, uniforms.to(processes.device_of_noise(device)), **sampling
         )
 
         # 3. Compute the reference's log-probs: (rows, response_length).
@@ -834,7 +834,7 @@ def token_statistics(
 
 def moments(name: str, values: Tensor, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
     """A process's share of the mean and the mean square of the entries that the mask keeps, in float64."""
-    values = values.double()
+    values = processes.widened(values)
     return {name: masked_mean(values, mask, count), f"square_of_{name}": masked_mean(values**2, mask, count)}
 
 
@@ -866,7 +866,9 @@ def update_metrics(
     objectives = {name: of_each(episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
     if args.rewards.function:
         objectives["function_score"] = setup.scale.undo(episodes.raw_scores)
-    shares = {f"objective/{name}": x.double().mean() / accelerator.num_processes for name, x in objectives.items()}
+    shares = {
+        f"objective/{name}": processes.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
+    }
     shares |= {name: x.mean() for name, x in steps.items() if name != "gradient_norm"}
     shares |= {"first": steps["square_of_ratio_minus_1"][0], "stopped": episodes.stopped.sum()}
     means = processes.sum_over_processes(shares, accelerator)
@@ -1006,9 +1008,9 @@ def evaluate_policy(
         numbers |= {name: values, f"reference_{name}": reference_scores[name]}
     tokens = (held_out.queries, responses, held_out.references)
     rows = posts.evaluation_rows(setup.tokenizer, ids.pad, *tokens, **numbers)
-    means = {f"eval/{name}": values.double().mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = lm.has_stop(responses, ids.stop, 0).double().mean().item()
-    means["eval/response_length"] = (responses != ids.pad).sum(1).double().mean().item()
+    means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
+    means["eval/eos_rate"] = processes.widened(lm.has_stop(responses, ids.stop, 0)).mean().item()
+    means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
     processes.check_finite(means, update, "the reward model or function must give every summary a number")
     if update == 0:
         this_run.write_evaluation("before", rows)

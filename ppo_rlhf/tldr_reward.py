@@ -207,7 +207,7 @@ def pairs_update(
     """
     device = reward_model.gain.device
     count = accelerator.reduce(counts.sum().to(device), "sum")
-    sums = torch.zeros(4, device=device, dtype=torch.float64)
+    sums = processes.widened(torch.zeros(4, device=device))
     # [T47] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[inds]  # (local_batch,), of the longer text of each
@@ -220,7 +220,9 @@ def pairs_update(
         losses = pairwise_losses(*scores)
         loss = (losses * weights).sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
-        numbers = torch.stack([losses, prefers_chosen(*scores), *scores]).detach().double()  # (4, micro_batch)
+        numbers = processes.widened(
+            torch.stack([losses, prefers_chosen(*scores), *scores]).detach()
+        )  # (4, micro_batch)
         sums += (numbers * weights).sum(1)
     processes.average_gradients(reward_model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
@@ -308,10 +310,11 @@ def shift_to_references(
         return (reward_model(tokens.to(device), pad_id),)
 
     (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator, some_posts.lengths(pad_id))
-    mean = scores.double().mean().item()
+    scores = processes.widened(scores)
+    mean = scores.mean().item()
     reward_model.bias.sub_(mean)
     # [X33] Of the scores after the shift, with the biased deviation.   reward.py#L495
-    results = {"std": scores.double().std(unbiased=False), "min": scores.min() - mean, "max": scores.max() - mean}
+    results = {"std": scores.std(unbiased=False), "min": scores.min() - mean, "max": scores.max() - mean}
     return {"eval/rm/shift": -mean} | {f"eval/rm/normalized_{name}": value.item() for name, value in results.items()}
 
 

@@ -207,13 +207,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
     with cli.launcher(sharding=False):
-        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[cli.PATIENCE])
+        accelerator = Accelerator(cpu=cli.default_device().type == "cpu", kwargs_handlers=[cli.PATIENCE])
     args = cli.with_newest_reward_model(args)
     cli.check_ppo_arguments(args)
     worlds.check_names(args, joint)
     sizes, rank = cli.ppo_sizes(args.ppo, accelerator.num_processes), accelerator.process_index
     typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
-    task, device = args.task, accelerator.device
+    task, device, noise_device = args.task, accelerator.device, cli.device_of_noise(accelerator.device)
     tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
@@ -246,7 +246,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     for update in this_run.updates("PPO", resumed["step"], sizes.updates):
         # 1. Sample queries. Every process draws the whole batch and takes its rows, a slice with whole groups. [X04]
         queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
-        uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(device)
+        uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(noise_device)
 
         # 2. Generate responses, 3. compute the reference's log-probs, 4. score, and 5. compute rewards per token.
         # [D53] The penalty uses the coefficient that the last update left.   train_policy.py#L293-L297
@@ -534,8 +534,8 @@ def generate(
     """Sample responses with a key-value cache.
 
     contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
-    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
-    state before each token (batch, response_length, width).
+    in [0, 1), one for each token, on a device that has float64. Returns responses and their log-probs (batch,
+    response_length), and the hidden state before each token (batch, response_length, width).
     """
     # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
     tokens = left_pad(contexts, pad_id)
@@ -560,9 +560,9 @@ def generate(
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
         #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
-        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        cdf = all_logprobs.to(uniforms.device).double().exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1).to(hidden.device)
         # [D25] Log-probs are recorded as the tokens are sampled.   policy.py#L108-L112
         responses.append(tokens)
         logprobs.append(all_logprobs.gather(1, tokens))
@@ -991,9 +991,9 @@ def update_metrics(
     batch: Rollout, stats: dict[str, Tensor], this_run: run.Run, args: Args, update: int, ids: TaskIds, kl_coef: float
 ) -> dict[str, float]:
     """All metrics of an update, over all processes; all must call this. kl_coef: what its rewards were made with."""
-    of_batch = {f"objective/{name}": values.double().mean() for name, values in batch.objectives.items()} | stats
+    of_batch = {f"objective/{name}": cli.widened(values).mean() for name, values in batch.objectives.items()} | stats
     # [D75] [X13] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
-    flat = torch.stack([value.detach().double() for value in of_batch.values()])
+    flat = torch.stack([cli.widened(value.detach()) for value in of_batch.values()])
     means = dict(zip(of_batch, this_run.accelerator.reduce(flat, "mean").tolist(), strict=True))
     eos_tokens = (batch.context_responses[:, ids.context_length :] == ids.eos).sum()
     means["ppo/val/num_eos_tokens"] = float(this_run.accelerator.reduce(eos_tokens, "sum"))

@@ -145,7 +145,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
     with cli.launcher(sharding=False):
-        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[cli.PATIENCE])
+        accelerator = Accelerator(cpu=cli.default_device().type == "cpu", kwargs_handlers=[cli.PATIENCE])
     sizes, rank = cli.reward_sizes(args, accelerator.num_processes), accelerator.process_index
     worlds.check_names(args, joint)
     typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
@@ -265,7 +265,8 @@ def sample_and_normalize(
     # [X01] The noise belongs to the sample.
     generator = keyed_generator(args.seed, "normalize", stage)
     shape = samples, args.task.response_length
-    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)[mine].to(accelerator.device)
+    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)[mine]
+    uniforms = uniforms.to(cli.device_of_noise(accelerator.device))
     sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": args.task.temperature}
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
     write = partial(generate, language_model, **sampling)
@@ -306,7 +307,7 @@ def gain_and_bias(scores: Tensor, target_mean: float, target_std: float) -> tupl
     """
     # [D34] gain = S / s and bias = M - gain * m.   rewards.py#L73-L89
     # [D35] The deviation is biased, and numbers that are not finite stop the run.   train_reward.py#L162-L169
-    mean, std = scores.double().mean().item(), scores.double().std(unbiased=False).item()
+    mean, std = scores.cpu().double().mean().item(), scores.cpu().double().std(unbiased=False).item()
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise NumericalError(f"scores with mean {mean} and deviation {std} cannot be normalised")
     gain = target_std / std
@@ -409,10 +410,10 @@ def evaluate(
     if not len(inds):
         return {}
     device, n = reward_model.gain.device, labels.samples.shape[1]
-    scores = torch.zeros(len(inds), n, dtype=torch.float64, device=device)
+    scores = cli.widened(torch.zeros(len(inds), n, device=device))
     local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
     for places in local.split(rows) if len(local) else ():  # a process may have none
-        scores[places] = score_samples(reward_model, labels, inds[places], pad_id).double()
+        scores[places] = score_samples(reward_model, labels, inds[places], pad_id).to(scores.dtype)
     scores = accelerator.reduce(scores, "sum")  # (len(inds), n)
     targets = labels.targets[inds].to(device)
     statistics = label_statistics(labels.kind, scores, targets)
@@ -432,7 +433,7 @@ def correlation(x: Tensor, y: Tensor) -> Tensor:
 def ranks(values: Tensor) -> Tensor:
     """The rank of each value (n,), from 1, in float64. Equal values share the mean of their ranks."""
     _, groups, counts = values.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()  # (distinct values,), the last rank of each
+    last = cli.widened(counts.cumsum(0))  # (distinct values,), the last rank of each
     return (last - (counts - 1) / 2)[groups]
 
 
@@ -612,8 +613,8 @@ def generate(
     """Sample responses with a key-value cache.
 
     contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
-    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
-    state before each token (batch, response_length, width).
+    in [0, 1), one for each token, on a device that has float64. Returns responses and their log-probs (batch,
+    response_length), and the hidden state before each token (batch, response_length, width).
     """
     # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
     tokens = left_pad(contexts, pad_id)
@@ -638,9 +639,9 @@ def generate(
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
         #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
-        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        cdf = all_logprobs.to(uniforms.device).double().exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1).to(hidden.device)
         # [D25] Log-probs are recorded as the tokens are sampled.   policy.py#L108-L112
         responses.append(tokens)
         logprobs.append(all_logprobs.gather(1, tokens))

@@ -25,14 +25,18 @@ from ppo_rlhf.lib import errors, files, run
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as  # noqa: F401
 from ppo_rlhf.lib.launch import (  # noqa: F401
     PATIENCE,
+    WITHOUT_FLOAT64,
     anew_with_lower,
     check_equal,
     check_finite,
     check_update,
+    default_device,
+    device_of_noise,
     launcher,
     mean_over_processes,
     rows_at_a_time,
     split_evenly,
+    widened,
 )
 from ppo_rlhf.lib.memory import rows_that_fit  # noqa: F401
 from ppo_rlhf.lib.pretrained import (  # noqa: F401
@@ -314,6 +318,8 @@ def check_values(args: Any) -> None:
         raise InputError(f"the name of the current folder, {folder!r}, is not valid Unicode; start in another one")
     if "max_memory" in values:
         at_least(0, "", args, "max_memory")
+    if values.get("dtype") == "float64" and default_device().type in WITHOUT_FLOAT64:
+        raise InputError(f"{flag('dtype')} float64: {default_device().type}, an Apple GPU, has none; use float32")
     if args.seed < 0:
         raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
     if values.get("keep_checkpoints") is not None:

@@ -93,8 +93,8 @@ class BuiltIn:
         noise: (rows, response_length) uniform numbers in [0, 1), one for each token: they settle what is drawn.
         """
         check_version(version, self.version)
-        ids, spec = (torch.tensor(prompts).repeat_interleave(n, 0), torch.tensor(noise)), self.spec
-        contexts, uniforms = (tensor.to(self.device) for tensor in ids)
+        spec, contexts = self.spec, torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
+        uniforms = torch.tensor(noise).to(processes.device_of_noise(self.device))
         with precision.mixed_precision(self.device, enabled=spec.dtype == "bfloat16"):
             responses, logprobs = lm.generate_until(
                 self.model, contexts, uniforms, spec.pad, spec.pad, temperature, spec.stops

@@ -40,8 +40,23 @@ def keep_freed_memory() -> None:
 
 
 def default_device() -> torch.device:
-    """Where models run: on a GPU if PyTorch finds one, otherwise on the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Where models run: on a GPU if PyTorch finds one, NVIDIA's, AMD's or Apple's, otherwise on the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+WITHOUT_FLOAT64 = {"mps"}  # kinds of devices: Apple's GPUs
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers in float64; in float32 on a device that has no float64. For sums that are only logged."""
+    return values.to(torch.float32 if values.device.type in WITHOUT_FLOAT64 else torch.float64)
+
+
+def device_of_noise(device: torch.device) -> torch.device:
+    """Where the random numbers are with which a model on this device samples. They need float64."""
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
 def advice(dtype: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -96,13 +111,13 @@ def make_accelerator() -> Accelerator:
 def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
     """Reduce 0-d tensors over all processes, in one flat vector."""
     # [D75] [X13] The mean of each metric, in float64.   utils/core.py#L491-L524
-    flat = torch.stack([value.detach().double() for value in values.values()])
+    flat = torch.stack([widened(value.detach()) for value in values.values()])
     return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
 
 
 def sum_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
     """Add up 0-d tensors over all processes, in one flat vector: what each adds is a share of the whole."""
-    flat = torch.stack([value.detach().double() for value in values.values()])
+    flat = torch.stack([widened(value.detach()) for value in values.values()])
     return dict(zip(values, accelerator.reduce(flat, "sum").tolist(), strict=True))
 
 

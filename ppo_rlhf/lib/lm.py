@@ -163,8 +163,8 @@ def generate(
     """Sample responses with a key-value cache.
 
     contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
-    in [0, 1), one for each token. Returns responses and their log-probs (batch, response_length), and the hidden
-    state before each token (batch, response_length, width).
+    in [0, 1), one for each token, on a device that has float64. Returns responses and their log-probs (batch,
+    response_length), and the hidden state before each token (batch, response_length, width).
     """
     # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
     tokens = left_pad(contexts, pad_id)
@@ -189,9 +189,9 @@ def generate(
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
         #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
-        cdf = all_logprobs.double().exp().cumsum(1)  # (batch, vocab_size)
+        cdf = all_logprobs.to(uniforms.device).double().exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (batch, 1)
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1).to(hidden.device)
         # [D25] Log-probs are recorded as the tokens are sampled.   policy.py#L108-L112
         responses.append(tokens)
         logprobs.append(all_logprobs.gather(1, tokens))
@@ -232,12 +232,12 @@ def generate_until(
     rows = torch.arange(len(contexts), device=contexts.device)  # those that are still sampled
     ended = torch.zeros_like(rows, dtype=torch.bool)
     responses = contexts.new_full(uniforms.shape, pad_id)
-    logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
+    logprobs = contexts.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
     for column in range(uniforms.shape[1]):
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
-        cdf = all_logprobs.double().exp().cumsum(1)  # (rows, vocab_size)
-        thresholds = uniforms[rows, column : column + 1].double() * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1)  # (rows, 1)
+        cdf = all_logprobs.to(uniforms.device).double().exp().cumsum(1)  # (rows, vocab_size)
+        thresholds = uniforms[rows.to(uniforms.device), column : column + 1].double() * cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1).to(hidden.device)
         responses[rows, column] = torch.where(ended, pad_id, tokens[:, 0]).to(responses.dtype)
         logprobs[rows, column] = all_logprobs.gather(1, tokens)[:, 0].masked_fill(ended, 0).to(logprobs.dtype)
         ended = ended | torch.isin(tokens[:, 0], stops)

@@ -354,11 +354,15 @@ def solve(
         # [V100] The responses to a prompt are next to each other, so it is read once for all of them.
         rows = inds.repeat_interleave(n)
         contexts = held_out.batch(rows.tolist(), ids.pad).to(accelerator.device)
-        responses, _ = sample(contexts, uniforms[inds].flatten(0, 1).to(contexts.device), temperature=temperature)
+        responses, _ = sample(
+            contexts,
+            uniforms[inds].flatten(0, 1).to(processes.device_of_noise(contexts.device)),
+            temperature=temperature,
+        )
         prompts, answers = ([texts[i] for i in rows] for texts in (held_out.texts, held_out.answers))
         texts = to_texts(tokenizer, responses, ids)
         right = torch.tensor([verifier(prompts, texts, answers) for verifier in verifiers]).T > 0  # (rows, verifiers)
-        return responses.unflatten(0, (-1, n)), right.double().to(responses.device).unflatten(0, (-1, n))
+        return responses.unflatten(0, (-1, n)), processes.widened(right.to(responses.device)).unflatten(0, (-1, n))
 
     found = processes.map_rows(of_rows, len(held_out), max(1, local_batch // n), accelerator)
     return [solved(tokenizer, ids, *rows) for rows in zip(*(part.unbind(1) for part in found), strict=True)]

@@ -28,12 +28,14 @@ from ppo_rlhf.lib.launch import (  # noqa: F401 scripts find them here
     check_finite,
     check_update,
     default_device,
+    device_of_noise,
     fail_together,
     keep_freed_memory,
     make_accelerator,
     rows_at_a_time,
     split_evenly,
     sum_over_processes,
+    widened,
 )
 
 
@@ -41,7 +43,7 @@ def means_over(*parts: tuple[torch.Tensor, dict[str, torch.Tensor]], accelerator
     """Means over what counts on all processes; 0 where nothing does. parts: a mask, and numbers of its shape."""
     sums = {f"count {number}": mask.sum() for number, (mask, _) in enumerate(parts)}
     for mask, numbers in parts:
-        sums |= {name: values.double().masked_fill(~mask, 0).sum() for name, values in numbers.items()}
+        sums |= {name: widened(values).masked_fill(~mask, 0).sum() for name, values in numbers.items()}
     totals = sum_over_processes(sums, accelerator)
     return {
         name: totals[name] / max(totals[f"count {number}"], 1)

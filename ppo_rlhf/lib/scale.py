@@ -24,7 +24,7 @@ class Scale:
 
         A function that gives all of them the same score, but for rounding, keeps its deviation.
         """
-        scores = scores.double()
+        scores = launch.widened(scores)
         sums = {"n": scores.new_tensor(len(scores)), "sum": scores.sum()}
         sums = launch.sum_over_processes(sums, accelerator)
         if sums["n"]:
@@ -45,7 +45,9 @@ class Scale:
             mine = slice(accelerator.process_index, None, accelerator.num_processes)
             queries = stream.first(samples, pad_id)[mine].to(accelerator.device)  # (n, query_length)
             uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
-            uniforms = uniforms[mine][: len(queries)].to(accelerator.device)  # (n, response_length)
+            uniforms = uniforms[mine][: len(queries)].to(
+                launch.device_of_noise(accelerator.device)
+            )  # (n, response_length)
             rollout = roll_out(queries, uniforms, kl_coef=0.0, monitor={})
             self.fit(rollout.objectives["raw_score"], accelerator)
 

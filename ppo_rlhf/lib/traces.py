@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, lm
+from ppo_rlhf.lib import files, launch, lm
 from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # queries that are answered again each time
@@ -187,7 +187,7 @@ def of_epochs(seen: list[Seen], episodes: int) -> dict[str, Tensor]:
 
 def moments(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor] = torch.clone) -> tuple[Tensor, Tensor]:
     """Mean and deviation with which `whiten` of the scripts scales values where the mask is True: two 0-d tensors."""
-    count, values = reduce(mask.sum()).clamp(min=1), values.double().masked_fill(~mask, 0)
+    count, values = reduce(mask.sum()).clamp(min=1), launch.widened(values).masked_fill(~mask, 0)
     mean = reduce(values.sum()) / count
     variance = reduce(((values - mean).masked_fill(~mask, 0) ** 2).sum()) / count
     return mean, (variance + 1e-8).sqrt()
@@ -363,7 +363,7 @@ def options_of_groups(
     """
     models, length = roll_out.keywords, args.task.response_length
     queries = stream.first(TRACED, ids.pad).to(device)  # (n, query_length)
-    uniforms = lm.episode_noise(args.seed, 0, len(queries), length).to(device)  # (n, response_length)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), length).to(launch.device_of_noise(device))
     group = args.ppo.batch_size // args.ppo.whiten_groups
     reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": args.task.temperature}
     harmless = {"reward": scorer_of_traces(models["reward"], args.rewards.function)}

@@ -352,7 +352,9 @@ def measure_start(
     uniforms = torch.rand(len(held_out), task.response_length, generator=noise, dtype=torch.float64)
     start = {}
     for name, temperature in {"greedy": 0.01, "samples": task.temperature}.items():
-        responses, _, _ = lm.generate(model, prompts, uniforms.to(model.device), pad_id, pad_id, temperature)
+        responses, _, _ = lm.generate(
+            model, prompts, uniforms.to(processes.device_of_noise(model.device)), pad_id, pad_id, temperature
+        )
         responses = lm.truncate_at(responses, tokenizer.eos_token_id, 0, pad_id)
         right = list(map(rewards.gsm8k_strict, texts.to_texts(tokenizer, responses, pad_id), held_out.answers))
         lengths = (responses != pad_id).sum(1).tolist()
