@@ -1,8 +1,7 @@
-"""benchmark/experiments/tools.py: what it runs, and its arithmetic. What the pages say of tools is measured."""
+"""The mistake of benchmark/experiments/tools.py is the one it says. What the pages say of tools is measured."""
 
 import json
 import re
-import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -10,27 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from processes import launch
 
+from benchmark import lab
 from benchmark.experiments import tools
-from ppo_rlhf import rlvr_checks, rlvr_policy, rlvr_tools
-from ppo_rlhf.lib import cli, tools as lib_tools
+from ppo_rlhf import rlvr_tools
+from ppo_rlhf.lib import tools as lib_tools
 from ppo_rlhf.lib.errors import InputError
-
-UPDATES = 4
-
-
-def test_runs_differ_in_the_mistake_alone(tmp_path):
-    """As the script reads the arguments from the command of a job."""
-    read = []
-    for name in tools.VARIANTS:
-        (job,) = tools.jobs_of(tools.Args(folder=tmp_path), name, [3])
-        python, script, command, variant, *words = shlex.split(job.command)
-        assert (python, script, command, variant, job.seed) == ("python", tools.__file__, "with", name, 3)
-        read.append(cli.parse_args(rlvr_tools.PRESETS, words))
-        rlvr_checks.check_arguments(read[-1])
-    assert read[0] == read[1] and rlvr_policy.ppo_sizes(read[0].ppo, 1).updates == 60
-    assert (read[0].ppo.advantage, read[0].eval_samples, read[0].eval_interval) == ("grpo", 2, 0)
 
 
 def test_the_mistake_gives_the_tools_tokens_the_log_probs_of_the_policy(tiny_models):
@@ -65,63 +49,6 @@ def test_only_the_mistake_changes_the_sampler(monkeypatch):
     assert rlvr_tools.converse is not plain
     with pytest.raises(InputError, match="in-loss is none of masked, in-the-loss"):
         tools.with_mistake("in-loss", [])
-
-
-def made_up(folder, name: str, seed: int, right: float, responses: list[str]) -> None:
-    """A finished run."""
-    run = folder / name / f"seed{seed}" / "runs/made_up"
-    run.mkdir(parents=True)
-    results = {"eval/mean@2": right, "eval/gsm8k_strict": right + 0.1}
-    (run / "meta.json").write_text(
-        json.dumps({"finished": True, "commit": "0123456789", "args": {}, "results": results})
-    )
-    (run / "evaluation.jsonl").write_text("".join(json.dumps({"response": text}) + "\n" for text in responses))
-    columns = {
-        "step": range(UPDATES),
-        "episode": [256 * (i + 1) for i in range(UPDATES)],
-        "objective/verifiable_correct_rate": [right * i for i in range(UPDATES)],  # 1.5 right on average
-        "policy/grad_norm": [0.5] * UPDATES,
-        "policy/approxkl_avg": [0.001] * UPDATES,
-        "policy/clipfrac_avg": [0.02] * UPDATES,
-    }
-    pd.DataFrame(columns).to_csv(run / "metrics.csv", index=False)
-
-
-def test_report_of_made_up_runs(tmp_path):
-    """Numbers by hand. Student's t with 2 degrees of freedom is 4.3027."""
-    responses = ["[1+2]3\n[3]error: syntax\n#### 3", "#### 4"]  # a call and half an error per response
-    for seed, right in {1: 0.4, 2: 0.5, 3: 0.6}.items():
-        made_up(tmp_path / "bench", "masked", seed, right, responses)
-        made_up(tmp_path / "bench", "in-the-loss", seed, right - 0.1 * seed, responses[1:])
-    where = "--folder", "bench", "--output", "out", "--pictures", "pictures", "--seeds", "3"
-    result = launch(tools.__file__, "report", *where, folder=tmp_path)
-    assert result.status == 0, result
-    head, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines() if "|" in line
-    ]
-    # 40, 50, 60 and -10, -20, -30: standard error 10 / sqrt(3).
-    rest = ["0.50 ± 0.00", "2.00 ± 0.00"]
-    shares = ["75.0 ± 37.3", "", "50.0 ± 24.8", "", "60.0 ± 24.8", ""]
-    assert rows[0] == ["masked", "3", *shares, "1.00 ± 0.00", "0.500 ± 0.000", *rest]
-    shares = ["45.0 ± 0.0", "-30.0 ± 37.3", "30.0 ± 0.0", "-20.0 ± 24.8", "40.0 ± 0.0", "-20.0 ± 24.8"]
-    assert rows[1] == ["in the loss", "3", *shares, "0.00 ± 0.00", "0.000 ± 0.000", *rest]
-    assert len(head) == len(rows[0]) and len(rows) == 2
-    assert "commit: 0123456\n" in (tmp_path / "out/tools.md").read_text()
-    again = launch(tools.__file__, "draw", "--output", "out", "--pictures", "new", folder=tmp_path)
-    assert again.status == 0 and again.stdout == result.stdout
-    pictures = [(tmp_path / folder / "tools.png").read_bytes() for folder in ("pictures", "new")]
-    assert pictures[0] == pictures[1]
-
-
-def test_bad_input(tmp_path):
-    for words, message in (
-        (["report", "--folder", "nowhere"], "holds no finished run"),
-        (["draw", "--output", "nowhere"], "--output nowhere"),
-        (["with", "in-loss"], "in-loss is none of masked, in-the-loss"),
-    ):
-        result = launch(tools.__file__, *words, folder=tmp_path)
-        assert result.status == 2 and message in result.stderr and "Traceback" not in result.stderr, result
-    assert launch(tools.__file__, folder=tmp_path).status == 2
 
 
 # ---- The pages -------------------------------------------------------------------------------------------------
@@ -163,9 +90,9 @@ def test_numbers_of_the_mistake():
     shown = [cells(line) for line in RESULTS.splitlines() if line.startswith(("| masked |", "| in the loss |"))]
     assert shown == [list(row.values()) for row in tools.table_of(runs)]
     differences = {
-        column: runs.pivot(index="seed", columns="variant", values=column) for column in (tools.RIGHT, "samples")
+        column: runs.pivot(index="seed", columns="variant", values=column) for column in (lab.CORRECT, "samples")
     }
-    lost = [tools.cell(100 * (x["masked"] - x["in-the-loss"]), ".1f") for x in differences.values()]
+    lost = [lab.cell(100 * (x["masked"] - x["in-the-loss"]), ".1f") for x in differences.values()]
     said = " ".join(RESULTS[RESULTS.index("## What a tool") :].split())
     assert f"{lost[0]} points fewer while it learns, and {lost[1]} after it, among samples" in said
     assert f"cost {lost[1]} points of correct samples" in RESULTS

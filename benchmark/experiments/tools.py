@@ -10,15 +10,11 @@ A run with the mistake treats the tool's tokens as if the policy had sampled the
 Their old log-probs are those of the policy that sampled the rest. Everything else is the same: problems, their order,
 sampling noise, and the language model that all runs start from. In that model's training, the tool's tokens were
 masked, too.
-
-Means over runs have 95 % intervals over seeds, Student's.
 """
 
 import json
-import shlex
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,48 +22,28 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from benchmark.curves import many_seeds
-from benchmark.curves.compare import markdown, read_numbers
-from benchmark.experiments.ablations import interval
-from benchmark.experiments.estimators import (
-    EVALUATION,
-    GREEDY,
-    QUIET,
-    RIGHT,
-    SAMPLES,
-    cell,
-    finish_panel,
-    keep_tables,
-    kept_tables,
-)
+from benchmark import lab
+from benchmark.lab import CORRECT, GREEDY, SAMPLES, Column
 from ppo_rlhf import rlvr_tools
 from ppo_rlhf.lib import cli, lm
-from ppo_rlhf.lib.errors import InputError, exit_with, run_script
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.lib.errors import InputError, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 MASKED, MISTAKE = VARIANTS = ("masked", "in-the-loss")
-CURVES = (RIGHT, "policy/grad_norm", "policy/approxkl_avg", "policy/clipfrac_avg")
-
-# ---- What is run -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Args:
-    seeds: int = 5
-    """how many seeds of each"""
-    workers: int = 1
-    """how many runs at once"""
-    folder: Path = ROOT / "benchmark" / "runs" / "tools"
-    """where runs are kept"""
-    output: Path = ROOT / "benchmark" / "results" / "tools"
-    """folder that gets runs.csv, updates.csv and tools.md"""
-    pictures: Path = ROOT / "static"
-    """folder that gets tools.png"""
-    policy: str = "--preset sums-tools"
-    """what all runs have in common: arguments of rlvr_tools.py"""
-    any_commit: bool = False
-    """go on with runs that another commit of this project began"""
+CURVES = (CORRECT, "policy/grad_norm", "policy/approxkl_avg", "policy/clipfrac_avg")
+COLUMNS = [
+    Column(head=f"{head} {words}{' (%)' * (not paired)}", of=column, form="+.1f" if paired else ".1f", paired=paired)
+    for words, column in {
+        "while it learns": CORRECT,
+        "samples after it": "samples",
+        "greedy after it": "greedy",
+    }.items()
+    for head, paired in (("right,", False), ("difference,", True))
+] + [
+    Column(head="calls per response", of="calls", form=".2f", scale=1),
+    Column(head="errors per response", of="errors", form=".3f", scale=1),
+    Column(head="gradient norm", of="policy/grad_norm", form=".2f", scale=1),
+    Column(head="clipped (%)", of="policy/clipfrac_avg", form=".2f"),
+]
 
 
 def with_mistake(name: str, argv: list[str]) -> Callable[[], Any]:
@@ -101,129 +77,47 @@ def without_holes(converse: Callable) -> Callable:
     return changed
 
 
-def jobs_of(args: Args, name: str, seeds: Iterable[int]) -> list[many_seeds.Job]:
-    """The jobs of one variant, one for each seed."""
-    command = f"python {shlex.quote(__file__)} with {name} {args.policy} {EVALUATION} {QUIET}"
-    common = {"name": name, "command": command, "num_seeds": 1, "folder": args.folder}
-    experiments = (many_seeds.Args(**common, start_seed=seed, any_commit=args.any_commit) for seed in seeds)
-    return [job for experiment in experiments for job in many_seeds.find_jobs(experiment)]
+def measure(folder: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, Any]:
+    """The share of correct samples while it learns is the mean of all updates: of two policies that end with the same
+    share, it tells which was faster.
+    """
+    texts = [json.loads(line)["response"] for line in (folder / "evaluation.jsonl").read_text().splitlines()]
+    found = {"samples": meta["results"][SAMPLES], "greedy": meta["results"][GREEDY]}
+    found |= {name: sum(map(str.count, texts, [x] * len(texts))) / len(texts) for name, x in SIGNS.items()}
+    return found | {column: table[column].mean() for column in CURVES}
 
 
-def run(args: Args) -> int:
-    """Train all policies and report. Returns the exit status."""
-    jobs = [job for name in VARIANTS for job in jobs_of(args, name, range(1, args.seeds + 1))]
-    jobs.sort(key=lambda job: job.seed)  # both runs of a seed first
-    launcher = many_seeds.Args(name="tools", workers=args.workers)
-    many_seeds.run_here(launcher, jobs)
-    if any(job.state == "finished" for job in jobs):
-        report(args)
-    return many_seeds.report(launcher, jobs)
-
-
-# ---- Report ----------------------------------------------------------------------------------------------------
-
-
-def read_runs(args: Args) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """One row per finished run, with its last evaluation; one per update, with CURVES."""
-    runs, updates = [], []
-    for name in VARIANTS:
-        for seed in range(1, args.seeds + 1):
-            for file in (args.folder / name / f"seed{seed}" / "runs").glob("*/meta.json"):
-                meta = read_meta(file.parent)
-                if not meta["finished"]:
-                    continue
-                table = read_numbers(file.with_name("metrics.csv"))
-                whose = {"variant": name, "seed": seed}
-                found = {"samples": meta["results"][SAMPLES], "greedy": meta["results"][GREEDY]}
-                responses = [
-                    json.loads(line)["response"]
-                    for line in file.with_name("evaluation.jsonl").read_text().splitlines()
-                ]
-                found["calls"] = sum(response.count("]") for response in responses) / len(responses)
-                found["errors"] = sum(response.count("error: ") for response in responses) / len(responses)
-                found |= {column: table[column].mean() for column in CURVES}
-                runs.append(whose | found | {"commit": meta["commit"][:7]})
-                updates.append(table[["step", "episode", *CURVES]].assign(**whose))
-    if not runs:
-        raise InputError(f"{args.folder} holds no finished run")
-    return pd.DataFrame(runs), pd.concat(updates, ignore_index=True)
-
-
-SHARES = {"while it learns": RIGHT, "samples after it": "samples", "greedy after it": "greedy"}
+SIGNS = {"calls": "]", "errors": "error: "}  # of them in a response
 
 
 def table_of(runs: pd.DataFrame) -> list[dict[str, str]]:
-    """One row for each variant; differences are from the run of the same seed without the mistake.
-
-    The share of correct samples while it learns is the mean of all updates. Of two policies that end with the same
-    share, it tells which was faster.
-    """
-    masked, rows = runs[runs["variant"] == MASKED].set_index("seed"), []
-    for name, own in runs.groupby("variant", sort=False):
-        row = {"the tool's tokens": name.replace("-", " "), "seeds": str(len(own))}
-        for words, column in SHARES.items():
-            lost = own.set_index("seed")[column] - masked[column] if name == MISTAKE else pd.Series(dtype=float)
-            row |= {
-                f"right, {words} (%)": cell(100 * own[column], ".1f"),
-                f"difference, {words}": cell(100 * lost, "+.1f"),
-            }
-        row |= {"calls per response": cell(own["calls"], ".2f"), "errors per response": cell(own["errors"], ".3f")}
-        row |= {"gradient norm": cell(own["policy/grad_norm"], ".2f")}
-        rows.append(row | {"clipped (%)": cell(100 * own["policy/clipfrac_avg"], ".2f")})
-    return rows
+    rows = lab.rows_of(runs, COLUMNS, baseline="variant == 'masked'")
+    return [{"the tool's tokens": name.replace("-", " ")} | row for (name,), row in rows]
 
 
-def report(args: Args) -> int:
-    """Write table and picture of what is finished."""
-    keep_tables(args.output, *read_runs(args))
-    return draw(args)
-
-
-def draw(args: Args) -> int:
-    """Table and picture once more, from runs.csv and updates.csv."""
-    runs, updates = kept_tables(args.output)
-    text = markdown(table_of(runs))
-    commits = ", ".join(sorted(set(runs["commit"].astype(str))))
-    (args.output / "tools.md").write_text(f"{text}\n± is a 95 % interval over seeds. commit: {commits}\n")
-    args.pictures.mkdir(parents=True, exist_ok=True)
-    picture_of(updates).savefig(args.pictures / "tools.png", dpi=110)
-    print(text)
-    return 0
-
-
-SMOOTHED = 7  # updates: one has few problems
-
-
-def picture_of(updates: pd.DataFrame) -> Figure:
-    """Right samples over updates: the mean of the seeds, each smoothed over SMOOTHED updates, and its interval."""
+def picture_of(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for name, color in zip(VARIANTS, ("#0072b2", "#d55e00"), strict=True):
-        own = updates[updates["variant"] == name]
-        if not len(own):
-            continue
-        seeds = own.pivot(index="step", columns="seed", values=RIGHT).dropna()
-        seeds = seeds.rolling(SMOOTHED, center=True, min_periods=1).mean()
-        mean, half = map(pd.Series, zip(*(interval(list(row)) for row in seeds.to_numpy()), strict=True))
-        axes.plot(seeds.index, mean, label=name.replace("-", " "), color=color, linewidth=1.6)
-        axes.fill_between(seeds.index, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
-    finish_panel(axes, "right samples,\nproblems not seen before")
+        lab.draw_curve(axes, updates[updates["variant"] == name], name.replace("-", " "), band=0.15, color=color)
+    lab.finish_panel(axes, "right samples,\nproblems not seen before")
     axes.legend(fontsize=8, frameon=False, title="the tool's tokens", title_fontsize=8)
     return figure
 
 
-COMMANDS = {"run": run, "report": report, "draw": draw}
-
-
-def main(argv: list[str]) -> int:
-    if argv[:1] == ["with"] and len(argv) >= 2:
-        run_script(with_mistake(argv[1], argv[2:]))
-        return 0
-    return many_seeds.command_line(COMMANDS, Args, __doc__, argv)
-
+EXPERIMENT = lab.Experiment(
+    name="tools",
+    script="benchmark/experiments/tools.py with {variant}",
+    common="--preset sums-tools",
+    variants=dict.fromkeys(VARIANTS, ""),
+    curves=CURVES,
+    measure=measure,
+    table=table_of,
+    picture=picture_of,
+)
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except InputError as error:
-        exit_with(str(error))
+    if sys.argv[1:2] == ["with"] and len(sys.argv) > 2:
+        run_script(lambda: with_mistake(sys.argv[2], sys.argv[3:])())
+    else:
+        lab.main(EXPERIMENT, __doc__)
