@@ -75,7 +75,7 @@ class Column:
 class Experiment:
     name: str
     script: str
-    """what Python runs: a file below the root and its first words; {variant} is the variant's name"""
+    """the training script, below the root"""
     common: str
     """arguments that all variants have, unless --policy gives others"""
     fixed: str = QUIET
@@ -118,9 +118,8 @@ def chosen(experiment: Experiment, args: Args) -> list[str]:
 
 def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Job]:
     """The jobs of a variant, one for each seed."""
-    path, *first = experiment.script.format(variant=shlex.quote(name)).split(maxsplit=1)
     words = [args.policy or experiment.common, experiment.fixed, experiment.variants[name]]
-    command = " ".join(["python", shlex.quote(str(ROOT / path)), *first, *filter(None, words)])
+    command = " ".join(["python", shlex.quote(str(ROOT / experiment.script)), *filter(None, words)])
     where = {"name": name, "folder": experiment.of(args), "any_commit": args.any_commit}
     return many_seeds.find_jobs(
         many_seeds.Args(command=command, num_seeds=args.seeds, start_seed=args.first_seed, **where)

@@ -13,14 +13,13 @@ import scipy.stats
 from matplotlib.figure import Figure
 
 from benchmark import lab
-from benchmark.experiments import arithmetic, critic, estimators, staleness, tools
-from ppo_rlhf import rlvr_async, rlvr_checks, rlvr_math, rlvr_policy, rlvr_tools
+from benchmark.experiments import arithmetic, critic, estimators, staleness
+from ppo_rlhf import rlvr_async, rlvr_checks, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.errors import InputError
 
-DECLARED = critic.EXPERIMENT, tools.EXPERIMENT, staleness.EXPERIMENT, estimators.EXPERIMENT, arithmetic.EXPERIMENT
+DECLARED = critic.EXPERIMENT, staleness.EXPERIMENT, estimators.EXPERIMENT, arithmetic.EXPERIMENT
 EXPERIMENTS = {experiment.name: experiment for experiment in DECLARED}
-SCRIPTS = {"tools": rlvr_tools, "staleness": rlvr_async}
 
 
 # ---- What is run -----------------------------------------------------------------------------------------------
@@ -28,20 +27,17 @@ SCRIPTS = {"tools": rlvr_tools, "staleness": rlvr_async}
 
 def arguments(name: str, folder: Path) -> dict:
     """Of each variant, the arguments that the script reads from the command of a job."""
-    experiment, script, found = EXPERIMENTS[name], SCRIPTS.get(name, rlvr_policy), {}
+    experiment, found = EXPERIMENTS[name], {}
+    script = rlvr_async if name == "staleness" else rlvr_policy
     for variant in experiment.variants:
         (job,) = lab.jobs_of(experiment, lab.Args(folder=folder, seeds=1, first_seed=3), variant)
         python, path, *words = shlex.split(job.command)
-        if name == "tools":
-            assert path == tools.__file__ and words[:2] == ["with", variant]
-            words = words[2:]
-        else:
-            assert path == script.__file__
-        assert (python, job.seed, job.folder) == ("python", 3, folder / variant / "seed3")
+        assert (python, path) == ("python", script.__file__)
+        assert (job.seed, job.folder) == (3, folder / variant / "seed3")
         found[variant] = args = cli.parse_args(script.PRESETS, words)
         rlvr_checks.check_arguments(args)
         if name != "arithmetic":
-            updates = {"tools": 60, "estimators": 16}.get(name, 32)
+            updates = 16 if name == "estimators" else 32
             assert rlvr_policy.ppo_sizes(args.ppo, 1).updates == updates and args.rewards.kl_coef < 1e-11
             assert (args.eval_interval, args.save_interval, args.log_interval, args.trace_interval) == (0, 0, 0, 0)
             assert args.eval_samples == (16 if variant.startswith("divide") else 2)
@@ -79,11 +75,6 @@ def test_variants_of_staleness_differ_in_age_and_way_alone(tmp_path):
         common.append(dataclasses.replace(args, staleness=0, correction="auto", off_policy_mask=None))
     assert all(args == common[0] for args in common)
     assert (common[0].ppo.advantage, common[0].ppo.samples_per_prompt, common[0].workers) == ("rloo", 8, 1)
-
-
-def test_both_runs_of_tools_have_the_same_arguments(tmp_path):
-    masked, mistake = arguments("tools", tmp_path).values()
-    assert masked == mistake and masked.ppo.advantage == "grpo"
 
 
 def test_every_estimator_is_run_and_every_division(tmp_path):
@@ -174,22 +165,6 @@ def test_report_of_the_critic(tmp_path, capsys):
     ]
 
 
-def test_report_of_tools(tmp_path, capsys):
-    responses = ["[1+2]3\n[3]error: syntax\n#### 3", "#### 4"]  # a call and half an error per response
-    for seed, right in {1: 0.4, 2: 0.5, 3: 0.6}.items():
-        for name, less, texts in (("masked", 0, responses), ("in-the-loss", 0.1 * seed, responses[1:])):
-            columns = {tools.CORRECT: [(right - less) * i / 7 for i in range(8)], "policy/grad_norm": [0.5] * 8}
-            columns |= {"policy/approxkl_avg": [0.001] * 8, "policy/clipfrac_avg": [0.02] * 8}
-            made_up(tmp_path / "runs", name, seed, evaluated(right - less), columns, texts)
-    rest = ["0.50 ± 0.00", "2.00 ± 0.00"]
-    shares = ["25.0 ± 12.4", "", "50.0 ± 24.8", "", "60.0 ± 24.8", "", "1.00 ± 0.00", "0.500 ± 0.000"]
-    less = ["15.0 ± 0.0", "-10.0 ± 12.4", "30.0 ± 0.0", "-20.0 ± 24.8", "40.0 ± 0.0", "-20.0 ± 24.8"]
-    assert reported("tools", tmp_path, capsys) == [
-        ["masked", "3", *shares, *rest],
-        ["in the loss", "3", *less, "0.00 ± 0.00", "0.000 ± 0.000", *rest],
-    ]
-
-
 def test_report_of_staleness(tmp_path, capsys):
     """The first two updates, a quarter, are like nothing else: only the curves hold them."""
     for seed, right in {1: 0.4, 2: 0.5, 3: 0.6}.items():
@@ -257,7 +232,7 @@ def test_rows_of_runs_that_are_not_in_the_folder_are_kept(tmp_path):
         assert lab.kept_table(tmp_path / f"{name}.csv").to_numpy().tolist() == rows
 
 
-@pytest.mark.parametrize("folder", ["critic", "tools", "staleness", "staleness-masked", "estimators"])
+@pytest.mark.parametrize("folder", ["critic", "staleness", "staleness-masked", "estimators"])
 def test_committed_tables_follow_from_committed_numbers(folder, tmp_path):
     name = folder.removesuffix("-masked")
     plain = dataclasses.replace(EXPERIMENTS[name], picture=None)
