@@ -6,9 +6,8 @@ It ends with status 0 if it does, and with a traceback otherwise.
 from collections.abc import Callable
 
 import pytest
+import stand_in
 import torch
-
-from benchmark.cost import stand_in
 
 stand_in.install(autocast="cuda")
 there = {"device": stand_in.DEVICE}

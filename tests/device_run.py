@@ -1,7 +1,7 @@
 """python device_run.py <script> <arguments>: runs a script of ppo_rlhf/ on the stand-in for a GPU.
 
 Rows are divided into passes as on the CPU, so that sums have the same order. `counts.json` in the current folder gets
-what was counted in each update: see benchmark/cost/stand_in.py. Asynchronous workers are threads of this process and
+what was counted in each update: see tests/stand_in.py. Asynchronous workers are threads of this process and
 use the device, too. Environment: AUTOCAST says whose rules autocast has, cuda or cpu; with STAND_IN=no, everything is
 on the CPU.
 """
@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from benchmark.cost import stand_in
+import stand_in
+
 from ppo_rlhf.lib import packing, passes
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import safetensors.torch
-import scipy.stats
 import torch
 from processes import launch
 from runs import (
@@ -290,18 +289,6 @@ def test_a_setting_is_compared_with_itself():
     assert table.to_dict() == {"baseline": 1, "short": 1, "many-epochs": 3, "many-epochs-no-policy-clipping": 1.5}
 
 
-def test_p_value_of_runs_that_do_not_differ():
-    assert ablations.p_value([0.0, 0.0]) == 1 and ablations.p_value([0.5, 0.5]) == 0
-    assert math.isnan(ablations.p_value([0.0]))
-
-
-def test_holm_by_hand():
-    """Three of 0.01, 0.04, 0.03: 3 x 0.01; 2 x 0.03; then 0.04, but not below 0.06. nan is no comparison."""
-    found = ablations.holm([0.01, math.nan, 0.04, 0.03])
-    assert found[0] == pytest.approx(0.03) and math.isnan(found[1])
-    assert found[2:] == pytest.approx([0.06, 0.06]) and ablations.holm([0.6, 0.9]) == [1, 1]
-
-
 def write_policy(folder: Path, name: str, seed: int, kl: float, **meta) -> None:
     run = folder / f"tales/policy-{name}/seed{seed}/runs/run"
     run.mkdir(parents=True)
@@ -394,88 +381,27 @@ RESULTS = ablations.ROOT / "benchmark/results/ablations"
 ATLAS = (ablations.ROOT / "docs/atlas.md").read_text()
 
 
-def measured(kind: str) -> dict[str, pd.DataFrame]:
-    """Of each ablation that the CSV of a world has: its effects, seed by seed; of the baseline, itself."""
-    world, path = ablations.WORLDS[kind], RESULTS / f"{ablations.WORLDS[kind].file}.csv"
-    if not path.exists():
-        return {}
-    runs = pd.read_csv(path).set_index(["ablation", "seed"])[list(world.effects)]
-    found = {"baseline": runs.loc["baseline"]}
-    for name in set(runs.index.get_level_values(0)) - {"baseline"}:
-        found[name] = (runs.loc[name] - runs.loc[world.ablations[name].against]).dropna(how="all")
-    return found
+def test_tables_and_atlas_follow_from_the_committed_effects(tmp_path):
+    """Byte for byte; the arithmetic has tests by hand above, and in test_lab.py."""
+    for file in RESULTS.glob("*.csv"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "atlas.md").write_text(ATLAS)
+    where = {"folder": tmp_path / "none", "output": tmp_path, "pictures": tmp_path, "atlas": tmp_path / "atlas.md"}
+    assert ablations.report(ablations.Args(**where)) == 0
+    for file in RESULTS.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+    assert (tmp_path / "atlas.md").read_text() == ATLAS
 
 
-def check_cell(cell: str, values: pd.Series, *, bold: bool = True) -> None:
-    """A cell has mean and 95 % interval of these values, to the digits shown."""
-    test = scipy.stats.ttest_1samp(values, 0) if len(values) > 1 else None
-    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", cell)]
-    assert numbers[0] == pytest.approx(values.mean(), abs=0.0051)
-    if test:
-        interval = test.confidence_interval(0.95)
-        assert numbers[1] == pytest.approx((interval.high - interval.low) / 2, abs=0.0051)
-        assert cell.startswith("**") == (bold and interval.low * interval.high > 0)
-
-
-def cells_of(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip().strip("|").split(" |")]
-
-
-@pytest.mark.parametrize("kind", ablations.WORLDS)
-def test_tables_of_results(kind):
-    world, effects = ablations.WORLDS[kind], measured(kind)
-    shown = set()
-    for path in (RESULTS / f"{world.file}.md", RESULTS / f"{world.file}-settings.md"):
-        if path.exists():
-            header, _, *rows = [line for line in path.read_text().splitlines() if line.startswith("|")]
-            names = cells_of(header)
-            for row in map(cells_of, rows):
-                name = row[names.index("ablation")].strip("`")
-                shown.add(name)
-                assert row[names.index("seeds")].split(",")[0] == str(len(effects[name]))
-                for effect in world.effects:
-                    check_cell(row[names.index(effect)], effects[name][effect], bold=name != "baseline")
-    assert shown == set(effects)
-
-
-def test_atlas_is_what_was_measured():
-    """Every ablation has a row: its effects, or that it has not been run. Holm's correction is over all worlds."""
-    p_values: dict[tuple[str, str], float] = {}
-    for kind, world in ablations.WORLDS.items():
-        for name, effects in measured(kind).items():
-            if name != "baseline" and len(effects) > 1:
-                values = effects[world.reward]
-                p_values[kind, name] = scipy.stats.ttest_1samp(values, 0).pvalue if values.any() else 1.0
-    ranked, corrected = sorted(p_values, key=p_values.__getitem__), {}
-    for rank, key in enumerate(ranked):
-        corrected[key] = max([(len(ranked) - j) * p_values[ranked[j]] for j in range(rank + 1)])
+def test_the_atlas_has_every_change():
+    """Those that have not been run, too; and Holm's correction is over all worlds together."""
     for kind, world in ablations.WORLDS.items():
         part = ATLAS.partition(ablations.BEGIN.format(kind))[2].partition(ablations.END)[0]
-        header, _, *rows = [line for line in part.splitlines() if line.startswith("|")]
-        names, effects, shown = cells_of(header), measured(kind), []
-        for row in map(cells_of, rows):
-            (name,) = re.findall(rf'id="{kind}-([\w.-]+)"', row[names.index("change")])
-            shown.append(name)
-            assert world.ablations[name].what in row[names.index("change")] and row[names.index("why")].endswith(".")
-            detail = world.ablations[name].detail
-            assert row[names.index("detail")] == f"[{detail}](details/chapter{world.chapter}.md#{detail})"
-            if name not in effects:
-                assert row[names.index(world.reward)] == "not yet run" and row[-1] == "0"
-                continue
-            for effect in set(names) & set(world.effects):
-                check_cell(row[names.index(effect)], effects[name][effect])
-            p = min(1, corrected.get((kind, name), math.nan))
-            cell = row[names.index("p, Holm")]
-            assert cell == "" if math.isnan(p) else cell == "< 0.001" if p < 0.001 else abs(float(cell) - p) < 6e-4
-        assert shown == [name for name in world.ablations if name != "baseline"]
-    left = sorted((key for key in corrected if corrected[key] < 0.05), key=corrected.__getitem__)
-    count = sum(len(world.ablations) - 1 for world in ablations.WORLDS.values())
-    run = sum(len(measured(kind)) - 1 for kind in ablations.WORLDS if measured(kind))
-    text = " ".join(ATLAS.split())
-    assert f"{run} of {count} changes have been run, {len(p_values)} of them with two seeds or more" in text
-    assert f"correction for {len(p_values)} comparisons, {len(left)} effects on the reward are left" in text
-    part = ATLAS.partition(ablations.BEGIN.format("count"))[2].partition(ablations.END)[0]
-    assert sorted(re.findall(r"`([\w.-]+)`", part)) == sorted(name for _, name in left)
+        assert re.findall(rf'id="{kind}-([\w.-]+)"', part) == [name for name in world.ablations if name != "baseline"]
+    tables = {kind: ablations.differences(effects_table(), TALES) for kind in ("tales", "posts")}
+    every = ablations.all_differences(tables)
+    p = every["p"].iloc[0]
+    assert list(every["holm"].dropna()) == pytest.approx([2 * p, 2 * p])
 
 
 def test_prose_of_the_atlas_has_numbers_of_its_tables():
@@ -517,7 +443,8 @@ def test_single_seeds_of_the_settings():
 
 def test_rewards_of_the_baselines():
     for kind, name in (("tales", "gold score"), ("posts", "gold score"), ("sums", "correct (%)")):
-        assert f"the baseline's is {measured(kind)['baseline'][name].mean():.2f}" in " ".join(ATLAS.split())
+        runs = pd.read_csv(RESULTS / f"{ablations.WORLDS[kind].file}.csv").set_index("ablation")
+        assert f"the baseline's is {runs.loc['baseline', name].mean():.2f}" in " ".join(ATLAS.split())
 
 
 def test_the_ten_are_those_of_the_register():

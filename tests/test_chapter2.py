@@ -53,6 +53,15 @@ def test_arguments(tmp_path, experiment):
     assert bool(config) == (experiment in ("2.8b", "6.9b")) and (ROOT / config).exists()
 
 
+def test_the_sizes_whose_memory_is_predicted(tmp_path):
+    """benchmark/cost/scaling.md says what a process of the largest model holds with these."""
+    (words,) = commands(tmp_path, "6.9b")
+    args = tldr_all.parse(shlex.split(words[words.index("--command") + 1].partition("tldr_all.py")[2])).policy
+    assert args.frozen_bfloat16 and args.gradient_checkpointing and args.dtype == "bfloat16"
+    assert (args.ppo.local_rollout_batch_size, args.ppo.local_micro_batch_size) == (16, 4)
+    assert (args.task.query_length, args.task.response_length) == (512, 53)
+
+
 def test_unknown_experiment():
     result = subprocess.run(["bash", str(CHAPTER2), "12b"], capture_output=True, text=True)
     assert result.returncode == 2 and "has no experiment 12b" in result.stderr

@@ -1,4 +1,4 @@
-"""Every script on a device that isn't the CPU: benchmark/cost/stand_in.py refuses what CUDA refuses, and counts.
+"""Every script on a device that isn't the CPU: tests/stand_in.py refuses what CUDA refuses, and counts.
 
 Each script makes two updates on it and on the CPU, in float32 or in bfloat16, with the same metrics bit for bit. Only
 rlvr_tools.py is compared in float64, up to rounding.
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import stand_in
 import torch
 from processes import Launched, Result, launch
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, samples_of, world_arguments
 from test_rlvr_runs import LETTERS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmark.cost import launches, stand_in
 from ppo_rlhf.lib import traces
 
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
@@ -58,7 +58,7 @@ def check_numbers(here: Path, there: Path, runs: str = "runs/*", *, rounding: fl
 
 def check_waits(folder: Path, bounds: dict[str, int]) -> None:
     """How often the host waited in the second update of a run on the device, by step; at most so often."""
-    found = launches.by_step(stand_in.load(folder / "counts.json")[1])
+    found = stand_in.by_step(stand_in.load(folder / "counts.json")[1])
     assert {step: found[step]["wait"] for step in bounds if found[step]["wait"] > bounds[step]} == {}
 
 
@@ -219,7 +219,7 @@ def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
     check_waits(
         folders[1], {"generate": 4, "read": 1, "reference": 2, "score": 1, "advantages": 0, "passes": 7, "log": 7}
     )
-    launched = launches.by_step(stand_in.load(folders[1] / "counts.json")[1])["generate"]["launch"]
+    launched = stand_in.by_step(stand_in.load(folders[1] / "counts.json")[1])["generate"]["launch"]
     assert launched <= 710  # 8 tokens and a layer
 
 

@@ -1,10 +1,6 @@
 """Rows that share what they begin with (--ppo.share_prefixes): the same numbers, and less to read."""
 
-import dataclasses
 import itertools
-import json
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +10,6 @@ from test_passes import Read, numbers
 from test_rlvr_update import ARCHITECTURES, CONTEXT, PAD, RESPONSE, same_parameters, updated
 from torch.testing import assert_close
 
-from benchmark.cost import prefixes
 from ppo_rlhf.lib import errors, lm, models, packing, passes
 from ppo_rlhf.rlvr_math import ESTIMATORS
 from ppo_rlhf.rlvr_policy import RewardsArgs
@@ -282,36 +277,3 @@ def test_a_model_that_shares_otherwise_is_noticed_before_the_run(tiny_models, mo
     assert capsys.readouterr().out == said * wrong
     for network in (model, critic, SimpleNamespace(modules=critic.modules)):
         assert (passes.find_shared(network, tokens, tokens != PAD) is None) == wrong
-
-
-# ---- benchmark/cost/prefixes.py --------------------------------------------------------------------------------
-
-
-def test_the_benchmark_compares_two_ways_of_the_same_pass(monkeypatch, capsys, tmp_path):
-    """Two prompts of 30 tokens, four responses of 5 to 15 tokens to each: 320 tokens, of which 140 are read once."""
-    monkeypatch.setattr(prefixes, "peak_memory", lambda *arguments: {"each": 2, "shared": 1}[arguments[-1]] * 10**9)
-    args = prefixes.Args((30,), (10,), group=4, tokens=320, layers=1, pairs=2, output=tmp_path / "prefixes.json")
-    tokens, responses = prefixes.make_rows(args, 30, 10)
-    assert tokens.shape == (8, 45) and unshared_of(tokens, prefixes.PAD) <= 140
-    assert len({tuple(row) for row in tokens[:, :30].tolist()}) == 2
-    assert sorted((responses != prefixes.PAD).sum(1).tolist()) == [5, 6, 8, 9, 11, 12, 14, 15]
-    layer = 2 * 896 * 896 + 2 * 896 * 128 + 896 + 2 * 128 + 3 * 896 * 4864 + 2 * 896
-    attention = 12 * 896 * sum((30 + n) ** 2 / 2 for n in (5, 6, 8, 9, 11, 12, 14, 15))
-    assert prefixes.gflops(args, tokens, False, 3) == pytest.approx(3 * (6 * 320 * layer + attention) / 1e9)
-    prefixes.main(args)
-    prefixes.main(dataclasses.replace(args, memory=True, output=None))
-    (found,) = json.loads((tmp_path / "prefixes.json").read_text())["measured"]
-    assert found["difference of gradients"] < 1e-5 and [len(times) for times in found["seconds"].values()] == [2, 2]
-    assert found["tokens"] == 320 and "| 30 + 10 | 8 | 2.00 | 1.00 |" in capsys.readouterr().out
-
-
-def test_the_page_has_what_was_measured():
-    root = Path(__file__).parent.parent
-    page = (root / "benchmark/cost/README.md").read_text().partition("\n## Shared prefixes\n")[2]
-    shown, commits = re.findall(r"^\| \d+ \+ \d+ \|.*\|$", page, re.MULTILINE), set()
-    measured = []
-    for name in ("short", "long", "memory"):
-        report = json.loads((root / f"benchmark/results/prefixes/{name}.json").read_text())
-        measured += ["| " + " | ".join(prefixes.row_of(found).values()) + " |" for found in report["measured"]]
-        commits.add(report["commit"][:7])
-    assert shown == measured and commits == {re.search(r"at (\w{7}):", page)[1]}

@@ -12,15 +12,13 @@ import statistics
 import sys
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
 import tyro
 from runs import explained_metrics, metrics_of, only
 
-from benchmark import train_worlds
-from benchmark.cost import padding
+from benchmark import lab, train_worlds
 from benchmark.curves import front_page
 from benchmark.experiments import ablations, critic, estimators, staleness
 from ppo_rlhf import (
@@ -216,7 +214,7 @@ def test_tables_of_the_estimators():
             check_cell(cell, means[name] - means["dr_grpo, greatest length"], 2)
 
     rows, kl = table_under("| penalty | three tokens: 0.40"), "objective/true_kl"
-    assert set(rows) == set(estimators.PENALTIES)
+    assert set(rows) == set(parts["beside"].groups)
     for name, (exact, alone, beside, right) in rows.items():
         own = parts["beside"].get_group(name)
         check_cell(beside, own[kl], 2)
@@ -293,7 +291,9 @@ def test_table_of_staleness():
     page += RESULTS[RESULTS.index("[benchmark/results/staleness]") :]
     assert set(runs["commit"]) == {re.search(r"at commit (\w+)", page)[1]}
     rows = [line.strip("| ").split(" |") for line in page.splitlines() if re.match(r"\| \d \|", line)]
-    assert len(rows) == 13 == len([v for v in staleness.VARIANTS if v.way != "masked"])  # which was not yet run
+    assert (
+        len(rows) == 13 == len([v for v in staleness.EXPERIMENT.variants if "masked" not in v])
+    )  # which was not yet run
     fresh = 100 * runs[runs["staleness"] == 0].set_index("seed")
     for age, way, *cells in rows:
         own = runs[(runs["staleness"] == int(age)) & (runs["way"] == (way.strip(" `") or "any"))].set_index("seed")
@@ -871,60 +871,19 @@ def test_our_names_beside_those_of_others_are_flags():
     assert len(ours) > 40 and set(ours) <= flags_of(rlvr_async), set(ours) - flags_of(rlvr_async)
 
 
-def test_table_of_padding():
-    """Each row of the page is one of a report's, whose numbers follow from the seconds of its turns."""
-    results = ROOT / "benchmark/results"
-    reports = [json.loads((results / f"padding-chapter{chapter}.json").read_text()) for chapter in (1, 2)]
-    commits = [report["commit"] for report in reports]
-    assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in commits)
-    text = (ROOT / "benchmark/cost/README.md").read_text()
-    page = " ".join(text.split())
-    assert f"chapter 1 was measured at {commits[0][:7]}, chapter 2 at {commits[1][:7]}" in page
-    measured = {name: reports[case.chapter - 1]["measured"][name] for name, case in padding.CASES.items()}
-
-    def table_after(head: str) -> list[list[str]]:
-        lines = text[text.index(head) :].split("\n\n")[0].splitlines()
-        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-
-    shown = {row[0]: row[1:] for row in table_after("|  | padded, s")}
-    assert list(shown) == ["tales", "gpt2", "posts", "pythia"] == list(measured)
-    for name, cells in shown.items():
-        seconds = {way: np.array(turns) for way, turns in measured[name]["seconds"].items()}
-        assert {len(turns) for turns in seconds.values()} == {5}
-        assert float(cells[0]) == pytest.approx(np.median(seconds["padded"]), rel=0.01)
-        for cell, way in zip(cells[1:4], ("passes", "unpadded", "even"), strict=True):
-            ratios = seconds["padded"] / seconds[way] if way in seconds else np.array([])
-            expected = [np.median(ratios), ratios.min(), ratios.max()] if len(ratios) else []
-            assert [float(number) for number in re.findall(r"[\d.]+", cell)] == pytest.approx(expected, abs=0.0051)
-        assert float(cells[4]) == pytest.approx(measured[name]["tokens"], abs=0.0051)
-    gained = {}
-    for name, way in [(name, way) for name in shown for way in ("passes", "unpadded")]:
-        if way in measured[name]["seconds"]:
-            seconds = {each: np.array(measured[name]["seconds"][each]) for each in ("padded", way, "even")}
-            gain, most = (np.median(seconds["padded"] / seconds[each]) - 1 for each in (way, "even"))
-            gained[name, way] = f"{100 * gain / most:.0f} %"
-    sentence = (
-        "GPT-2's shape gains {gpt2, unpadded} and Pythia's {pythia, unpadded} without padding, {gpt2, passes} and "
-        "{pythia, passes} in passes, and the small models {tales, passes} and {posts, passes}."
-    )
-    assert re.sub(r"{(\w+), (\w+)}", lambda found: gained[found.groups()], sentence) in page
-    kernels = {row[0]: row[1:] for row in table_after("|  | tales | gpt2 | posts | pythia |")}
-    assert kernels == {kind: [f"{measured[name]['kernels'][kind]:.0%}" for name in shown] for kind in padding.KINDS}
-
-
-NO_COMMANDS = {"experiments/ablation_list", "cost/speed_runs", "cost/stand_in", "interoperability/interop_trl"}
+NO_COMMANDS = {"experiments/ablation_list", "cost/speed_runs"}
 
 
 def test_flags_of_the_benchmark_exist():
     """And every script has a command on some page, but for those that another script starts."""
     pages = DOCS + "\n".join(page.read_text() for page in BENCHMARK)
-    commands = re.findall(r"benchmark/(\w+/\w+)\.py((?:[^`\n]|\\\n)*)", pages)
+    commands = re.findall(r"(?<!:)benchmark/(\w+/\w+)\.py((?:[^`\n]|\\\n)*)", pages)  # git show x:y is none
     scripts = {f"{path.parent.name}/{path.stem}" for path in ROOT.glob("benchmark/*/*.py")}
     commands = [(script, words) for script, words in commands if script not in NO_COMMANDS]
     assert {script for script, _ in commands} == scripts - NO_COMMANDS
     for script, words in commands:
         module = importlib.import_module(f"benchmark.{script.replace('/', '.')}")
-        fields = {field.name for field in dataclasses.fields(module.Args)}
+        fields = {field.name for field in dataclasses.fields(getattr(module, "Args", lab.Args))}
         own = re.sub(r'"[^"]*"|ppo_rlhf/.*', "", words)  # what another script gets
         for flag in re.findall(r"--(\w+)", own):
             assert flag in fields, (script, flag)

@@ -3,10 +3,7 @@
 import dataclasses
 import json
 import math
-import re
 import shutil
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmark.cost import trace_cost
 from ppo_rlhf import report, rlvr_checks, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib import cli, models, traces
 from ppo_rlhf.lib.errors import InputError
@@ -324,27 +320,3 @@ def test_only_the_worlds_leave_traces_unasked(script):
     with pytest.raises(InputError, match="trace_interval is -1"):
         checks = {train_policy: cli.check_ppo_arguments, rlvr_policy: rlvr_checks.check_arguments}
         checks.get(script, getattr(script, "check_arguments", None))(args)
-
-
-def test_the_cost_of_traces_is_that_of_a_run(continuations, tmp_path, monkeypatch, capsys):
-    """Updates are timed without their traces: a trace that takes longer does not make them longer."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "letters.py").write_text(LETTERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "letters", raising=False)
-    slow = traces.Recorder.record
-
-    def wait(*arguments):
-        time.sleep(0.5)
-        slow(*arguments)
-
-    monkeypatch.setattr(traces.Recorder, "record", wait)
-    trace_cost.main(trace_cost.Args(str(continuations.run), updates=2))
-    line, per_run = capsys.readouterr().out.splitlines()[-2:]
-    update, trace = map(float, re.findall(r"([0-9.]+) s", line))
-    assert trace > 0.5 and 0 < update < 0.5
-    assert float(line.split(": ")[1].rstrip("%")) == pytest.approx(100 * trace / update, rel=0.02)
-    assert float(per_run.split(": ")[1].rstrip("%")) == pytest.approx(50 * trace / update, rel=0.02)
-    assert per_run.startswith("one in 2 is traced")
-    with pytest.raises(InputError, match="--updates 3 or fewer"):
-        trace_cost.main(trace_cost.Args(str(continuations.run), updates=4))

@@ -42,9 +42,9 @@ import torch.nn.functional as F
 import tyro
 from transformers import AutoModelForCausalLM
 
-from benchmark.cost import scaling, speed, speed_runs
+from benchmark.cost import speed, speed_runs
 from benchmark.curves.compare import markdown
-from ppo_rlhf.lib import packing, passes, processes
+from ppo_rlhf.lib import lm, packing, passes, processes
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.run import commit, cpu_name
@@ -324,11 +324,11 @@ def ppo(args: Args) -> Iterator[Outcome]:
         outcome.left_out.append("--compile: a CPU needs half a minute for that")
     report = measure_speed(args, outcome, "PPO", sizes)
     if report:
-        model = report["arguments"]["base_model"]
-        work = scaling.Work(
-            model, *(report["arguments"][x] for x in ("query_length", "response_length", "batch_size"))
-        )
-        formula = scaling.process_memory(work) / 1e9
+        config = speed.SHAPES[report["arguments"]["base_model"]]()
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        # The policy with its gradients and two moments, the reference and the reward model, all in float32.
+        formula = 24 * parameters / 1e9
         outcome.tables["PPO: memory of a process, without activations by the formula"] = [
             {"": who, "peak, GB": f"{runs[0]['peak_memory'] / 1e9:.3g}", "formula, GB": f"{formula:.3g}"}
             for who, runs in report["runs"].items()
@@ -432,21 +432,30 @@ def passes_step(args: Args) -> Iterator[Outcome]:
 
 
 def padding(args: Args) -> Iterator[Outcome]:
-    if args.rehearse:
-        yield Outcome(
-            left_out=["padding.py: its smallest case takes a minute on a CPU, and it has a test of its own"]
-        )
-        return
-    file, outcome = args.folder / "report-of-padding.json", Outcome()
-    file.unlink(missing_ok=True)
-    words = ["--cases", "tales", "gpt2", "posts", "pythia", "--turns", "3", "--device", "cuda", "--output", str(file)]
-    if start([HERE / "padding.py", *words], args.folder / "log-padding").wait():
-        outcome.problems.append(f"padding.py: {last_words(args.folder / 'log-padding')}")
-    if file.exists():
-        report = json.loads(file.read_text())
-        outcome.tables["updates, as many times as fast as padded"] = report["table"]
-        outcome.details["padding"] = report
-    yield outcome
+    """Rows of 100 to 500 tokens forward and backward: all at the longest; in passes of similar length; packed."""
+    device, few, pad_id = processes.default_device(), args.rehearse, 0
+    model = AutoModelForCausalLM.from_config(speed.SHAPES["tales" if few else "pythia-160m"]()).eval().to(device)
+    lengths = speed.spread_lengths(*((4, 16, 10, 6) if few else (100, 500, 300, 64)))
+    columns = torch.arange(int(lengths.max()))
+    tokens = torch.randint(1, model.config.vocab_size, (len(lengths), len(columns)))
+    tokens = tokens.masked_fill(columns < len(columns) - lengths.unsqueeze(1), pad_id)
+
+    def read(plan: list[passes.Pass]) -> None:
+        for one in plan:
+            rows = passes.pack(tokens[one.rows], pad_id, one.longest).to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                lm.read_tokens(model, rows, pad_id, slice(None)).sum().backward()
+
+    count, whole = (1 if few else 10), [passes.Pass(torch.arange(len(lengths)), len(columns))]
+    seconds = {"padded": seconds_of(lambda: read(whole), device, count)}
+    plan = passes.plan_passes(lengths, model)
+    seconds["in passes"] = seconds_of(lambda: read(plan), device, count)
+    packing.enable(model)
+    if passes.is_packed(model):
+        seconds["packed"] = seconds_of(lambda: read(whole), device, count)
+    seconds["without padding, if only tokens took time"] = seconds["padded"] * int(lengths.sum()) / tokens.numel()
+    rows = [{"": way, "ms": f"{1e3 * x:.3g}", "speed": f"{seconds['padded'] / x:.2f}"} for way, x in seconds.items()]
+    yield Outcome({"rows of different lengths, forward and backward": rows}, details=seconds)
 
 
 # ---- vLLM ------------------------------------------------------------------------------------------------------

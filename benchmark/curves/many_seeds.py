@@ -29,7 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -418,18 +418,6 @@ def submit(args: Args) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------
-
-
-def command_line(commands: dict[str, Callable[[Any], int]], args: type, description: str, argv: list[str]) -> int:
-    """Run the command that the first argument names, with the other arguments as `args`; otherwise print the help."""
-    command, words = (argv[0], argv[1:]) if argv else ("", [])
-    if command in commands:
-        read = tyro.cli(args, args=words, description=description)
-        if read.seeds < (least := min(1, args().seeds)):
-            raise InputError(f"--seeds is {read.seeds}; it must be at least {least}")
-        return commands[command](read)
-    print(description)
-    return 0 if command in ("-h", "--help") else 2
 
 
 def main(args: Args) -> int:

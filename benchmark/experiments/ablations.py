@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-import scipy.stats
 from matplotlib.figure import Figure
 
+from benchmark import lab
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import markdown, read_numbers
 from benchmark.experiments import ablation_list
@@ -375,41 +375,6 @@ def failures(args: Args, kind: str, name: str) -> int:
     return sum(bool(many_seeds.read_record(folder).get("status")) for folder in folders)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval, by Student's distribution; nan with fewer than two values."""
-    count = len(values)
-    mean = sum(values) / count
-    if count < 2:
-        return mean, math.nan
-    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    return mean, float(scipy.stats.t.ppf(0.975, count - 1)) * error
-
-
-def p_value(values: Sequence[float]) -> float:
-    """How likely a mean so far from 0 is by chance, by Student's distribution; nan with fewer than two values.
-
-    If all values are equal, 1 for those that are 0, and 0 for others.
-    """
-    mean, half = interval(values)
-    count = len(values)
-    if count < 2:
-        return math.nan
-    if half == 0:
-        return float(mean == 0)
-    return float(2 * scipy.stats.t.sf(abs(mean) / (half / scipy.stats.t.ppf(0.975, count - 1)), count - 1))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's corrected values of all of them together: with m of them, the smallest is multiplied by m, the next by
-    m - 1, and so on; none is smaller than one before it, and none above 1. nan stays, and does not count.
-    """
-    order = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
-    corrected, least = [math.nan] * len(p_values), 0.0
-    for rank, (p, i) in enumerate(order):
-        corrected[i] = least = max(least, min(1.0, p * (len(order) - rank)))
-    return corrected
-
-
 def differences(effects: pd.DataFrame, world: World) -> pd.DataFrame:
     """Mean and interval of each ablation's difference from what it is compared with, seed by seed; `p` of the reward.
 
@@ -428,8 +393,8 @@ def differences(effects: pd.DataFrame, world: World) -> pd.DataFrame:
             continue
         row: dict[str, Any] = {"ablation": name, "detail": world.ablations[name].detail, "seeds": len(values)}
         for effect in measured:
-            row[effect], row[f"{effect} +-"] = interval(list(values[effect]))
-        row["p"] = math.nan if name == "baseline" else p_value(list(values[world.reward]))
+            row[effect], row[f"{effect} +-"] = lab.interval(list(values[effect]))
+        row["p"] = math.nan if name == "baseline" else lab.p_value(list(values[world.reward]))
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -536,7 +501,7 @@ def all_differences(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
             scaled = {"effect": 100 * mean / base, "half": 100 * half / base}
             rows.append({"world": kind, "name": row["ablation"], "seeds": row["seeds"], "p": row["p"], **scaled})
     found = pd.DataFrame(rows)
-    return found.assign(holm=holm(list(found["p"]))) if len(found) else found
+    return found.assign(holm=lab.holm(list(found["p"]))) if len(found) else found
 
 
 def atlas_rows(kind: str, table: pd.DataFrame | None, every: pd.DataFrame) -> list[dict[str, str]]:
@@ -644,7 +609,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["with"] and len(argv) >= 3:
         run_script(with_ablation(argv[1], argv[2], argv[3:]))
         return 0
-    return many_seeds.command_line({"run": run, "report": report, "list": list_all}, Args, __doc__, argv)
+    return lab.command_line({"run": run, "report": report, "list": list_all}, Args, __doc__, argv)
 
 
 if __name__ == "__main__":

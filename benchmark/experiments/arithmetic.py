@@ -2,86 +2,35 @@
 
     python benchmark/experiments/arithmetic.py run                     # all of them; repeat it to resume
     python benchmark/experiments/arithmetic.py run --only dr_grpo      # some of them, by name
-    python benchmark/experiments/arithmetic.py table                   # the table of what has finished
+    python benchmark/experiments/arithmetic.py report                  # the table of what has finished
 
 `dr_grpo` is the preset. `gae` has a critic in place of the groups' means, which learns alone at first, and
 `reinforce++` has neither. All else is the same, and so are the problems and the noise of a seed.
 
 Next to what is learned, the table has what is forgotten: the log-prob of the language model's own answers to general
-questions (forgetting.py). Means have 95 % intervals over seeds, Student's.
+questions (forgetting.py), and answers.jsonl has answers before and after.
 """
 
 import json
-import shlex
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from benchmark.curves import many_seeds
-from benchmark.curves.compare import markdown, read_numbers
+from benchmark import lab
 from benchmark.experiments import forgetting
-from benchmark.experiments.estimators import cell
+from benchmark.lab import Args, cell
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import read_json, write_json
-from ppo_rlhf.lib.run import read_meta
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "ppo_rlhf/rlvr_policy.py"
 VARIANTS = {
     "dr_grpo": "",
     "gae": "--ppo.advantage gae --ppo.critic_warmup 3",
     "reinforce++": "--ppo.advantage reinforce++",
 }
-
-
-@dataclass(frozen=True)
-class Args:
-    only: tuple[str, ...] = tuple(VARIANTS)
-    """which runs"""
-    seeds: int = 5
-    """how many seeds of each"""
-    first_seed: int = 1
-    """the first of them"""
-    workers: int = 1
-    """how many runs at once"""
-    folder: Path = ROOT / "benchmark" / "runs" / "arithmetic"
-    """where runs are kept"""
-    output: Path = ROOT / "benchmark" / "results" / "arithmetic"
-    """folder that gets runs.csv, answers.jsonl and arithmetic.md"""
-    policy: str = "--preset arithmetic --log_interval 0"
-    """what all runs have in common: arguments of rlvr_policy.py"""
-    any_commit: bool = False
-    """go on with runs that another commit of this project began"""
-
-
-def jobs_of(args: Args, name: str, seeds: Iterable[int]) -> list[many_seeds.Job]:
-    """The jobs of one variant, one for each seed."""
-    command = f"python {shlex.quote(str(SCRIPT))} {args.policy} {VARIANTS[name]}"
-    common = {"name": name, "command": command, "num_seeds": 1, "folder": args.folder}
-    experiments = (many_seeds.Args(**common, start_seed=seed, any_commit=args.any_commit) for seed in seeds)
-    return [job for experiment in experiments for job in many_seeds.find_jobs(experiment)]
-
-
-def seeds_of(args: Args) -> range:
-    return range(args.first_seed, args.first_seed + args.seeds)
-
-
-def run(args: Args) -> int:
-    """Train all policies and write the table. Returns the exit status."""
-    if unknown := set(args.only) - set(VARIANTS):
-        raise InputError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(VARIANTS)}")
-    jobs = [job for name in args.only for job in jobs_of(args, name, seeds_of(args))]
-    jobs.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
-    launcher = many_seeds.Args(name="arithmetic", workers=args.workers)
-    many_seeds.run_here(launcher, jobs)
-    if any(job.state == "finished" for job in jobs):
-        table(args)
-    return many_seeds.report(launcher, jobs)
+LAST = 3  # updates at the end that are averaged
+SHARES = {"greedy": "eval/gsm8k_flexible", "samples": "eval/mean@4", "pass@4": "eval/pass@4", "ends": "eval/stopped"}
+CURVES = {"entropy": "policy/entropy_avg", "equal groups": "val/groups_zero_std", "KL": "objective/kl"}
 
 
 def what_is_forgotten(run: Path, base_model: str) -> dict[str, Any]:
@@ -92,15 +41,9 @@ def what_is_forgotten(run: Path, base_model: str) -> dict[str, Any]:
     return read_json(kept)
 
 
-LAST = 3  # updates at the end that are averaged
-SHARES = {"greedy": "eval/gsm8k_flexible", "samples": "eval/mean@4", "pass@4": "eval/pass@4", "ends": "eval/stopped"}
-CURVES = {"entropy": "policy/entropy_avg", "equal groups": "val/groups_zero_std", "KL": "objective/kl"}
-
-
-def row_of(run: Path, meta: dict[str, Any]) -> dict[str, Any]:
+def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, Any]:
     """The numbers of a finished run, before and after."""
-    table, after = read_numbers(run / "metrics.csv"), meta["results"]
-    found: dict[str, Any] = {}
+    after, found = meta["results"], {}
     for name, column in SHARES.items():
         found |= {f"{name} before": table[column].iloc[0], f"{name} after": after[column]}
     for name, column in CURVES.items():
@@ -110,30 +53,15 @@ def row_of(run: Path, meta: dict[str, Any]) -> dict[str, Any]:
     lost = what_is_forgotten(run, meta["args"]["base_model"])
     found |= {"a number after": sum(numbers) / len(numbers)}
     found |= {f"own answers {when}": lost[when] for when in ("before", "after")}
-    return found | {"minutes": meta["wall_time"] / 60, "commit": meta["commit"][:7]}
+    return found | {"minutes": meta["wall_time"] / 60}
 
 
-def table(args: Args) -> int:
-    """Write runs.csv, answers.jsonl and the table of what is finished."""
-    rows, answers = [], []
-    for name in args.only:
-        for seed in seeds_of(args):
-            for file in (args.folder / name / f"seed{seed}" / "runs").glob("*/meta.json"):
-                meta, whose = read_meta(file.parent), {"variant": name, "seed": seed}
-                if meta["finished"]:
-                    rows.append(whose | row_of(file.parent, meta))
-                    answers += [whose | row for row in what_is_forgotten(file.parent, "")["answers"]]
-    if not rows:
-        raise InputError(f"{args.folder} holds no finished run")
-    args.output.mkdir(parents=True, exist_ok=True)
-    runs = pd.DataFrame(rows)
-    runs.to_csv(args.output / "runs.csv", index=False, float_format="%.6g")
-    (args.output / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-    text = markdown(means_of(runs))
-    commits = ", ".join(sorted(set(runs["commit"])))
-    (args.output / "arithmetic.md").write_text(f"{text}\n± is a 95 % interval over seeds. commit: {commits}\n")
-    print(text)
-    return 0
+def write_answers(args: Args) -> None:
+    """answers.jsonl: what the policies of finished runs answer to general questions."""
+    runs = lab.finished_runs(EXPERIMENT, args)
+    rows = [whose | row for whose, run, _ in runs for row in what_is_forgotten(run, "")["answers"]]
+    file = EXPERIMENT.of(args, output=True) / "answers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
@@ -150,10 +78,17 @@ def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
     return rows
 
 
-COMMANDS = {"run": run, "table": table}
+EXPERIMENT = lab.Experiment(
+    name="arithmetic",
+    script="ppo_rlhf/rlvr_policy.py",
+    common="--preset arithmetic --log_interval 0",
+    fixed="",
+    variants=VARIANTS,
+    curves=tuple(CURVES.values()),
+    measure=measure,
+    table=means_of,
+    also=write_answers,
+)
 
 if __name__ == "__main__":
-    try:
-        sys.exit(many_seeds.command_line(COMMANDS, Args, __doc__, sys.argv[1:]))
-    except InputError as error:
-        exit_with(str(error))
+    lab.main(EXPERIMENT, __doc__)

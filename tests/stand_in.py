@@ -37,7 +37,7 @@ from ppo_rlhf.lib import processes, run
 
 NAME = "standin"
 DEVICE = torch.device("privateuseone", 0)  # has the name above once it is registered
-PACKAGE = str(Path(__file__).resolve().parents[2] / "ppo_rlhf") + "/"
+PACKAGE = str(Path(__file__).resolve().parents[1] / "ppo_rlhf") + "/"
 aten = torch.ops.aten
 
 # What the host reads from the device before it goes on.
@@ -250,6 +250,31 @@ def save(file: Path, updates: list[Counter]) -> None:
 def load(file: Path) -> list[Counter[tuple[Kind, Place]]]:
     """The inverse of `save`."""
     return [Counter({(kind, tuple(place)): n for kind, place, n in one}) for one in json.loads(file.read_text())]
+
+
+# A function on the way to a line says to which step the line belongs; the first that is found counts. Training reads
+# log-probs with the reference's function, so it comes first.
+STEPS = {
+    "passes": ("ppo_update", "update"),
+    "trace": ("record", "record_trace"),
+    "evaluate": ("evaluate",),
+    "reference": ("reference_logprobs", "logprobs", "response_logprobs"),
+    "generate": ("respond", "generate"),
+    "read": ("read_responses",),
+    "score": ("score", "score_responses"),
+    "advantages": ("compute_advantages", "token_rewards", "compute_rewards"),
+    "log": ("update_metrics", "run_metrics", "end_of_update"),
+}
+
+
+def by_step(update: Counter[tuple[Kind, Place]]) -> dict[str, Counter[Kind]]:
+    """The counts of an update by the step of the algorithm."""
+    found: dict[str, Counter[Kind]] = {}
+    for (kind, place), number in update.items():
+        functions = {line.rsplit(":", 1)[1] for line in place}
+        step = next((step for step, names in STEPS.items() if functions & set(names)), "other")
+        found.setdefault(step, Counter())[kind] += number
+    return found
 
 
 # ---- Autocast --------------------------------------------------------------------------------------------------
