@@ -2,7 +2,7 @@
 
     python tests/test_check_score.py      # a line for each mistake, with what is said of it, and the score
 
-A mistake of check_mistakes.txt is a form of forms.py with parts of it replaced, as `- part` and `+ what replaces it`.
+check_mistakes.toml has them in the form of the book, without sentences.
 """
 
 import collections
@@ -24,19 +24,12 @@ from test_check import report_of, run
 from ppo_rlhf.check import cases, diagnosis, faults, forms
 
 HERE = Path(__file__).parent
-MISTAKES = re.split(r"\n(?=\w)", (HERE / "check_mistakes.txt").read_text().strip())
+MISTAKES = {mistake.title: mistake for mistake in faults.read_all(HERE / "check_mistakes.toml")}
 ODD = re.split(r"^# ---- ", (HERE / "check_odd_forms.txt").read_text(), flags=re.MULTILINE)[1:]
 
 
 def title(block: str) -> str:
     return block.partition("\n")[0]
-
-
-def wrong_function(block: str) -> tuple[str, Callable]:
-    """The name of a function, and the function with a mistake."""
-    name = block.partition(":")[0]
-    edits = re.findall(r"^- (.*)\n\+ (.*)$", block, re.MULTILINE)
-    return name, faults.compiled(name, tuple(tuple(x.replace("\\n", "\n") for x in edit) for edit in edits))
 
 
 def fails(function: Callable, case: cases.Case) -> bool:
@@ -48,10 +41,10 @@ def fails(function: Callable, case: cases.Case) -> bool:
     return not max(errors) <= case.tolerance
 
 
-@pytest.mark.parametrize("block", MISTAKES, ids=title)
-def test_a_mistake_is_found(block):
-    name, function = wrong_function(block)
-    assert any(fails(function, case) for case in cases.all_cases()[name])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(mistake):
+    wrong = MISTAKES[mistake]
+    assert any(fails(wrong, case) for case in cases.all_cases()[wrong.function])
 
 
 NAMED = {  # what the diagnosis must hold, of mistakes of each kind
@@ -68,8 +61,7 @@ NAMED = {  # what the diagnosis must hold, of mistakes of each kind
 
 @pytest.mark.parametrize("named", NAMED)
 def test_a_mistake_is_named(named):
-    (block,) = [block for block in MISTAKES if title(block) == named]
-    report = report_of(*wrong_function(block))
+    report = report_of(MISTAKES[named].function, MISTAKES[named])
     assert any(NAMED[named] in words for words in said(report)), (list(said(report)), report.hints)
 
 
@@ -181,13 +173,13 @@ def test_a_clamp_is_seen_whatever_its_bound():
 def main() -> None:
     warnings.simplefilter("ignore")
     found = named = 0
-    for block in MISTAKES:
-        report = report_of(*wrong_function(block))
+    for title, mistake in MISTAKES.items():
+        report = report_of(mistake.function, mistake)
         words = list(said(report)) or report.hints
         found += not report.ok or not report.gradients
         named += bool(words)
         result = "missed" if report.ok and report.gradients else "values only" if report.ok else ""
-        print(f"{title(block)}: {result}{'; or '.join(words) or 'found'}", flush=True)
+        print(f"{title}: {result}{'; or '.join(words) or 'found'}", flush=True)
     print(f"{len(MISTAKES)} mistakes, {found} found, {named} named")
 
 

@@ -34,7 +34,7 @@ class Change:
 
 def of(function: str, text: str = "") -> Iterator[Change]:
     """All changes of a form, or of the text of a faulty one."""
-    tree = ast.parse(text or faults.text_of(function))
+    tree = ast.parse(text or faults.text_of(faults.form(function)))
     body = tree.body[0].body
     for place in ast.walk(tree):
         for child in ast.iter_child_nodes(place):

@@ -3,7 +3,7 @@
 Names, arguments and defaults are those of the adapter's functions; docs/check.md has them as a table. Tensors are
 (batch, response_length) unless a docstring says otherwise. A mask is True where an entry counts; None counts all.
 
-Each function is complete: faults.py makes a faulty one by replacing a part of its text, and an exercise shows that
+Each function is complete: an entry of faults.toml replaces a part of its text, and an exercise shows that
 text. So nothing here is imported by the training scripts, and nothing is imported from them.
 """
 
