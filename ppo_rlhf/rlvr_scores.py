@@ -56,7 +56,9 @@ def score_responses(
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
     tokens = {"queries": queries, "responses": responses}
-    said = [function(prompts, texts, answers, **tokens).to(responses.device) for function in functions]
+    said = [
+        processes.widened(function(prompts, texts, answers, **tokens), responses.device) for function in functions
+    ]
     parts = torch.stack(said, 1)
     return parts, parts @ parts.new_tensor(weights)
 

@@ -136,7 +136,7 @@ def converse(
     """
     width, pauses = uniforms.shape[1], {*stop_ids, conversation.call_end}
     responses = contexts.new_full(uniforms.shape, pad_id)
-    logprobs = uniforms.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
+    logprobs = contexts.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
     lengths = torch.zeros(len(contexts), dtype=torch.long, device=contexts.device)  # tokens of each response so far
     rows = torch.arange(len(contexts), device=contexts.device)  # those that continue
     for turn in range(conversation.max_calls + 1):
@@ -147,7 +147,9 @@ def converse(
         #        turns before it nor on the rows that are sampled together.
         places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens
         room = width - int(lengths[rows].min())
-        noise = uniforms[rows].gather(1, places.clamp(max=width - 1))[:, :room]
+        noise = uniforms[rows.to(uniforms.device)].gather(1, places.clamp(max=width - 1).to(uniforms.device))[
+            :, :room
+        ]
         settings = {"pad_id": pad_id, "vocab_size": vocab_size, "stop_ids": pauses, "temperature": temperature}
         new, new_logprobs = lm.generate_until(lm_backbone, so_far, noise, **settings)
         fits = (places[:, :room] < width) & (new != pad_id)  # (rows, room)

@@ -1,9 +1,9 @@
 """python device_run.py <script> <arguments>: runs a script of ppo_rlhf/ on the stand-in for a GPU.
 
 Rows are divided into passes as on the CPU, so that sums have the same order. `counts.json` in the current folder gets
-what was counted in each update: see tests/stand_in.py. Asynchronous workers are threads of this process and
-use the device, too. Environment: AUTOCAST says whose rules autocast has, cuda or cpu; with STAND_IN=no, everything is
-on the CPU.
+what was counted in each update: see tests/stand_in.py. Asynchronous workers are threads of this process and use the
+device, too. Environment: AUTOCAST says whose rules autocast has, cuda or cpu; with FLOAT64=no, the device has no
+float64; with STAND_IN=no, everything is on the CPU.
 """
 
 import os
@@ -52,7 +52,7 @@ RAY.exceptions = SimpleNamespace(**dict.fromkeys(ERRORS.split(), Never))
 
 if __name__ == "__main__":
     if os.environ.get("STAND_IN") != "no":
-        stand_in.install(autocast=os.environ.get("AUTOCAST", "cuda"))
+        stand_in.install(autocast=os.environ.get("AUTOCAST", "cuda"), float64=os.environ.get("FLOAT64") != "no")
     for costs in (passes.COST_OF_WEIGHTS, passes.COST_OF_LAUNCHES, packing.COST_OF_GROUP):
         costs["cuda"] = costs["cpu"]
     sys.modules["ray"] = RAY

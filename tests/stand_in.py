@@ -4,7 +4,8 @@
 tensors, so the numbers are the CPU's. On the way, each operation is checked and counted:
 
     refused    an operation that mixes tensors of this device and of the CPU, as CUDA refuses it. CUDA accepts numbers
-               (0-d tensors) of the CPU in elementwise operations, and indices of the CPU
+               (0-d tensors) of the CPU in elementwise operations, and indices of the CPU. If asked for, float64, too,
+               which Apple's GPUs don't have
     launches   operations that compute; views and new uninitialised memory are free. Some operations are several
                kernels on a GPU, but here each counts as one; optimisers and norms count once for 36 tensors
     copies     of tensors from the CPU to the device, and back
@@ -33,7 +34,7 @@ from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ppo_rlhf.lib import processes, run
+from ppo_rlhf.lib import launch, processes, run
 
 NAME = "standin"
 DEVICE = torch.device("privateuseone", 0)  # has the name above once it is registered
@@ -116,6 +117,10 @@ def on_device(numbers: Any) -> bool:
     return isinstance(numbers, StandInTensor)
 
 
+def is_tensor(numbers: Any) -> bool:
+    return isinstance(numbers, Tensor)
+
+
 library_attention = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -161,6 +166,8 @@ def compute(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
     count(function, name, args, to_cpu=to_cpu)
     if to_cpu:
         return args[0] if name == "copy_" else result
+    if NAME in launch.WITHOUT_FLOAT64 and any(x.dtype == torch.float64 for x in tree_leaves(result) if is_tensor(x)):
+        raise RuntimeError(f"{name} makes float64, which the device does not have")
     return tree_map_only(Tensor, lambda x: wrapped[id(x)] if id(x) in wrapped else StandInTensor(x), result)
 
 
@@ -369,11 +376,13 @@ def checked() -> Iterator[None]:
         yield
 
 
-def install(*, autocast: Literal["cpu", "cuda"] = "cuda") -> None:
+def install(*, autocast: Literal["cpu", "cuda"] = "cuda", float64: bool = True) -> None:
     """Register the device, once in a process, and make the scripts use it in place of a GPU.
 
-    autocast: whose rules it has. Those of the CPU give the CPU's numbers.
+    autocast: whose rules it has. Those of the CPU give the CPU's numbers. float64: whether it has that.
     """
+    if not float64:
+        launch.WITHOUT_FLOAT64.add(NAME)
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     kept.append([register_autocast(autocast), register_whole()])
     forget, prepare = torch.clear_autocast_cache, Accelerator.__init__

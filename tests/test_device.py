@@ -243,12 +243,63 @@ def test_responses_that_call_tools(tiny_sums, tmp_path):
     check_numbers(*run_both(tmp_path, "rlvr_tools.py", words), rounding=1e-9)
 
 
+# ---- Without float64, as on Apple's GPUs -----------------------------------------------------------------------
+
+SINGLE = 1e-4  # relative rounding of sums that are made in float32
+
+
+def test_scripts_of_chapter_1_without_float64(chapter_1, tiny_world, tmp_path):
+    """The same numbers up to rounding, and the same texts: they are drawn in float64 on the CPU."""
+    words = [*world_arguments(tiny_world), *reward_arguments(tiny_world, "--reward."), *policy_arguments("--policy.")]
+    folders = run_both(tmp_path, "train_both.py", [*words, *BOTH.split()], FLOAT64="no")
+    for stage in ("reward", "policy"):
+        check_numbers(*folders, f"runs/train_{stage}__*", rounding=SINGLE)
+    here, there = (samples_of(only(folder, "runs/train_policy__*")) for folder in folders)
+    assert [row["response"] for row in there] == [row["response"] for row in here]
+
+
+def test_scripts_of_chapter_2_without_float64(tiny_posts, tmp_path):
+    words = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model", *STAGES.split()]
+    folders = run_both(tmp_path, "tldr_all.py", [*words, *TLDR.format("policy.").split()], FLOAT64="no")
+    for stage in ("sft", "reward", "policy"):
+        check_numbers(*folders, f"runs/tldr_{stage}__*", rounding=SINGLE)
+
+
+@pytest.mark.parametrize("words", [CRITIC, GROUPS])
+def test_chapter_3_without_float64(words, tiny_sums, tmp_path):
+    folders = run_both(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *words.split()), FLOAT64="no")
+    check_numbers(*folders, rounding=SINGLE)
+
+
+def test_other_samplers_without_float64(tiny_sums, tmp_path):
+    words = rlvr_words(tiny_sums, *ASYNCHRONOUS.split())
+    folders = run_both(tmp_path / "async", "rlvr_async.py", words, on_cpu=[ON_DEVICE], FLOAT64="no")
+    check_numbers(*folders, rounding=SINGLE)
+    folders = run_both(tmp_path / "tools", "rlvr_tools.py", rlvr_words(tiny_sums, common=TOOLS), FLOAT64="no")
+    check_numbers(*folders, rounding=SINGLE)
+
+
+def test_float64_is_found(chapter_1, tiny_world, tmp_path):
+    """A copy of a script that takes its noise to the device."""
+    text = (SCRIPTS / "train_policy.py").read_text()
+    assert text.count("cli.device_of_noise(accelerator.device)") == 1
+    (tmp_path / "train_policy.py").write_text(
+        text.replace("cli.device_of_noise(accelerator.device)", "accelerator.device")
+    )
+    words = policy_words(tiny_world, chapter_1)
+    result = launch(ON_DEVICE, str(tmp_path / "train_policy.py"), *words, folder=tmp_path, FLOAT64="no")
+    assert result.status and "makes float64" in result.stderr, result.stderr
+
+
 # ---- The checks can fail ---------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "train_policy.py": ("task.response_length)[rows].to(device)", "task.response_length)[rows]"),
-    "tldr_policy.py": ("actor_critic, queries, uniforms.to(device)", "actor_critic, queries, uniforms"),
-    "rlvr_policy.py": ("args.task.response_length)[rows].to(device)", "args.task.response_length)[rows]"),
+    "train_policy.py": (
+        ".next_batch(sizes.batch, ids.pad)[rows].to(device)",
+        ".next_batch(sizes.batch, ids.pad)[rows]",
+    ),
+    "tldr_policy.py": ("batch.queries, pad_id=ids.pad).to(device)", "batch.queries, pad_id=ids.pad)"),
+    "rlvr_policy.py": ("Request(queries.to(device), uniforms,", "Request(queries, uniforms,"),
 }
 
 

@@ -633,7 +633,12 @@ MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
         "/ (count - 1)\n    whitened",
         [GAE, DIFFERENT["whiten_shift"]],
     ),
-    "whitening of all entries": ("whiten", "launch.widened(mask.sum())", "torch.tensor(mask.numel()).double()", [GAE]),
+    "whitening of all entries": (
+        "whiten",
+        "launch.widened(mask.sum())",
+        "torch.tensor(mask.numel()).double()",
+        [GAE],
+    ),
     "k2 without its half": ("kl_estimate", "d**2 / 2", "d**2", [check_kl]),
     "k3 upside down": ("kl_estimate", "torch.expm1((-d)", "torch.expm1((d)", [check_kl]),
     "k3 without a slope far below": ("kl_estimate", ".clamp(min=-10)", " * (d > -2.6)", [check_differing_kl_extreme]),

@@ -49,9 +49,10 @@ def default_device() -> torch.device:
 WITHOUT_FLOAT64 = {"mps"}  # kinds of devices: Apple's GPUs
 
 
-def widened(values: torch.Tensor) -> torch.Tensor:
-    """The same numbers in float64; in float32 on a device that has no float64. For sums that are only logged."""
-    return values.to(torch.float32 if values.device.type in WITHOUT_FLOAT64 else torch.float64)
+def widened(values: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The same numbers in float64, or in float32 on a device that has no float64. device: None: where they are."""
+    device = device or values.device
+    return values.to(torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64).to(device)
 
 
 def device_of_noise(device: torch.device) -> torch.device:

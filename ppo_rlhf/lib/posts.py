@@ -481,12 +481,12 @@ def summarise(
 
     def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
         contexts = trim_padding(held_out.queries[inds], pad_id=ids.pad)
-        tensors = (held_out.queries[inds], held_out.references[inds], contexts, uniforms[inds])
-        queries, references, contexts, uniforms_of_rows = (tensor.to(accelerator.device) for tensor in tensors)
+        tensors = (held_out.queries[inds], held_out.references[inds], contexts)
+        queries, references, contexts = (tensor.to(accelerator.device) for tensor in tensors)
         responses, _ = lm.generate_until(
             lm_backbone,
             contexts,
-            uniforms_of_rows,
+            uniforms[inds].to(processes.device_of_noise(accelerator.device)),
             pad_id=ids.pad,
             vocab_size=ids.vocab_size,
             temperature=temperature,
