@@ -367,6 +367,7 @@ def test_run_goes_on_where_it_stopped(tiny_world, tmp_path):
         (["with", "nothing-like-it", "ppo_rlhf/train_policy.py"], "nothing-like-it is none of the ablations"),
         (["with", "no-kl", "ppo_rlhf/sample.py"], "ppo_rlhf/sample.py is none of"),
         (["run", "--only", "no-such"], "--only no-such: there are baseline"),
+        (["run", "--seeds", "-1"], "--seeds is -1; it must be at least 0"),
         (["with", "group-2", "ppo_rlhf/train_policy.py"], "group-2 is none of the ablations of chapter 1"),
     ],
 )

@@ -15,7 +15,7 @@ from ppo_rlhf import train_policy
 from ppo_rlhf.lib import derivation
 from ppo_rlhf.lib.files import read_json
 
-RECORDED = read_json(one_update.ROOT / one_update.RECORDING)
+RECORDED = read_json(one_update.RECORDINGS[1])
 PAGE = (one_update.ROOT / "docs/chapter1.md").read_text()
 
 
@@ -193,7 +193,7 @@ def strays(page: str) -> set[str]:
     """Decimal numbers of the page that the command does not print, and that are no setting of the run."""
     printed = "\n".join(one_update.blocks(RECORDED))
     known = set(re.findall(r"\d+\.\d+", printed)) | {str(value) for value in RECORDED["settings"].values()}
-    known |= set(re.findall(r"\d+\.\d+", one_update.COMMAND))
+    known |= set(re.findall(r"\d+\.\d+", RECORDED["command"]))
     known.add(str(train_policy.PRESETS["tales"].task.temperature))
     # If the ratio of Dorothea, whose whitened advantage is -1.423, were 1.3: both numbers of the loss.
     known |= {"1.2", "1.3", f"{1.423 * 1.2:.3f}", f"{1.423 * 1.3:.3f}"}
@@ -207,7 +207,7 @@ def strays(page: str) -> set[str]:
 def test_the_page_shows_what_the_command_prints():
     places = [PAGE.find(block) for block in one_update.blocks(RECORDED)]
     assert -1 not in places and places == sorted(places)
-    assert " ".join(one_update.COMMAND.split()) in " ".join(PAGE.replace("\\\n", "").split())
+    assert RECORDED["command"] in " ".join(PAGE.replace("\\\n", "").split())
     assert RECORDED["commit"][:7] in PAGE and "dirty" not in RECORDED["commit"]
 
 
@@ -218,14 +218,14 @@ def test_the_prose_has_no_other_numbers():
 
 def test_another_recording_gives_another_page():
     other = copy.deepcopy(RECORDED)
-    other["values"][one_update.SHOWN[0]][-1] += 0.01
+    other["values"][one_update.SHOWN[1][0]][-1] += 0.01
     assert any(block not in PAGE for block in one_update.blocks(other))
 
 
 # ---- Chapters 2 and 3: the recorded runs and their pages -------------------------------------------------------
 
-EXAMPLES = {chapter: (read_json(example.recording), example) for chapter, example in one_update.EXAMPLES.items()}
-BLOCKS = {2: one_update.blocks_of_summaries, 3: one_update.blocks_of_solutions}
+EXAMPLES = {chapter: read_json(one_update.RECORDINGS[chapter]) for chapter in (2, 3)}
+BLOCKS = one_update.BLOCKS
 
 
 def section(chapter: int) -> str:
@@ -242,7 +242,7 @@ def over_episodes(told: dict, name: str, mask: str) -> np.ndarray:
 @pytest.mark.parametrize("chapter", [2, 3])
 def test_later_chapters_computed_the_same(chapter):
     """Every row that the run recorded, and the metrics that it logged."""
-    told, _ = EXAMPLES[chapter]
+    told = EXAMPLES[chapter]
     epochs = [one_update.derived(told, k) for k in range(len(told["episodes"][0]["epochs"]["new_logprobs"]))]
     rows = {"kl": ("learns", "mask"), "advantages": ("learns", "mask")}
     rows |= {"rewards": ("valued", "value_mask"), "returns": ("valued", "value_mask")} if chapter == 2 else {}
@@ -268,7 +268,7 @@ def test_later_chapters_computed_the_same(chapter):
 
 def test_chapter_2_shows_moments_of_the_tokens():
     """Mean and deviation of the advantages, over tokens only: numpy, from the recorded returns and values."""
-    told, _ = EXAMPLES[2]
+    told = EXAMPLES[2]
     raw = over_episodes(told, "returns", "mask") - over_episodes(told, "values", "mask")
     statistics = told["episodes"][0]["statistics"]
     assert (raw.mean(), raw.std()) == pytest.approx(
@@ -279,9 +279,9 @@ def test_chapter_2_shows_moments_of_the_tokens():
 
 
 def test_chapter_3_shows_the_moments_of_the_group():
-    totals = np.array([episode["numbers"]["scores"] for episode in EXAMPLES[3][0]["episodes"]])
+    totals = np.array([episode["numbers"]["scores"] for episode in EXAMPLES[3]["episodes"]])
     expected = (totals - totals.mean()) / totals.std(ddof=1)
-    ours = [one["advantages"][0] for one in one_update.derived(EXAMPLES[3][0])]
+    ours = [one["advantages"][0] for one in one_update.derived(EXAMPLES[3])]
     assert ours == pytest.approx(expected.tolist(), abs=1e-5)
     assert f"{expected.max():.2f}" == "2.47" and f"{expected.min():.2f}" == "-0.35"
 
@@ -296,12 +296,10 @@ def stray_numbers(page: str, told: dict, chapter: int) -> set[str]:
 
 @pytest.mark.parametrize("chapter", [2, 3])
 def test_pages_of_later_chapters_show_what_the_command_prints(chapter):
-    told, example = EXAMPLES[chapter]
-    page = section(chapter)
+    told, page = EXAMPLES[chapter], section(chapter)
     places = [page.find(block) for block in BLOCKS[chapter](told)]
     assert -1 not in places and places == sorted(places)
-    assert " ".join(example.command.split()) in " ".join(page.replace("\\\n", "").split())
-    assert told["command"] == " ".join(example.command.split())
+    assert told["command"] in " ".join(page.replace("\\\n", "").split())
     assert told["commit"][:7] in page and "dirty" not in told["commit"]
     assert stray_numbers(page, told, chapter) == set()
     assert stray_numbers(page + " The ratio is 7.913.", told, chapter) == {"7.913"}
@@ -309,14 +307,14 @@ def test_pages_of_later_chapters_show_what_the_command_prints(chapter):
 
 @pytest.mark.parametrize("chapter", [2, 3])
 def test_another_recording_gives_another_section(chapter):
-    other = copy.deepcopy(EXAMPLES[chapter][0])
-    other["episodes"][one_update.EXAMPLES[chapter].shown[0]]["tokens"]["logprobs"][0] += 0.01
+    other = copy.deepcopy(EXAMPLES[chapter])
+    other["episodes"][one_update.SHOWN[chapter][0]]["tokens"]["logprobs"][0] += 0.01
     assert any(block not in section(chapter) for block in BLOCKS[chapter](other))
 
 
 def test_the_masks_that_chapter_2_draws():
     """Response 3: five tokens count, six values; the score is on the sixth step."""
-    told, page = EXAMPLES[2][0], section(2)
+    told, page = EXAMPLES[2], section(2)
     tokens = told["episodes"][2]["tokens"]
     for name, mask in {"token mask": "mask", "value mask": "value_mask"}.items():
         [line] = [line for line in page.splitlines() if line.startswith(f"{name} ")]
@@ -325,7 +323,7 @@ def test_the_masks_that_chapter_2_draws():
 
 
 def test_the_masks_that_chapter_3_draws():
-    told, page = EXAMPLES[3][0], section(3)
+    told, page = EXAMPLES[3], section(3)
     drawn = re.findall(r"^response (\d)\s+(\d+) tokens x+[.]*\s+(\d+) padding$", page, flags=re.M)
     assert len(drawn) == 3
     for number, tokens, padding in drawn:

@@ -14,9 +14,6 @@ import pytest
 from processes import Launched, Result, launch
 from runs import both_arguments, metrics_of, only
 
-from benchmark.experiments import ablations, critic, estimators, methods, staleness, tools
-from ppo_rlhf.lib.errors import InputError
-
 ROOT = Path(__file__).parent.parent
 LAUNCHER = ROOT / "benchmark/curves/many_seeds.py"
 SCRIPT = "ppo_rlhf/train_both.py"
@@ -273,13 +270,6 @@ def test_words_of_the_command(home):
     absolute = f"{home}/some/file"
     expected = ["--a", absolute, f"--b={absolute}", "some", "--seed", "7", "--model", "m7"]
     assert calls(home)[0]["argv"] == expected
-
-
-@pytest.mark.parametrize("experiment", [critic, estimators, methods, staleness, tools, ablations])
-def test_an_experiment_needs_a_seed(experiment):
-    """-1 for ablations.py, where 0 is as many as a world plans."""
-    with pytest.raises(InputError, match=r"^--seeds is "):
-        experiment.main(["run", "--seeds", "-1" if experiment is ablations else "0"])
 
 
 @pytest.mark.parametrize(

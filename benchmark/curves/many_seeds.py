@@ -29,7 +29,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -304,32 +303,10 @@ def rows_of(jobs: list[Job]) -> list[dict[str, Any]]:
     ]
 
 
-@contextlib.contextmanager
-def live_table(jobs: list[Job], title: str) -> Iterator[Any]:
-    """Yields say(job), to be called with a job that has changed, or with None: a live table, or lines without one."""
-
-    def say_line(job: Job | None) -> None:
-        if job:
-            states = [job.state for job in jobs]
-            counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-            print(f"{job.name}: {job.state} after {job.seconds / 60:.1f} min ({counts})", flush=True)
-
-    if not sys.stdout.isatty():
-        yield say_line
-        return
-    from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
-
-    def table() -> Table:
-        rows = rows_of(jobs)
-        shown = Table(*rows[0], title=title)
-        for row in rows:
-            shown.add_row(*(Text(str(value)) for value in row.values()))  # not markup
-        return shown
-
-    with Live(table(), refresh_per_second=2) as live:
-        yield lambda job: live.update(table())
+def say(job: Job, jobs: list[Job]) -> None:
+    states = [other.state for other in jobs]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    print(f"{job.name}: {job.state} after {job.seconds / 60:.1f} min ({counts})", flush=True)
 
 
 def run_here(args: Args, jobs: list[Job]) -> None:
@@ -343,23 +320,21 @@ def run_here(args: Args, jobs: list[Job]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        with live_table(jobs, args.name) as say:
-            while running or (waiting and not received):
-                while waiting and len(running) < args.workers and not received:
-                    job = waiting.pop(0)
-                    job.slot = min(set(range(args.workers)) - {other.slot for other in running})
-                    if start(job, args.workers):
-                        running.append(job)
-                    say(job)
-                if passed_on < len(received):
-                    send(running, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
-                    passed_on = len(received)
-                time.sleep(0.2)
-                for job in [job for job in running if job.process.poll() is not None]:
-                    running.remove(job)
-                    end(job, stopping=bool(received))
-                    say(job)
-                say(None)
+        while running or (waiting and not received):
+            while waiting and len(running) < args.workers and not received:
+                job = waiting.pop(0)
+                job.slot = min(set(range(args.workers)) - {other.slot for other in running})
+                if start(job, args.workers):
+                    running.append(job)
+                say(job, jobs)
+            if passed_on < len(received):
+                send(running, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
+                passed_on = len(received)
+            time.sleep(0.2)
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                end(job, stopping=bool(received))
+                say(job, jobs)
     finally:
         send(running, signal.SIGTERM)  # only after an error of our own
         for number, handler in handlers.items():

@@ -2,195 +2,33 @@
 
     python benchmark/experiments/one_update.py                # print every number that the pages show
     python benchmark/experiments/one_update.py --chapter 3    # of one chapter only
-    python benchmark/experiments/one_update.py --record --chapter 3
-    python benchmark/experiments/one_update.py --record --chapter 2 --base_model models/<sft run>/sft
 
-With --record, the chapter's script runs again and the update is recorded again. Each update has eight responses. The
-recordings hold what the models computed (log-probs and values) and, for comparison, what the script made of it. The
-tables are computed from the former by ppo_rlhf/lib/derivation.py.
+Each update has eight responses. Recordings of it hold what the models computed (log-probs and values) and, for
+comparison, what the script made of it. The tables are computed from the former by ppo_rlhf/lib/derivation.py.
 """
 
-import contextlib
-import csv
-import json
 import math
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
-from unittest.mock import patch
 
 import tyro
 
-from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import cli, derivation, models, traces
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.files import read_json, replace_file
-from ppo_rlhf.lib.run import commit, cpu_name
-from ppo_rlhf.worlds import tales
+from ppo_rlhf.lib import derivation
+from ppo_rlhf.lib.files import read_json
 
 ROOT = Path(__file__).parents[2]
-RECORDING = Path("benchmark/results/one_update.json")
-COMMAND = """\
-python ppo_rlhf/train_policy.py --preset tales --rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores
---task.query_length 6 --task.end_text None --task.response_length 6 --task.truncate_after 2
---rewards.normalize_samples 0
---ppo.batch_size 8 --ppo.whiten_groups 1 --ppo.total_episodes 320 --rewards.adaptive_kl.target 2 --trace_interval 0"""
-UPDATE = 7
-SHOWN = (1, 3)  # episodes with a table of their own
-
-
-@dataclass(frozen=True)
-class Example:
-    """An update of chapter 2 or 3, which is recorded by a trace of the run."""
-
-    script: ModuleType
-    command: str
-    update: int
-    shown: tuple[int, ...]  # episodes with a table of their own
-
-    @property
-    def recording(self) -> Path:
-        return ROOT / f"benchmark/results/{self.script.__name__.split('.')[-1]}_update.json"
-
-
-EXAMPLES = {
-    2: Example(
-        tldr_policy,
-        """\
-python ppo_rlhf/tldr_policy.py --preset posts --base_model models/<sft run>/sft
---rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.normalize_samples 0 --task.response_length 14
---ppo.batch_size 8 --ppo.nminibatches 1 --ppo.total_episodes 160 --trace_interval 1 --eval_interval 0
---eval_posts 8""",
-        3,
-        (2, 5),
-    ),
-    3: Example(
-        rlvr_policy,
-        """\
-python ppo_rlhf/rlvr_policy.py --preset sums-grpo --ppo.batch_size 8 --ppo.nminibatches 1 --ppo.total_episodes 64
---ppo.loss_aggregation seq-mean-token-mean --trace_interval 1 --eval_interval 0 --eval_problems 8 --eval_samples 0""",
-        5,
-        (7,),
-    ),
-}
+NAMES = {1: "one_update", 2: "tldr_policy_update", 3: "rlvr_policy_update"}
+RECORDINGS = {chapter: ROOT / f"benchmark/results/{name}.json" for chapter, name in NAMES.items()}
+SHOWN = {1: (1, 3), 2: (2, 5), 3: (7,)}  # episodes with a table of their own
 
 
 @dataclass(frozen=True)
 class Args:
     chapter: Literal[1, 2, 3] | None = None
-    """whose numbers to print or to record; None: print those of all three"""
-    record: bool = False
-    """run the chapter's script, for half a minute, and record the update"""
-    base_model: str = ""
-    """with --record --chapter 2: the folder of a model that tldr_sft.py --preset posts trained, models/<run>/sft"""
-
-
-# ---- Record ----------------------------------------------------------------------------------------------------
-
-
-def record() -> dict[int, dict[str, Any]]:
-    """Run COMMAND and keep every update: what the models said, and the numbers that train_policy.py made of it."""
-    losses, updates = [], {}
-    tokenizer = models.load_tokenizer(str(tales.find_world() / "model"))
-    ppo_loss, update_metrics = train_policy.ppo_loss, train_policy.update_metrics
-
-    def recorded_loss(*, new_logprobs, new_values, logprobs, **others):
-        tensors = {"new_logprobs": new_logprobs, "new_values": new_values}
-        for i, row in enumerate(logprobs.tolist()):
-            losses.append((row, {name: tensor[i].tolist() for name, tensor in tensors.items()}))
-        return ppo_loss(new_logprobs=new_logprobs, new_values=new_values, logprobs=logprobs, **others)
-
-    def recorded_metrics(rollout, stats, this_run, args, update, ids, kl_coef):
-        metrics = update_metrics(rollout, stats, this_run, args, update, ids, kl_coef)
-        logprobs, length = rollout.logprobs.tolist(), args.task.response_length
-        # Every epoch visits each episode once, in another order.
-        read = [[told for row, told in losses if row == episode] for episode in logprobs]
-        losses.clear()
-        responses = rollout.context_responses[:, -length:].tolist()
-        updates[update] = {
-            "settings": {
-                **{"kl_coef": kl_coef, **vars(args.rewards.adaptive_kl)},
-                **{name: getattr(args.task, name) for name in ("truncate_after", "penalty_reward_value")},
-                **{name: getattr(args.ppo, name) for name in ("gamma", "lam", "cliprange", "cliprange_value")},
-                "vf_coef": args.ppo.vf_coef,
-            },
-            "queries": [tokenizer.decode([t for t in row if t != ids.pad]) for row in rollout.queries.tolist()],
-            "tokens": [traces.pieces(tokenizer, row, ids.pad) for row in responses],
-            "scored": (rollout.truncated_responses != ids.pad).tolist(),
-            "raw_scores": rollout.objectives["raw_score"].tolist(),
-            "stopped": rollout.objectives["stopped"].tolist(),
-            "logprobs": logprobs,
-            "ref_logprobs": rollout.ref_logprobs.tolist(),
-            "values": rollout.values.tolist(),
-            "epochs": [
-                {name: [told[epoch][name] for told in read] for name in ("new_logprobs", "new_values")}
-                for epoch in range(args.ppo.noptepochs)
-            ],
-            "train_policy": {"rewards": rollout.rewards.tolist()},
-        }
-        return metrics
-
-    wrapped = patch.multiple(train_policy, ppo_loss=recorded_loss, update_metrics=recorded_metrics)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), wrapped:
-        train_policy.train(cli.parse_args(train_policy.PRESETS, COMMAND.split()[2:]))
-        [path] = Path("runs").glob("*/metrics.csv")
-        with path.open() as file:
-            rows = list(csv.DictReader(file))
-    names = ("objective/kl", "objective/score", "ppo/loss/policy", "ppo/loss/value", "ppo/loss/total")
-    names += ("ppo/policy/clipfrac", "ppo/val/clipfrac", "ppo/val/ratio", "ppo/returns/mean")
-    for update, told in updates.items():
-        told["train_policy"] |= {name: float(rows[update][name]) for name in names}
-        if update + 1 < len(rows):
-            told["train_policy"]["next_kl_coef"] = float(rows[update + 1]["objective/kl_coef"])
-    return updates
-
-
-def record_example(example: Example, base_model: str) -> dict[str, Any]:
-    """Run the command of chapter 2 or 3 and keep one update."""
-    arguments = example.command.replace("models/<sft run>/sft", str(Path(base_model).resolve())).split()[2:]
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        example.script.train(cli.parse_args(example.script.PRESETS, arguments))
-        [run_folder] = Path("runs").iterdir()
-        return kept_update(run_folder, example)
-
-
-def kept_update(run_folder: Path, example: Example) -> dict[str, Any]:
-    """What the trace of a run holds of an update: what the models computed, and what the script made of it."""
-    one_run = report.read_run(run_folder)
-    episodes = one_run.traced_update([(example.update, False)])["episodes"]
-    for episode in episodes:
-        episode["tokens"] = {name: row for name, row in episode["tokens"].items() if name in TOKENS}
-        episode["epochs"] = {name: rows for name, rows in episode["epochs"].items() if name != "exact_kl"}
-    return {
-        "command": " ".join(example.command.split()),
-        "update": example.update,
-        "commit": one_run.meta["commit"],
-        "cpu": cpu_name(),
-        "script": one_run.meta["script"],
-        "args": {name: one_run.meta["args"][name] for name in ("task", "rewards", "ppo")},
-        "episodes": episodes,
-        "logged": {name: one_run.metrics[name][example.update] for name in LOGGED if name in one_run.metrics},
-        "eos_rate": one_run.metrics.get("objective/eos_rate", [])[:8],
-    }
-
-
-TOKENS = ("logprobs", "ref_logprobs", "values", "mask", "value_mask", "scored", "kl", "rewards", "advantages")
-TOKENS += ("returns", "new_logprobs")
-LOGGED = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "val/ratio")
-LOGGED += ("policy/clipfrac_avg", "val/clipfrac_avg", "policy/grad_norm")
-
-
-def rounded(value: Any) -> Any:
-    """Floats with nine digits, which is all that float32 has."""
-    if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+    """whose numbers to print; None: those of all three"""
 
 
 # ---- Print -----------------------------------------------------------------------------------------------------
@@ -219,7 +57,7 @@ def blocks(told: dict[str, Any]) -> list[str]:
     last, episodes = update.epochs[-1], len(heads)
 
     def episode_tables(rows_of) -> list[str]:
-        return [table("token", heads[i], rows_of(i)) for i in SHOWN]
+        return [table("token", heads[i], rows_of(i)) for i in SHOWN[1]]
 
     def what_is_read(i: int) -> dict[str, Sequence[float | str]]:
         return {
@@ -278,7 +116,7 @@ def blocks(told: dict[str, Any]) -> list[str]:
         *episode_tables(what_is_read),
         whitening_lines(update),
         *episode_tables(what_is_learned),
-        advantage_lines(update, told, SHOWN[0]),
+        advantage_lines(update, told, SHOWN[1][0]),
         epochs,
         *episode_tables(what_is_lost),
         controller_lines(update, settings, episodes),
@@ -391,7 +229,7 @@ def blocks_of_summaries(told: dict[str, Any]) -> list[str]:
         for i, (episode, one) in enumerate(zip(episodes, found, strict=True))
     ]
     tables = []
-    for i in EXAMPLES[2].shown:
+    for i in SHOWN[2]:
         episode, one, rows = episodes[i], found[i], []
         for t, piece in enumerate(episode["pieces"]):
             is_token = one["learns"][t]
@@ -402,7 +240,7 @@ def blocks_of_summaries(told: dict[str, Any]) -> list[str]:
         names = ("log p", "log p_ref", "KL", "reward", "value", "delta", "advantage", "return", "A'")
         tables.append(grid(("t", "token", *names), rows))
     tokens, values = (sum(sum(one[name]) for one in found) for name in ("learns", "value_learns"))
-    ended, cut = EXAMPLES[2].shown
+    ended, cut = SHOWN[2]
     return [
         grid(head, summaries),
         tables[0],
@@ -483,7 +321,7 @@ SHARES = (("share", "learns"), ("value_share", "value_learns"))
 
 def blocks_of_solutions(told: dict[str, Any]) -> list[str]:
     """Everything that docs/chapter3.md shows of the update, in its order."""
-    episodes, found, [best] = told["episodes"], derived(told), EXAMPLES[3].shown
+    episodes, found, [best] = told["episodes"], derived(told), SHOWN[3]
     solutions, steps, weights = [], [], []
     for i, (episode, one) in enumerate(zip(episodes, found, strict=True)):
         before, after = (math.fsum(only(row, "row", "flag")) for row in read_twice(episode, one))
@@ -562,27 +400,13 @@ def group_lines(found: Sequence[dict[str, Any]], best: int) -> str:
     )
 
 
-def pages() -> dict[int, list[str]]:
-    """What the pages of the three chapters show."""
-    return {
-        1: blocks(read_json(ROOT / RECORDING)),
-        2: blocks_of_summaries(read_json(EXAMPLES[2].recording)),
-        3: blocks_of_solutions(read_json(EXAMPLES[3].recording)),
-    }
+BLOCKS = {1: blocks, 2: blocks_of_summaries, 3: blocks_of_solutions}
 
 
 def main(args: Args) -> None:
-    if args.record and args.chapter == 1:
-        made = {"command": " ".join(COMMAND.split()), "update": UPDATE, "commit": commit(), "cpu": cpu_name()}
-        replace_file(ROOT / RECORDING, json.dumps(rounded(made | record()[UPDATE])) + "\n")
-    elif args.record and args.chapter:
-        example = EXAMPLES[args.chapter]
-        replace_file(example.recording, json.dumps(rounded(record_example(example, args.base_model))) + "\n")
-    elif args.record:
-        raise InputError("--record needs --chapter")
-    for chapter, page in pages().items():
+    for chapter, blocks_of in BLOCKS.items():
         if args.chapter in (None, chapter):
-            print("\n\n".join(page), end="\n\n")
+            print("\n\n".join(blocks_of(read_json(RECORDINGS[chapter]))), end="\n\n")
 
 
 if __name__ == "__main__":
