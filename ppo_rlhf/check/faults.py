@@ -10,6 +10,7 @@ exercise is the faulty text. A key such as "small/ppo.py::whiten" has the same m
 """
 
 import ast
+import functools
 import importlib
 import textwrap
 import tomllib
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
@@ -128,14 +130,23 @@ def edited_file(file: str, edits: dict[str, Edits]) -> str:
     return text
 
 
+def module_of(place: str) -> ModuleType:
+    file = place.partition("::")[0].removesuffix(".py")
+    return importlib.import_module(f"ppo_rlhf.{file.replace('/', '.')}")
+
+
+def holder_of(place: str) -> tuple[Any, str]:
+    """The module or class that has a function, and its name there."""
+    *classes, name = place.partition("::")[2].split(".")
+    return functools.reduce(getattr, classes, module_of(place)), name
+
+
 @cache
 def compiled(place: str, edits: Edits) -> Callable:
     """The function or class with its edits. It sees the rest of its module as it is when it runs."""
-    file, _, name = place.partition("::")
-    module = importlib.import_module(f"ppo_rlhf.{file.removesuffix('.py').replace('/', '.')}")
     text, found = f"from __future__ import annotations\n{textwrap.dedent(edited(place, edits))}", {}
-    exec(compile(text, f"<{place} with a fault>", "exec"), vars(module), found)
-    return found[name.rpartition(".")[2]]
+    exec(compile(text, f"<{place} with a fault>", "exec"), vars(module_of(place)), found)
+    return found[place.replace(".", "::").rpartition("::")[2]]
 
 
 def of(function: str) -> list[Fault]:
