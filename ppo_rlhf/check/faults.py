@@ -87,27 +87,36 @@ FAULTS = [fault for fault in BOOK if form(fault.function) in fault.edits]
 # ---- Applying an edit ------------------------------------------------------------------------------------------
 
 
+Node = ast.FunctionDef | ast.ClassDef
+
+
 @cache
-def definitions(file: str) -> dict[str, str]:
-    """The text of every function, class and method of a file of this package, by name: whiten, Controller.update."""
-    text, found = (PACKAGE / file).read_text(), {}
-    lines = text.splitlines(keepends=True)
+def definitions(file: str) -> dict[str, Node]:
+    """Every function, class and method of a file of this package, by name: whiten, Controller.update."""
+    found: dict[str, Node] = {}
 
     def collect(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                found[prefix + node.name] = "".join(lines[first - 1 : node.end_lineno])
+            if isinstance(node, Node):
+                found[prefix + node.name] = node
                 if isinstance(node, ast.ClassDef):
                     collect(node.body, f"{prefix}{node.name}.")
 
-    collect(ast.parse(text).body, "")
+    collect(ast.parse((PACKAGE / file).read_text()).body, "")
     return found
 
 
-def text_of(place: str) -> str:
+def node_of(place: str) -> Node:
     file, _, name = place.partition("::")
     return definitions(file)[name]
+
+
+@cache
+def text_of(place: str) -> str:
+    node = node_of(place)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = (PACKAGE / place.partition("::")[0]).read_text().splitlines(keepends=True)
+    return "".join(lines[first - 1 : node.end_lineno])
 
 
 @cache
