@@ -257,6 +257,8 @@ def test_the_padded_case_is_that_of_rows_without_padding():
         row, n = tokens[kept].unsqueeze(0), int(kept[x["context_length"] :].sum())
         logprobs = model(input_ids=row).logits[0, :-1].log_softmax(1).gather(1, row[0, 1:].unsqueeze(1))[-n:, 0]
         assert n and torch.allclose(given[kept[x["context_length"] :]].float(), logprobs, atol=1e-5)
+    form = cases.Computed(case)
+    assert all(torch.allclose(form[key], case.expected[key], atol=1e-9) for key in ("result", "gradient"))
 
 
 def test_a_loss_that_gets_no_parts_is_told_so(capsys):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import golden_models
+import mistakes
 import pytest
 import torch
 from accelerate import Accelerator
@@ -27,7 +28,7 @@ from golden_models import (
     recorded,
     under,
 )
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import cli, label_files
@@ -590,124 +591,6 @@ def test_initial_heads():
 # ---- Negative controls: each deliberate mistake makes a check fail ---------------------------------------------
 
 
-def wrong_whiten(*, unbiased=False, variance_eps=1e-8, std_eps=0.0, never_keep_mean=False):
-    def whiten(values, *, keep_mean):
-        mean = values.mean()
-        std = (values.var(unbiased=unbiased) + variance_eps).sqrt() + std_eps
-        return (values - mean) / std + (mean if keep_mean and not never_keep_mean else 0)
-
-    return whiten
-
-
-def wrong_value_loss(*, clip=True, factor=0.5):
-    right = train_policy.value_loss
-
-    def value_loss(new_values, values, returns, cliprange_value):
-        loss, clipfrac = right(new_values, values, returns, cliprange_value if clip else 1e9)
-        return loss * factor / 0.5, clipfrac
-
-    return value_loss
-
-
-def forward_with_later_values(self, query_responses, pad_id, context_length, temperature):
-    """Values read at the response tokens themselves, not before them."""
-    logprobs, entropies, _ = train_policy.response_logprobs(
-        self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
-    )
-    hidden = train_policy.read_tokens(self.lm_backbone, query_responses, pad_id, slice(context_length, None))
-    return logprobs, entropies, self.value_head(hidden).squeeze(2)
-
-
-def scaled_logits_without_temperature(lm_backbone, hidden_states, vocab_size, temperature):
-    return lm_backbone.get_output_embeddings()(hidden_states)[..., :vocab_size]
-
-
-def read_tokens_without_carry_over(lm_backbone, tokens, pad_id, columns):
-    mask = tokens != pad_id
-    return lm_backbone.base_model(
-        input_ids=tokens.masked_fill(~mask, 0), attention_mask=mask, position_ids=mask.cumsum(1) - mask.long()
-    ).last_hidden_state[:, columns]
-
-
-def gpt2_forward_with(**wrong_inputs):
-    right = GPT2Model.forward
-    return lambda self, **inputs: right(self, **(inputs | wrong_inputs))
-
-
-def truncation_from_the_start():
-    right = train_policy.truncate_at
-    return lambda responses, stop_id, after, pad_id: right(responses, stop_id, 0, pad_id)
-
-
-def truncation_of_the_stop_token_too():
-    right = train_policy.truncate_at
-
-    def truncate_at(responses, stop_id, after, pad_id):
-        counts = torch.arange(responses.shape[1]) >= after
-        truncated = right(responses, stop_id, after, pad_id)
-        return truncated.masked_fill((truncated == stop_id) & counts, pad_id)
-
-    return truncate_at
-
-
-def reward_forward_with_frozen_gain(self, query_responses, pad_id):
-    hidden = train_reward.read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))[:, 0]
-    return self.gain.detach() * self.reward_head(hidden).squeeze(1) + self.bias.detach()
-
-
-def policy_rate_reaching_zero_early(ppo, update):
-    updates = max(math.ceil(ppo.total_episodes / ppo.batch_size) - 1, 1)
-    return ppo.lr * (1 - update / updates)
-
-
-def reward_rate_reaching_zero_early(args, step):
-    return args.lr * (1 - step * args.batch_size / (args.num_train - args.batch_size))
-
-
-def adam_with_eps_1e_8(script):
-    right = script.AdamTensorFlowStyle.__init__
-    return lambda self, params, lr: right(self, params, lr, eps=1e-8)
-
-
-def controller_without_clip(self, kl, episodes):
-    if self.target is not None:
-        self.value *= 1 + (kl / self.target - 1) * episodes / self.horizon
-
-
-def rewards_with_the_score_everywhere(scores, logprobs, ref_logprobs, kl_coef):
-    kl = logprobs - ref_logprobs
-    return scores.unsqueeze(1) - kl_coef * kl, -kl_coef * kl, kl
-
-
-def wrong_trim(*, first_start=True, last_end=True, cut_first=True):
-    def trim_query(tokens, query_length, start_id, end_id):
-        if start_id is not None:
-            if start_id not in tokens:
-                return None
-            start = tokens.index(start_id) if first_start else len(tokens) - 1 - tokens[::-1].index(start_id)
-            tokens = tokens[start + 1 :] if start < len(tokens) - 1 else tokens
-        tokens = tokens[:query_length] if cut_first else tokens
-        if end_id is not None:
-            if end_id not in tokens:
-                return None
-            tokens = tokens[: len(tokens) - tokens[::-1].index(end_id) if last_end else tokens.index(end_id) + 1]
-        return tokens[:query_length]
-
-    return trim_query
-
-
-def affixes_within_the_padding(queries, prefix, suffix):
-    rows = [[*prefix, *[token for token in row if token != PAD], *suffix] for row in queries.tolist()]
-    length = len(prefix) + queries.shape[1] + len(suffix)
-    return torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
-
-
-def entropies_of_the_sample(*arguments):
-    logprobs, _, hidden_states = RESPONSE_LOGPROBS(*arguments)
-    return logprobs, -logprobs.detach(), hidden_states
-
-
-RESPONSE_LOGPROBS = train_policy.response_logprobs
 PPO_LOSS_CHECK, PPO_STEPS_CHECK = (
     partial(check_ppo_loss, "default"),
     partial(check_ppo_steps, "tiny2_same_ref_nowhiten"),
@@ -716,7 +599,6 @@ PADDED_CHECKS = [partial(check_forward, "test_rightpad_t07"), partial(check_forw
 TRUNCATION_CHECK = partial(check_truncation, "tok13_after3")
 POLICY_ADAM = [partial(check_adam, train_policy, name) for name in load_json("case7_adam_meta")["cases"]]
 REWARD_ADAM = [partial(check_adam, train_reward, name) for name in load_json("case7_adam_meta")["cases"]]
-POLICY, REWARD = train_policy.AdamTensorFlowStyle, train_reward.AdamTensorFlowStyle
 
 CLIPPED_KL = [
     name
@@ -725,187 +607,70 @@ CLIPPED_KL = [
 ]
 TRIMMED = next(name for name, run in QUERIES["runs"].items() if run["start_text"] and run["end_text"])
 
-# mistake: (where, attribute, what stands there, the checks that must fail)
-MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
-    "unbiased variance": (
-        train_policy,
-        "whiten",
-        wrong_whiten(unbiased=True),
-        [partial(check_whiten, "normal_8x4"), PPO_LOSS_CHECK],
-    ),
-    "rewards whitened without their mean": (
-        train_policy,
-        "whiten",
-        wrong_whiten(never_keep_mean=True),
-        [partial(check_whiten, "normal_8x4"), PPO_LOSS_CHECK],
-    ),
-    "epsilon at the standard deviation": (
-        train_policy,
-        "whiten",
-        wrong_whiten(variance_eps=0.0, std_eps=1e-8),
-        [partial(check_whiten, "tiny_scale_8x8")],
-    ),
-    "whitening epsilon 1e-5": (
-        train_policy,
-        "whiten",
-        wrong_whiten(variance_eps=1e-5),
-        [partial(check_whiten, "normal_8x4"), PPO_LOSS_CHECK],
-    ),
-    "exact gelu": (
-        golden_models,
-        "ACTIVATION",
-        "gelu",
-        [partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK, check_reward_training],
-    ),
-    "no temperature": (
-        train_policy,
-        "scaled_logits",
-        scaled_logits_without_temperature,
-        [
-            partial(check_forward, "test_nopad_t07"),
-            partial(check_sampler, "test_nopad_t07"),
-            PPO_LOSS_CHECK,
-            PPO_STEPS_CHECK,
-        ],
-    ),
-    "values shifted by one": (
-        train_policy.PolicyWithValueHead,
-        "forward",
-        forward_with_later_values,
-        [partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK, PPO_STEPS_CHECK],
-    ),
-    "absolute position ids": (GPT2Model, "forward", gpt2_forward_with(position_ids=None), PADDED_CHECKS),
-    "padding not masked": (GPT2Model, "forward", gpt2_forward_with(attention_mask=None), PADDED_CHECKS),
-    "hidden state not carried over padding": (
-        train_policy,
-        "read_tokens",
-        read_tokens_without_carry_over,
-        PADDED_CHECKS,
-    ),
-    "hidden state not carried over padding in the reward model": (
-        train_reward,
-        "read_tokens",
-        read_tokens_without_carry_over,
-        [partial(check_reward_loss, "best_of_4_test_padded"), check_reward_training],
-    ),
-    "no value clipping": (train_policy, "value_loss", wrong_value_loss(clip=False), [PPO_LOSS_CHECK]),
-    "no half in the value loss": (
-        train_policy,
-        "value_loss",
-        wrong_value_loss(factor=1.0),
-        [PPO_LOSS_CHECK, PPO_STEPS_CHECK],
-    ),
-    "Adam of PyTorch": (POLICY, "step", torch.optim.Adam.step, [*POLICY_ADAM, PPO_STEPS_CHECK]),
-    "Adam of PyTorch for the reward model": (
-        REWARD,
-        "step",
-        torch.optim.Adam.step,
-        [*REWARD_ADAM, check_reward_training],
-    ),
-    "Adam epsilon 1e-8": (
-        POLICY,
-        "__init__",
-        adam_with_eps_1e_8(train_policy),
-        [*POLICY_ADAM, PPO_STEPS_CHECK],
-    ),
-    "Adam epsilon 1e-8 for the reward model": (
-        REWARD,
-        "__init__",
-        adam_with_eps_1e_8(train_reward),
-        [*REWARD_ADAM, check_reward_training],
-    ),
-    "frozen gain and bias": (
-        train_reward.RewardModel,
-        "forward",
-        reward_forward_with_frozen_gain,
-        [check_reward_training],
-    ),
-    "truncation ignores truncate_after": (
-        train_policy,
-        "truncate_at",
-        truncation_from_the_start(),
-        [TRUNCATION_CHECK],
-    ),
-    "truncation removes the stop token": (
-        train_policy,
-        "truncate_at",
-        truncation_of_the_stop_token_too(),
-        [TRUNCATION_CHECK, partial(check_truncation, "tok13_after0")],
-    ),
-    "KL error not clipped": (
-        train_policy.AdaptiveKLController,
-        "update",
-        controller_without_clip,
-        [partial(check_kl_controller, name) for name in CLIPPED_KL],
-    ),
-    "score on every token": (
-        train_policy,
-        "compute_rewards",
-        rewards_with_the_score_everywhere,
-        [partial(check_compute_rewards, "coef015"), PPO_STEPS_CHECK],
-    ),
-    "entropy of the sampled token": (
-        train_policy,
-        "response_logprobs",
-        entropies_of_the_sample,
-        [check_logprobs_and_entropies, partial(check_forward, "test_nopad_t07"), PPO_LOSS_CHECK],
-    ),
-    "query after the last start token": (
-        train_policy,
-        "trim_query",
-        wrong_trim(first_start=False),
-        [partial(check_trim_query, TRIMMED)],
-    ),
-    "query up to the first end token": (
-        train_policy,
-        "trim_query",
-        wrong_trim(last_end=False),
-        [partial(check_trim_query, TRIMMED)],
-    ),
-    "query cut after it was trimmed": (
-        train_policy,
-        "trim_query",
-        wrong_trim(cut_first=False),
-        [partial(check_trim_query, TRIMMED)],
-    ),
-    "suffix before the padding": (train_policy, "add_affixes", affixes_within_the_padding, [check_add_affixes]),
-    "reward head of PyTorch": (
-        torch.nn.init,
-        "normal_",
-        lambda weight, mean=0.0, std=1.0: weight,
-        [check_initial_heads],
-    ),
-    "learning rate of the policy reaches zero early": (
-        train_policy,
-        "learning_rate",
-        policy_rate_reaching_zero_early,
-        [partial(check_policy_learning_rate, "policy_total100_bs8_ceil13"), PPO_STEPS_CHECK],
-    ),
-    "learning rate of the reward model reaches zero early": (
-        train_reward,
-        "learning_rate_at",
-        reward_rate_reaching_zero_early,
-        [partial(check_reward_learning_rate, "reward_small_48_bs8"), check_reward_training],
-    ),
+FORWARD, WHITEN = partial(check_forward, "test_nopad_t07"), partial(check_whiten, "normal_8x4")
+TRIM = partial(check_trim_query, TRIMMED)
+FILES = ("train_policy.py", "train_reward.py")
+# mistake of the book: the checks that must fail if it is in the functions of these files
+MISTAKES: dict[str, list[Callable]] = {
+    "whiten: with n minus 1": [WHITEN, PPO_LOSS_CHECK],
+    "whiten: always without the mean": [WHITEN, PPO_LOSS_CHECK],
+    "whiten: epsilon at the deviation": [partial(check_whiten, "tiny_scale_8x8")],
+    "whiten: epsilon 1e-5": [WHITEN, PPO_LOSS_CHECK],
+    "token_logprobs: without temperature": [
+        FORWARD,
+        partial(check_sampler, "test_nopad_t07"),
+        PPO_LOSS_CHECK,
+        PPO_STEPS_CHECK,
+    ],
+    "response_logprobs: values of the response tokens": [FORWARD, PPO_LOSS_CHECK, PPO_STEPS_CHECK],
+    "response_logprobs: without positions": PADDED_CHECKS,
+    "response_logprobs: that see padding": PADDED_CHECKS,
+    "response_logprobs: not carried over padding": [
+        *PADDED_CHECKS,
+        partial(check_reward_loss, "best_of_4_test_padded"),
+        check_reward_training,
+    ],
+    "value_loss: without a clip": [PPO_LOSS_CHECK],
+    "value_loss: without its half": [PPO_LOSS_CHECK, PPO_STEPS_CHECK],
+    "adam_step: always as in pytorch": [*POLICY_ADAM, PPO_STEPS_CHECK, *REWARD_ADAM, check_reward_training],
+    "adam_step: epsilon 1e-8": [*POLICY_ADAM, PPO_STEPS_CHECK, *REWARD_ADAM, check_reward_training],
+    "reward_head: frozen gain and bias": [check_reward_training],
+    "truncate: after ignored": [TRUNCATION_CHECK],
+    "truncate: stop id removed": [TRUNCATION_CHECK, partial(check_truncation, "tok13_after0")],
+    "kl_controller: without a clip": [partial(check_kl_controller, name) for name in CLIPPED_KL],
+    "token_rewards: score on every token": [partial(check_compute_rewards, "coef015"), PPO_STEPS_CHECK],
+    "entropy: of the sampled token": [check_logprobs_and_entropies, FORWARD, PPO_LOSS_CHECK],
+    "trim_query: after the last start token": [TRIM],
+    "trim_query: up to the first end token": [TRIM],
+    "trim_query: cut after it was trimmed": [TRIM],
+    "add_affixes: suffix before the padding": [check_add_affixes],
+    "reward_head: as PyTorch draws it": [check_initial_heads],
+    "learning_rate: zero too early": [
+        partial(check_policy_learning_rate, "policy_total100_bs8_ceil13"),
+        PPO_STEPS_CHECK,
+        partial(check_reward_learning_rate, "reward_small_48_bs8"),
+        check_reward_training,
+    ],
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_detected(mistake, monkeypatch):
-    where, attribute, wrong, checks = MISTAKES[mistake]
-    monkeypatch.setattr(where, attribute, wrong)
-    for check in checks:
+    mistakes.put(mistake, FILES, monkeypatch)
+    for check in MISTAKES[mistake]:
         with pytest.raises(AssertionError):
             check()
 
 
+@pytest.mark.parametrize("check", [FORWARD, PPO_LOSS_CHECK, check_reward_training])
+def test_another_gelu_is_detected(check, monkeypatch):
+    """The exact one, which the library would compute."""
+    monkeypatch.setattr(golden_models, "ACTIVATION", "gelu")
+    with pytest.raises(AssertionError):
+        check()
+
+
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
-    monkeypatch.setattr(train_policy, "whiten", wrong_whiten())
-    monkeypatch.setattr(train_policy, "value_loss", wrong_value_loss())
-    monkeypatch.setattr(train_policy, "trim_query", wrong_trim())
-    monkeypatch.setattr(GPT2Model, "forward", gpt2_forward_with())
-    check_whiten("normal_8x4")
-    PPO_LOSS_CHECK()
-    check_trim_query(TRIMMED)
-    for check in PADDED_CHECKS:
+    mistakes.put_unchanged(list(MISTAKES), FILES, monkeypatch)
+    for check in {check for checks in MISTAKES.values() for check in checks}:
         check()

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import mistakes
 import pytest
 import torch
 from golden_models import close, load_arrays, recorded, under
@@ -604,245 +605,54 @@ def test_trl_run(name):
 # ---- Negative controls: each deliberate mistake makes a check fail ---------------------------------------------
 
 
-def later_logprobs(lm_backbone, tokens, responses, pad_id, temperature, vocab_size):
-    """Log-probs of the tokens under what the model says after having read them."""
-    shifted = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1)
-    hidden = lm.read_before_responses(lm_backbone, shifted, responses, pad_id)
-    table = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).log_softmax(2)
-    tokens = responses
-    logprobs = table.gather(2, tokens.masked_fill(tokens == pad_id, 0).long().unsqueeze(2)).squeeze(2)
-    return logprobs, -(table.exp() * table).sum(2).detach()
-
-
-def masks_without_the_stop_token(truncated_responses, pad_id):
-    mask, _ = RIGHT.response_masks(truncated_responses, pad_id)
-    shorter = torch.cat([mask[:, 1:], mask[:, -1:]], dim=1)
-    return shorter, mask
-
-
-def values_masked_as_tokens(truncated_responses, pad_id):
-    mask, _ = RIGHT.response_masks(truncated_responses, pad_id)
-    return mask, mask
-
-
-def truncation_with_the_stop_token(responses, stop_id, after, pad_id):
-    truncated = RIGHT.truncate_at(responses, stop_id, after, pad_id)
-    return truncated.masked_fill(truncated == stop_id, pad_id)
-
-
-def wrong_whiten(*, unbiased=False, epsilon=1e-8, never_keep_mean=False):
-    def whiten(values, mask, *, keep_mean, reduce):
-        counted = values[mask]
-        whitened = (values - counted.mean()) * torch.rsqrt(counted.var(unbiased=unbiased) + epsilon)
-        whitened = whitened + counted.mean() if keep_mean and not never_keep_mean else whitened
-        return whitened.masked_fill(~mask, 0)
-
-    return whiten
-
-
-def score_on_the_last_token(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator):
-    _, non_score_rewards, kl = RIGHT.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator)
-    last = mask.sum(1, keepdim=True) - 1
-    return non_score_rewards.scatter_add(1, last, scores.unsqueeze(1)), non_score_rewards, kl
-
-
-def k1_always(scores, logprobs, ref_logprobs, mask, kl_coef, kl_estimator):
-    return RIGHT.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")
-
-
-def penalty_subtracted(scores, stopped, form, penalty):
-    return RIGHT.punish_missing_eos(scores, stopped, "none" if form == "none" else "subtract", penalty)
-
-
-def gae_over_everything(rewards, values, mask, value_mask, ppo, reduce):
-    """What the critic says beyond the end leaks into the advantages."""
-    return RIGHT.compute_advantages(rewards, values, mask, torch.ones_like(value_mask), ppo, reduce)
-
-
-def gae_without_lambda(rewards, values, mask, gamma, lam):
-    return RIGHT.compute_gae(rewards, values, mask, gamma, 1.0)
-
-
-def values_not_clipped(new_values, values, returns, mask, cliprange_value, count):
-    return RIGHT.value_loss(new_values, values, returns, mask, 1e9, count)
-
-
-def value_loss_without_half(new_values, values, returns, mask, cliprange_value, count):
-    loss, clipfrac = RIGHT.value_loss(new_values, values, returns, mask, cliprange_value, count)
-    return 2 * loss, clipfrac
-
-
-def logits_at_temperature_1(lm_backbone, hidden_states, vocab_size, temperature):
-    return RIGHT.scaled_logits(lm_backbone, hidden_states, vocab_size, 1.0)
-
-
-def gpt2_with(**wrong_inputs):
-    right = GPT2Model.forward
-    return lambda self, *args, **inputs: right(self, *args, **(inputs | wrong_inputs))
-
-
-def mask_that_shows_padding(mask, dtype):
-    return RIGHT.causal_mask(torch.ones_like(mask), dtype)
-
-
-def optimizer_with(**wrong):
-    right = torch.optim.AdamW
-    return lambda parameters, lr, **options: right(parameters, lr, **(options | wrong))
-
-
-def schedule_reaching_zero_early(lr, schedule, step, steps):
-    return RIGHT.scheduled_lr(lr, schedule, step, max(steps - 1, 1))
-
-
-def end_of_text_not_predicted(tokens, pad_id):
-    return RIGHT_NEXT(tokens, pad_id) & (tokens[:, 1:] != EOS)
-
-
-def padding_predicts(tokens, pad_id):
-    return tokens[:, 1:] != pad_id
-
-
-def unshifted(reward_model, *arguments):
-    results = RIGHT_SHIFT(reward_model, *arguments)
-    with torch.no_grad():
-        reward_model.bias.zero_()
-    return results
-
-
-def query_with_its_newline(post, format_query, encode, query_length):
-    tokens = RIGHT_FIT(post, format_query, encode, query_length)
-    return [*tokens, *encode("\n")] if format_query is posts.format_article else tokens
-
-
-def post_cut_after_its_newline(post, format_query, encode, query_length):
-    while len(tokens := encode(format_query(post))) > query_length and post:
-        post = post[:-1]
-    return tokens
-
-
-def summary_without_its_space(self, text, query_format):
-    return [*self.encode(text.strip()), self.eos_id]
-
-
-def padded_on_the_other_side(rows, length, pad_id, *, left=False):
-    return RIGHT_PAD(rows, length, pad_id, left=not left)
-
-
-RIGHT = SimpleNamespace(**vars(run) | vars(lm) | vars(tldr_policy))
-RIGHT_SHIFT, RIGHT_NEXT = tldr_reward.shift_to_references, tldr_sft.next_token_mask
-RIGHT_FIT, RIGHT_PAD = posts.fit_query, posts.pad_rows
 ADVANTAGES, LOSSES = partial(check_advantages, "advantages_default"), partial(check_losses, "losses_default")
 FORWARD, POLICY = partial(check_forward, "forward_neox_leftpad"), partial(check_policy_run, "ppo_neox")
 SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_run, "reward_neox")
 
-# mistake: (where, attribute, what stands there, the checks that must fail)
-MISTAKES: dict[str, tuple[object, str, Callable, list[Callable]]] = {
-    "log-probs shifted by one": (lm, "response_statistics", later_logprobs, [FORWARD, POLICY]),
-    "the stop token does not count": (
-        tldr_policy,
-        "response_masks",
-        masks_without_the_stop_token,
-        [check_truncation, ADVANTAGES],
-    ),
-    "values masked as tokens": (tldr_policy, "response_masks", values_masked_as_tokens, [ADVANTAGES, POLICY]),
-    "the stop token becomes padding": (
-        lm,
-        "truncate_at",
-        truncation_with_the_stop_token,
-        [check_truncation, ADVANTAGES],
-    ),
-    "unbiased variance of what counts": (
-        tldr_policy,
-        "whiten",
-        wrong_whiten(unbiased=True),
-        [check_masked_whiten, ADVANTAGES, POLICY],
-    ),
-    "masked whitening epsilon 1e-5": (
-        tldr_policy,
-        "whiten",
-        wrong_whiten(epsilon=1e-5),
-        [check_masked_whiten, ADVANTAGES],
-    ),
-    "masked rewards whitened without their mean": (
-        tldr_policy,
-        "whiten",
-        wrong_whiten(never_keep_mean=True),
-        [check_masked_whiten, partial(check_advantages, "advantages_whiten_rewards")],
-    ),
-    "score on the stop token": (tldr_policy, "compute_rewards", score_on_the_last_token, [ADVANTAGES, POLICY]),
-    "k1 in place of k3": (tldr_policy, "compute_rewards", k1_always, [partial(check_trl_run, "trl_neox_k3")]),
-    "penalty subtracted in place of replacing": (
-        tldr_policy,
-        "punish_missing_eos",
-        penalty_subtracted,
-        [ADVANTAGES, POLICY],
-    ),
-    "values beyond the end in GAE": (tldr_policy, "compute_advantages", gae_over_everything, [ADVANTAGES]),
-    "no lambda in GAE": (tldr_policy, "compute_gae", gae_without_lambda, [ADVANTAGES, POLICY]),
-    "masked values not clipped": (tldr_policy, "value_loss", values_not_clipped, [LOSSES, POLICY]),
-    "no half in the masked value loss": (tldr_policy, "value_loss", value_loss_without_half, [LOSSES, POLICY]),
-    "logits without the temperature": (lm, "scaled_logits", logits_at_temperature_1, [FORWARD, LOSSES]),
-    "positions count padding": (
-        GPT2Model,
-        "forward",
-        gpt2_with(position_ids=None),
-        [partial(check_forward, "forward_gpt2_leftpad")],
-    ),
-    "padding is read": (lm, "causal_mask", mask_that_shows_padding, [FORWARD]),
-    "AdamW epsilon 1e-8": (torch.optim, "AdamW", optimizer_with(eps=1e-8), [SFT, REWARD, POLICY]),
-    "no weight decay": (torch.optim, "AdamW", optimizer_with(weight_decay=0.0), [SFT, REWARD, POLICY]),
-    "learning rate of pairs reaches zero early": (
-        run,
-        "scheduled_lr",
-        schedule_reaching_zero_early,
-        [REWARD],
-    ),
-    "learning rate of PPO reaches zero early": (
-        run,
-        "scheduled_lr",
-        schedule_reaching_zero_early,
-        [check_defaults, POLICY],
-    ),
-    "the end of text is not predicted": (tldr_sft, "next_token_mask", end_of_text_not_predicted, [SFT]),
-    "the first token is predicted from padding": (tldr_sft, "next_token_mask", padding_predicts, [SFT]),
-    "loss of pairs upside down": (
-        tldr_reward,
-        "pairwise_losses",
-        lambda chosen, rejected: torch.nn.functional.softplus(chosen - rejected),
-        [REWARD],
-    ),
-    "scores not shifted": (tldr_reward, "shift_to_references", unshifted, [REWARD]),
-    "newline before the summary of an article": (
-        posts,
-        "fit_query",
-        query_with_its_newline,
-        [check_queries, check_comparisons],
-    ),
-    "post cut by characters alone": (posts, "fit_query", post_cut_after_its_newline, [check_queries]),
-    "summary without its space": (
-        posts.Encoder,
-        "summary",
-        summary_without_its_space,
-        [check_posts, check_comparisons],
-    ),
-    "queries padded on the right": (posts, "pad_rows", padded_on_the_other_side, [check_posts]),
+FILES = tuple(f"tldr_{name}.py" for name in ("sft", "reward", "policy"))
+FILES += tuple(f"lib/{name}.py" for name in ("lm", "run", "posts"))
+# mistake of the book: the checks that must fail if it is in the functions of these files
+MISTAKES: dict[str, list[Callable]] = {
+    "response_logprobs: not shifted": [FORWARD, POLICY],
+    "response_mask: without the stop id": [check_truncation, ADVANTAGES],
+    "response_mask: values masked as tokens": [ADVANTAGES, POLICY],
+    "truncate: stop id removed": [check_truncation, ADVANTAGES],
+    "whiten: with n minus 1": [check_masked_whiten, ADVANTAGES, POLICY],
+    "whiten: epsilon 1e-5": [check_masked_whiten, ADVANTAGES],
+    "whiten: always without the mean": [check_masked_whiten, partial(check_advantages, "advantages_whiten_rewards")],
+    "token_rewards: score never after the last token": [ADVANTAGES, POLICY],
+    "token_rewards: k1 whatever is asked for": [partial(check_trl_run, "trl_neox_k3")],
+    "token_rewards: penalty subtracted for no stop": [ADVANTAGES, POLICY],
+    "gae: steps over masked tokens": [ADVANTAGES],
+    "gae: without lambda": [ADVANTAGES, POLICY],
+    "value_loss: without a clip": [LOSSES, POLICY],
+    "value_loss: without its half": [LOSSES, POLICY],
+    "token_logprobs: without temperature": [FORWARD, LOSSES],
+    "response_logprobs: without positions": [partial(check_forward, "forward_gpt2_leftpad")],
+    "response_logprobs: that see padding": [FORWARD],
+    "adam_step: epsilon 1e-8": [SFT, REWARD, POLICY],
+    "adam_step: without its weight decay": [SFT, REWARD, POLICY],
+    "learning_rate: zero too early": [REWARD, check_defaults, POLICY],
+    "texts: the end is not predicted": [SFT],
+    "texts: the first token is predicted": [SFT],
+    "labels: pairs upside down": [REWARD],
+    "labels: scores not shifted": [REWARD],
+    "queries: newline before the summary of an article": [check_queries, check_comparisons],
+    "queries: post cut by characters alone": [check_queries],
+    "queries: summary without its space": [check_posts, check_comparisons],
+    "queries: padded on the right": [check_posts],
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_detected(mistake, monkeypatch):
-    where, attribute, wrong, checks = MISTAKES[mistake]
-    monkeypatch.setattr(where, attribute, wrong)
-    for check in checks:
+    mistakes.put(mistake, FILES, monkeypatch)
+    for check in MISTAKES[mistake]:
         with pytest.raises(AssertionError):
             check()
 
 
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
-    monkeypatch.setattr(tldr_policy, "whiten", wrong_whiten())
-    monkeypatch.setattr(GPT2Model, "forward", gpt2_with())
-    monkeypatch.setattr(torch.optim, "AdamW", optimizer_with())
-    check_masked_whiten()
-    partial(check_advantages, "advantages_whiten_rewards")()
-    partial(check_forward, "forward_gpt2_leftpad")()
-    POLICY()
+    mistakes.put_unchanged(list(MISTAKES), FILES, monkeypatch)
+    for check in {check for checks in MISTAKES.values() for check in checks}:
+        check()

@@ -6,11 +6,11 @@ As in test_golden.py each check is a plain function that reads ours from its mod
 puts a wrong one there.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
 
+import mistakes
 import numpy as np
 import pytest
 import torch
@@ -564,158 +564,67 @@ GAE, GRPO, RLOO, OPO = (MATCHED[name] for name in ("gae_ragged", "grpo_std", "rl
 VANILLA, DUAL, GSPO, CISPO = (MATCHED[f"policy_{name}"] for name in ("vanilla", "dual_clip", "gspo", "cispo"))
 TOKEN, SEQUENCE, EMPTY_ROW = MATCHED["is_token"], MATCHED["is_sequence"], MATCHED["policy_empty_row"]
 
-# mistake: (function, its text, what stands there instead, the checks that must fail)
-MISTAKES: dict[str, tuple[str, str, str, list[Callable]]] = {
-    "the next value is 0": (
-        "sums_of_errors",
-        "torch.where(mask[:, t], values[:, t], next_value)",
-        "next_value",
-        [GAE],
-    ),
-    "returns without values": ("gae", "(of_targets + values)", "of_targets", [GAE]),
-    "one lambda in the targets": (
-        "gae",
-        "advantages if same else",
-        "advantages if True else",
-        [partial(check_lambdas, "critic_lambda_1"), partial(check_lambdas, "length_adaptive")],
-    ),
-    "one lambda in the advantages": (
-        "gae",
-        "lam=policy_lam)",
-        "lam=critic_lam)",
-        [partial(check_lambdas, "critic_lambda_below"), partial(check_lambdas, "length_adaptive")],
-    ),
-    "a lambda that is negative": ("gae", ".clamp(min=1)", "", [partial(check_lambdas, "length_adaptive_short")]),
-    "a lambda by the width of the batch": (
-        "gae",
-        "mask.sum(1)",
-        "torch.full(mask[:, 0].shape, mask.shape[1])",
-        [partial(check_lambdas, "vapo")],
-    ),
-    "MaxRL divided by the deviation": (
-        "maxrl",
-        "centred / (mean + 1e-6)",
-        "centred / (mean * (1 - mean)).sqrt()",
-        [check_maxrl],
-    ),
-    "NaN times the mask": (
-        "gae",
-        "(of_targets + values).masked_fill(~mask, 0)",
-        "(of_targets + values) * mask",
-        [check_differing_gae_nan],
-    ),
-    "returns that end at a hole": (
-        "sums_of_errors",
-        "torch.where(mask[:, t], advantage, next_advantage)",
-        "advantage * mask[:, t]",
-        [check_differing_reinforce_pp_hole],
-    ),
-    "std of a group with n": ("grpo", "(size - 1)", "size", [GRPO]),
-    "groups by position": ("by_group", ".argmax(1)", ".argmax(1) * 0", [GRPO]),
-    "rewards of masked tokens in groups": (
-        "centred_scores",
-        "rewards.masked_fill(~mask, 0)",
-        "rewards",
-        [check_differing_grpo_reward_on_masked_slot],
-    ),
-    "a raw reward in a group of one": (
-        "centred_scores",
-        ".masked_fill((largest <= smallest) | ~live, 0)",
-        ".where(size > 1, totals)",
-        [GRPO, check_differing_rloo_single],
-    ),
-    "the mean with the response itself": ("rloo", "centred * size / (size - 1).clamp(min=1)", "centred", [RLOO]),
-    "OPO without lengths": ("opo", "mask.sum(1)", "mask.any(1)", [OPO]),
-    "ReMax without its baseline": ("remax", "baselines.unsqueeze(1)", "0", [check_remax]),
-    "whitening with n - 1": (
-        "whiten",
-        "/ count\n    whitened",
-        "/ (count - 1)\n    whitened",
-        [GAE, DIFFERENT["whiten_shift"]],
-    ),
-    "whitening of all entries": (
-        "whiten",
-        "launch.widened(mask.sum())",
-        "torch.tensor(mask.numel()).double()",
-        [GAE],
-    ),
-    "k2 without its half": ("kl_estimate", "d**2 / 2", "d**2", [check_kl]),
-    "k3 upside down": ("kl_estimate", "torch.expm1((-d)", "torch.expm1((d)", [check_kl]),
-    "k3 without a slope far below": ("kl_estimate", ".clamp(min=-10)", " * (d > -2.6)", [check_differing_kl_extreme]),
-    "one bound for both sides": ("token_losses", "1 + high", "1 + low", [GSPO]),
-    "the smaller loss": ("token_losses", "torch.maximum(losses", "torch.minimum(losses", [VANILLA]),
-    "no dual clip": ("token_losses", "dual_clip is None or", "True or", [DUAL]),
-    "dual clip of right answers": ("token_losses", "(advantages < 0) & ", "", [VANILLA]),
-    "GSPO with the sum": ("token_losses", "/ mask.sum(1, keepdim=True).clamp(min=1)", "", [GSPO]),
-    "CISPO with a gradient through the ratio": (
-        "token_losses",
-        "clipped_ratio.detach()",
-        "clipped_ratio",
-        [CISPO],
-    ),
-    "value errors without their half": ("value_losses", "0.5 * ", "", [check_value_loss]),
-    "values clipped to the returns": (
-        "value_losses",
-        "values - bound, values",
-        "returns - bound, returns",
-        [check_value_loss],
-    ),
-    "means of rows with an empty one": (
-        "aggregate",
-        "(lengths > 0).sum()",
-        "len(mask)",
-        [EMPTY_ROW],
-    ),
-    "lengths that do not divide": ("aggregate", "/ lengths.clamp(min=1)", "", [check_aggregate]),
-    "the norm without the sequences": ("aggregate", "(episodes or len(mask)) * ", "", [check_aggregate]),
-    "the sampled token as entropy": (
-        "read_logits",
-        "-(all_logprobs.exp() * all_logprobs).sum(-1)",
-        "-logprobs",
-        [check_entropy],
-    ),
-    "weights without a cap": ("importance_weights", ".clamp(max=cap)", "", [check_bypass_reinforce]),
-    "a weight per token for sequences": ("log_weights", 'kind == "token"', "True", [SEQUENCE]),
-    "bounds on the inverse weight": ("rejection_mask", ".exp()", ".neg().exp()", [check_differing_reject_asymmetric]),
-    "the stop id left out": ("response_mask", " - stops.long()", "", [check_response_mask]),
-    "the sign of the mismatch": ("mismatch", "-log_w[mask].mean()", "log_w[mask].mean()", [check_mismatch]),
-    "empty rows in the mismatch": (
-        "mismatch",
-        "live = mask.any(1)",
-        "live = mask.any(1) | True",
-        [check_differing_mismatch_of_an_empty_row],
-    ),
+FILES = ("rlvr_math.py",)
+# mistake of the book: the checks that must fail
+MISTAKES: dict[str, list[Callable]] = {
+    "gae: next value 0": [GAE],
+    "gae: returns without values": [GAE],
+    "gae: one lambda in the targets": [
+        partial(check_lambdas, "critic_lambda_1"),
+        partial(check_lambdas, "length_adaptive"),
+    ],
+    "gae: one lambda in the advantages": [
+        partial(check_lambdas, "critic_lambda_below"),
+        partial(check_lambdas, "length_adaptive"),
+    ],
+    "gae: a negative lambda": [partial(check_lambdas, "length_adaptive_short")],
+    "gae: a lambda by the width": [partial(check_lambdas, "vapo")],
+    "group_advantages: maxrl divided by the deviation": [check_maxrl],
+    "gae: NaN times the mask": [check_differing_gae_nan],
+    "gae: erased by a hole": [check_differing_reinforce_pp_hole],
+    "group_advantages: std with n": [GRPO],
+    "group_advantages: over the batch": [GRPO],
+    "group_advantages: rewards of masked tokens": [check_differing_grpo_reward_on_masked_slot],
+    "group_advantages: raw score of a group of one": [GRPO, check_differing_rloo_single],
+    "group_advantages: rloo with itself": [RLOO],
+    "group_advantages: opo without lengths": [OPO],
+    "group_advantages: remax without its baseline": [check_remax],
+    "whiten: with n minus 1": [GAE, DIFFERENT["whiten_shift"]],
+    "whiten: over padding": [GAE],
+    "kl_estimate: k2 without its half": [check_kl],
+    "kl_estimate: k3 upside down": [check_kl],
+    "kl_estimate: k3 without a slope far below": [check_differing_kl_extreme],
+    "policy_loss: one bound": [GSPO],
+    "policy_loss: the smaller loss": [VANILLA],
+    "policy_loss: without the dual clip": [DUAL],
+    "policy_loss: dual clip of good tokens": [VANILLA],
+    "gspo_loss: sum of log ratios": [GSPO],
+    "cispo_loss: gradient through the ratio": [CISPO],
+    "value_loss: without its half": [check_value_loss],
+    "value_loss: clipped around the returns": [check_value_loss],
+    "aggregate: empty rows count": [EMPTY_ROW],
+    "aggregate: lengths that do not divide": [check_aggregate],
+    "aggregate: norm without the sequences": [check_aggregate],
+    "entropy: of the sampled token": [check_entropy],
+    "importance_weights: without a cap": [check_bypass_reinforce],
+    "importance_weights: of tokens for sequences": [SEQUENCE],
+    "rejection_mask: bounds of the inverse": [check_differing_reject_asymmetric],
+    "response_mask: without the stop id": [check_response_mask],
+    "mismatch: of the wrong sign": [check_mismatch],
+    "mismatch: empty rows count": [check_differing_mismatch_of_an_empty_row],
 }
-
-
-def mutated(name: str, text: str, wrong: str) -> Callable:
-    """A function of the script with another text in it."""
-    source = inspect.getsource(getattr(rlvr_math, name))
-    assert source.count(text) >= 1, f"{name} has no {text}"
-    namespace = dict(vars(rlvr_math))
-    exec("from __future__ import annotations\n" + source.replace(text, wrong), namespace)
-    return namespace[name]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_detected(mistake, monkeypatch):
-    name, text, wrong, checks = MISTAKES[mistake]
-    put_in_place(name, mutated(name, text, wrong), monkeypatch)
-    for check in checks:
+    mistakes.put(mistake, FILES, monkeypatch)
+    for check in MISTAKES[mistake]:
         with pytest.raises(AssertionError):
             check()
 
 
-def put_in_place(name: str, function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    for estimator, original in list(rlvr_math.ESTIMATORS.items()):
-        if original is getattr(rlvr_math, name):
-            monkeypatch.setitem(rlvr_math.ESTIMATORS, estimator, function)
-    monkeypatch.setattr(rlvr_math, name, function)
-
-
 def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
-    for name in {name for name, *_ in MISTAKES.values()}:
-        put_in_place(name, mutated(name, "def ", "def "), monkeypatch)
+    mistakes.put_unchanged(list(MISTAKES), FILES, monkeypatch)
     for check in [*MATCHED.values(), *DIFFERENT.values(), *(partial(check_lambdas, name) for name in LAMBDAS)]:
         check()
     check_maxrl()

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from mistakes import titles
 from processes import launch
 from runs import build_tiny_sums, metrics_of, only
 from safetensors.torch import load_file
@@ -28,6 +29,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
 from ppo_rlhf import rlvr_policy, train_both, train_policy
+from ppo_rlhf.check import faults
 from ppo_rlhf.lib import label_files, lm, problems, rewards, run, texts
 from ppo_rlhf.worlds import sums, tales
 
@@ -68,22 +70,18 @@ GRPO = {
 UPDATES, PROMPTS = 3, 4  # in these tests
 EPISODES = PROMPTS * rlvr_policy.PRESETS["sums-grpo"].ppo.samples_per_prompt
 
-Mistake = tuple[str, str]  # a text of the small file that must be in it once, and what takes its place
-
 
 def flags_of(constants: dict) -> list[str]:
     return [word for field, value in constants.values() if value is not None for word in (f"--{field}", str(value))]
 
 
-def source_of(name: str, *mistakes: Mistake) -> str:
-    source = (SMALL / f"{name}.py").read_text()
-    for right, wrong in mistakes:
-        assert source.count(right) == 1, right
-        source = source.replace(right, wrong)
-    return source
+def source_of(name: str, *mistakes: str) -> str:
+    """A small file's text, with mistakes of the book."""
+    edits = {place: pair for title in mistakes for place, pair in faults.named(title).edits.items()}
+    return faults.edited_file(f"small/{name}.py", edits)
 
 
-def small_file(name: str, constants: dict, *mistakes: Mistake) -> ModuleType:
+def small_file(name: str, constants: dict, *mistakes: str) -> ModuleType:
     """A small file as a module, with the values of these tests."""
     module = ModuleType(name)
     module.__file__ = str(SMALL / f"{name}.py")
@@ -229,7 +227,7 @@ def big_policies(big_ppo, world, tmp_path_factory) -> dict[int, dict[str, Tensor
     return {n: saved_state(only(folders[n], "runs/train_policy__*"), policy_names(world)) for n in folders}
 
 
-def small_ppo(*mistakes: Mistake) -> ModuleType:
+def small_ppo(*mistakes: str) -> ModuleType:
     """The small file. Its permutations are those of the first of train_both.py's groups."""
     module = small_file("ppo", PPO, *mistakes)
     keyed, reward_model = module.keyed_generator, module.RewardModel
@@ -263,13 +261,13 @@ def small_reward(module: ModuleType, world: Path, cache: Path) -> torch.nn.Modul
         return module.train_reward_model(arguments_of(module, words_of(PPO, world)), choices, queries, language_model)
 
 
-def small_reward_state(world: Path, cache: Path, *mistakes: Mistake) -> dict[str, Tensor]:
+def small_reward_state(world: Path, cache: Path, *mistakes: str) -> dict[str, Tensor]:
     """Weights and moments of the small file's reward model."""
     (optimizer,) = optimizers_of(lambda: small_reward(small_ppo(*mistakes), world, cache))
     return state_of(optimizer, reward_names(world))
 
 
-def small_policy(world: Path, reward_model: torch.nn.Module, minibatches: int, *mistakes: Mistake) -> dict:
+def small_policy(world: Path, reward_model: torch.nn.Module, minibatches: int, *mistakes: str) -> dict:
     """Weights and moments of the small file's policy."""
     module = small_ppo(*mistakes)
     if minibatches > 1:
@@ -314,73 +312,18 @@ def test_ppo_trains_the_weights_of_train_both_and_prints_its_numbers(
         assert f"{line}\n".replace("KL -0.00,", "KL 0.00,") in shown.replace("KL -0.00,", "KL 0.00,")
 
 
-REWARD_MISTAKES: dict[str, Mistake] = {
-    "another head": ("std=(backbone.config.hidden_size + 1) ** -0.5", "std=0.02"),
-    "the score is read too early": ("read(self.backbone, tokens)[:, -1]", "read(self.backbone, tokens)[:, -2]"),
-    "the gain is not taken along": (
-        "self.gain.div_(scores.std(unbiased=False))",
-        "self.gain.fill_(1 / scores.std(unbiased=False))",
-    ),
-    "the sample variance": ("self.gain.div_(scores.std(unbiased=False))", "self.gain.div_(scores.std())"),
-    "the mean is not divided": (
-        "self.bias.sub_(scores.mean()).div_(scores.std(unbiased=False))",
-        "self.bias.sub_(scores.mean())",
-    ),
-    "positions count padding": (
-        "positions = mask.cumsum(1) - mask.long()",
-        "positions = torch.arange(mask.shape[1]).expand_as(mask)",
-    ),
-    "padding is seen": ("attention_mask=mask, ", ""),
-    "Adam of PyTorch": ('1e-5 / (1 - 0.999 ** group["steps"]) ** 0.5', "1e-5"),
-    "a constant learning rate": ("(1 - step * RM_BATCH / args.choices)", "1"),
-    "the order of the file": (
-        'order = torch.randperm(args.choices, generator=keyed_generator(args.seed, "labels"))',
-        "order = torch.arange(args.choices)",
-    ),
-}
+REWARD = ("RewardModel", "train_reward_model", "read", "adam_step")  # what trains the reward model
 
 
-@pytest.mark.parametrize("mistake", REWARD_MISTAKES)
+@pytest.mark.parametrize("mistake", titles("small/ppo.py", *REWARD))
 def test_a_mistake_in_the_reward_model_is_found(mistake, world, tmp_path, big_reward):
-    assert differences(small_reward_state(world, tmp_path, REWARD_MISTAKES[mistake]), big_reward, CLEAR)
+    assert differences(small_reward_state(world, tmp_path, mistake), big_reward, CLEAR)
 
 
-POLICY_MISTAKES: dict[str, Mistake] = {
-    "gamma applied twice": ("delta + gamma * lam", "delta + gamma * gamma * lam"),
-    "the next value is forgotten": ("rewards[:, t] + gamma * next_value - values", "rewards[:, t] - values"),
-    "whitened rewards lose their mean": ("whiten(rewards, keep_mean=True)", "whiten(rewards, keep_mean=False)"),
-    "rewards are not whitened": ("whiten(rewards, keep_mean=True)", "rewards"),
-    "advantages keep their mean": ("keep_mean=False)", "keep_mean=True)"),
-    "the sample variance": ("x.var(unbiased=False)", "x.var()"),
-    "episodes are whitened apart": ("x.var(unbiased=False)", "x.var(1, keepdim=True, unbiased=False)"),
-    "k3 for k1": (
-        "kl = logprobs - ref_logprobs",
-        "kl = torch.exp(ref_logprobs - logprobs) - 1 + logprobs - ref_logprobs",
-    ),
-    "the score on the first token": ("rewards[:, -1] += scores", "rewards[:, 0] += scores"),
-    "the score of the whole response": ("reward_model(truncated)", "reward_model(tokens)"),
-    "any full stop stops": (">= QUERY_LENGTH + STOP_AFTER)", ">= QUERY_LENGTH)"),
-    "no shift": ("[:, -RESPONSE_LENGTH - 1 : -1]", "[:, -RESPONSE_LENGTH:]"),
-    "no temperature in training": ("(model.lm_head(states) / TEMPERATURE)", "(model.lm_head(states))"),
-    "the smaller loss": ("torch.maximum(losses, clipped_losses)", "torch.minimum(losses, clipped_losses)"),
-    "values are not clipped": ("torch.maximum(errors, clipped_errors)", "errors"),
-    "the value loss without a half": ("0.5 * torch.maximum(errors", "torch.maximum(errors"),
-    "every epoch in the same order": ('"permutation", update, epoch', '"permutation", update, 0'),
-    "the controller takes any step": (
-        "min(max(mean_kl / args.kl_target - 1, -0.2), 0.2)",
-        "(mean_kl / args.kl_target - 1)",
-    ),
-    "the controller sees tokens": ("kl.sum(1)", "kl.mean(1)"),
-    "the learning rate falls too early": ("(1 - update / args.updates)", "(1 - (update + 1) / args.updates)"),
-    "a value head that is not zero": ("nn.init.zeros_(value_head.bias)", "nn.init.constant_(value_head.bias, 1e-3)"),
-}
-
-
-@pytest.mark.parametrize("mistake", POLICY_MISTAKES)
+@pytest.mark.parametrize("mistake", titles("small/ppo.py", without=(*REWARD, "main")))
 def test_a_mistake_in_ppo_is_found(mistake, world, reward_model, big_policies):
     assert any(
-        differences(small_policy(world, reward_model, n, POLICY_MISTAKES[mistake]), big_policies[n], CLEAR)
-        for n in big_policies
+        differences(small_policy(world, reward_model, n, mistake), big_policies[n], CLEAR) for n in big_policies
     )
 
 
@@ -415,7 +358,7 @@ def test_the_gold_score_is_that_of_tales():
     )
 
 
-KEPT = {  # changes of the next run's flags, code and world, and whether it trains a reward model
+KEPT = {  # changes of the next run's flags, code (a text and another) and world; whether it trains a reward model
     "nothing": ([], None, None, False),
     "PPO": (["--updates=2", "--kl_coef=0", "--clip=0.1"], ("# 3. Compute", "# 3. Find"), None, False),
     "the seed": (["--seed=2"], None, None, True),
@@ -430,14 +373,14 @@ KEPT = {  # changes of the next run's flags, code and world, and whether it trai
 @pytest.mark.parametrize("change", KEPT)
 def test_a_reward_model_is_kept(change, world, tmp_path, monkeypatch, capsys):
     """The next run takes it, unless something has changed that it depends on."""
-    flags, mistake, damage, trained = KEPT[change]
+    flags, other_code, damage, trained = KEPT[change]
     copy, cache = shutil.copytree(world, tmp_path / "world"), tmp_path / "cache"
     score_of = []  # what the reward model of each run says about a text
-    for turn, (words, mistakes) in enumerate([([], []), (flags, [mistake] if mistake else [])]):
+    for turn, (words, change_of_code) in enumerate([([], ("", "")), (flags, other_code or ("", ""))]):
         if turn and damage:
             (path := copy / damage[0]).write_bytes(path.read_bytes().replace(*damage[1:]))
-        module = small_file("ppo", PPO, *mistakes)
-        (path := tmp_path / "ppo.py").write_text(source_of("ppo", *mistakes))
+        module = small_file("ppo", PPO)
+        (path := tmp_path / "ppo.py").write_text(source_of("ppo").replace(*change_of_code))
         module.CACHE, module.__file__ = cache, str(path)
         module.train_policy = lambda *arguments: (
             score_of.append(arguments[-1](torch.tensor([[5, 6, 7]]))) or arguments[3]
@@ -458,7 +401,7 @@ class Counts(torch.nn.Module):
         return (tokens != -1).double().sum(1)
 
 
-def last_lines(world: Path, monkeypatch, capsys, *mistakes: Mistake) -> tuple[list[str], list[str]]:
+def last_lines(world: Path, monkeypatch, capsys, *mistakes: str) -> tuple[list[str], list[str]]:
     """What ppo.py prints after the training, and what it should print by the big scripts' functions.
 
     Its trained policy is the language model with other weights.
@@ -491,20 +434,9 @@ def last_lines(world: Path, monkeypatch, capsys, *mistakes: Mistake) -> tuple[li
     return capsys.readouterr().out.splitlines(), expected
 
 
-LAST_MISTAKES: dict[str, Mistake] = {
-    "not truncated": (
-        'truncate(generate(model, held_out, args.seed, "held-out"), tokenizer.encode(".")[0])',
-        'generate(model, held_out, args.seed, "held-out"), None',
-    ),
-    "training stories": ("held_out=True)", "held_out=False)"),
-    "the same model twice": ('"The policy": policy}', '"The policy": language_model}'),
-}
-
-
-@pytest.mark.parametrize("mistake", [None, *LAST_MISTAKES])
+@pytest.mark.parametrize("mistake", [None, *titles("small/ppo.py", "main")])
 def test_what_ppo_prints_at_the_end(mistake, tiny_world, monkeypatch, capsys):
-    mistakes = [LAST_MISTAKES[mistake]] if mistake else []
-    shown, expected = last_lines(tiny_world, monkeypatch, capsys, *mistakes)
+    shown, expected = last_lines(tiny_world, monkeypatch, capsys, *([mistake] if mistake else []))
     assert (shown == expected) == (mistake is None)
 
 
@@ -548,7 +480,7 @@ def big_grpo_state(big_grpo, easy_sums) -> dict[str, Tensor]:
     return saved_state(only(big_grpo, "runs/*"), names, prefix="policy/")
 
 
-def small_grpo(world: Path, *mistakes: Mistake) -> dict[str, Tensor]:
+def small_grpo(world: Path, *mistakes: str) -> dict[str, Tensor]:
     """Weights and moments of the small file's policy."""
     module = small_file("grpo", GRPO, *mistakes)
     policy, tokenizer = (kind.from_pretrained(world / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -583,32 +515,9 @@ def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(
     assert all(f"{line}\n" in shown for line in updates) and len({*updates}) == UPDATES
 
 
-GRPO_MISTAKES: dict[str, Mistake] = {
-    "the variance over n": ("scores.std(1, keepdim=True)", "scores.std(1, keepdim=True, unbiased=False)"),
-    "advantages are not divided": ("((scores - mean) / (std + 1e-6))", "(scores - mean)"),
-    "the mean of the batch": ("scores.mean(1, keepdim=True)", "scores.mean()"),
-    "responses weigh the same": ("[mb_mask].mean()", ".masked_fill(~mb_mask, 0).sum(1).div(mb_mask.sum(1)).mean()"),
-    "the smaller loss": ("torch.maximum(", "torch.minimum("),
-    "the ratio is always 1": (
-        "torch.exp(new_logprobs - logprobs[mb_inds])",
-        "torch.exp(new_logprobs - new_logprobs.detach())",
-    ),
-    "the gradient is not clipped": ("nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)", "pass"),
-    "weight decay": ("weight_decay=0.0", "weight_decay=0.01"),
-    "the end is not learned": ("row[: row.index(end) + 1]", "row[: row.index(end)]"),
-    "a token of the prompt counts": ("0, -1) <= sizes", "0, -1).roll(-1) <= sizes"),
-    "no shift": ("states[:, :-1][in_response[:, 1:]]", "states[in_response]"),
-    "minibatches are halves": (".argsort(1)\n", ".argsort(1).sort(0).values\n"),
-    "another problem for each response": (
-        "for i in chosen for _ in range(args.group)]",
-        "for i in problem_order[: args.prompts * args.group]]",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", GRPO_MISTAKES)
+@pytest.mark.parametrize("mistake", titles("small/grpo.py"))
 def test_a_mistake_in_grpo_is_found(mistake, easy_sums, big_grpo_state):
-    assert differences(small_grpo(easy_sums, GRPO_MISTAKES[mistake]), big_grpo_state, CLEAR)
+    assert differences(small_grpo(easy_sums, mistake), big_grpo_state, CLEAR)
 
 
 def test_without_a_mistake_the_training_of_grpo_agrees_too(easy_sums, big_grpo_state):

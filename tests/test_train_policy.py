@@ -8,7 +8,6 @@ their own prove (noise and permutations).
 import contextlib
 import csv
 import dataclasses
-import inspect
 import io
 import itertools
 import json
@@ -16,14 +15,13 @@ import math
 import random
 import re
 import shutil
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from mistakes import put, put_unchanged, titles
 from processes import launch_together
 from runs import both_arguments, metrics_of, only, policy_arguments, samples_of, world_arguments
 from safetensors.torch import load_file
@@ -420,139 +418,20 @@ def test_the_replayed_run_leaves_nothing_out(expected: Left, args: Args):
 # ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
 
-def mistaken(module: ModuleType, name: str, replacements: dict[str, str]) -> Callable:
-    """A function of a module with other texts in its source."""
-    source = textwrap.dedent(inspect.getsource(getattr(module, name)))
-    for old, new in replacements.items():
-        assert source.count(old) == 1, f"{name} has {source.count(old)} times: {old}"
-        source = source.replace(old, new)
-    made: dict[str, Callable] = {}
-    exec(source, vars(module), made)
-    return made[name]
+FILES = ("train_policy.py", "lib/cli.py", "lib/run.py")
+MISTAKES = titles("train_policy.py", "train", "make_rollout", "group_advantages", "draw_permutations", "ppo_update")
+MISTAKES += [*titles("lib/cli.py", "ppo_sizes"), *titles("lib/run.py", "sample_rows")]
 
 
-ADAPT = 'controller.update(metrics["objective/kl"], sizes.batch)'
-RATE = 'weights["lr"] = learning_rate(ppo, update, first_lr)'
-RATES = "for weights, first_lr in zip("
-PARTS = '[{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]'
-COEFFICIENT = "rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)"
-ROLL_OUT = "batch = roll_out(queries, uniforms, controller.value)"
-
-# mistake: (function of train_policy.py, {what stands in it: what stands there instead})
-MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
-    "D09 prefix and suffix swapped": (
-        "make_rollout",
-        {"add_affixes(queries, ids.prefix, ids.suffix)": "add_affixes(queries, ids.suffix, ids.prefix)"},
-    ),
-    "D11 not from the first text": (
-        "train",
-        {"QueryStream(task, tokenizer)": "QueryStream(task, tokenizer, position=1)"},
-    ),
-    "D28 reward model reads the affixes": (
-        "make_rollout",
-        {"torch.cat([queries, truncated_responses]": "torch.cat([contexts, truncated_responses]"},
-    ),
-    "D45 reference is trained too": (
-        "make_rollout",
-        {"response_logprobs, reference,": "response_logprobs, policy.lm_backbone,"},
-    ),
-    "D47 old log-probs of the reference": (
-        "make_rollout",
-        {"        logprobs=logprobs,": "        logprobs=ref_logprobs,"},
-    ),
-    "D49 whole responses are scored": (
-        "make_rollout",
-        {"torch.cat([queries, truncated_responses]": "torch.cat([queries, responses]"},
-    ),
-    "D50 penalty is added": (
-        "make_rollout",
-        {"torch.where(stopped, raw_scores, task": "raw_scores + torch.where(stopped, 0.0, task"},
-    ),
-    "D50 early stop token passes": (
-        "make_rollout",
-        {"has_stop(truncated_responses, ids.stop, task.truncate_after)": "has_stop(responses, ids.stop, 0)"},
-    ),
-    "D51 no KL after the stop token": (
-        "make_rollout",
-        {COEFFICIENT: COEFFICIENT + "\n        kl = kl * (truncated_responses != ids.pad)"},
-    ),
-    "D53 coefficient of the first update": ("train", {ROLL_OUT: ROLL_OUT.replace("controller.value", "0.15")}),
-    "D55 rewards whitened once per rollout": (
-        "ppo_update",
-        {
-            "group_advantages(rollout.rewards[mb_inds], mb_values, ppo)": "group_advantages("
-            "whiten(rollout.rewards, keep_mean=True)[mb_inds], mb_values, "
-            "dataclasses.replace(ppo, whiten_rewards=False))"
-        },
-    ),
-    "D62 one permutation for all epochs": ("draw_permutations", {"update, epoch, group": "update, 0, group"}),
-    "D62 one permutation for all updates": ("draw_permutations", {"update, epoch, group": "0, epoch, group"}),
-    "D63 learning rate is not assigned": ("train", {RATE: "pass"}),
-    "D63 learning rate of the next update": ("train", {RATE: RATE.replace("update,", "update + 1,")}),
-    "X17 the value head has the rate of all other weights": ("train", {RATE: RATE.replace(", first_lr", "")}),
-    "D64 Adam begins anew in each update": (
-        "train",
-        {RATES: f"optimizer = AdamTensorFlowStyle({PARTS}, lr=ppo.lr)\n        {RATES}"},
-    ),
-    "D69 episodes of a minibatch": ("train", {ADAPT: ADAPT.replace("sizes.batch", "sizes.group_batch")}),
-    "D70 KL per token": ("train", {ADAPT: ADAPT.replace("], ", "] / task.response_length, ")}),
-    "D71 the first coefficient is logged": ("train", {"kl_coef=controller.value": "kl_coef=0.15"}),
-    "D71 adapted before the rewards": (
-        "train",
-        {
-            ROLL_OUT: ROLL_OUT
-            + "; controller.update(batch.objectives['kl'].mean().item(), sizes.batch); "
-            + ROLL_OUT,
-            ADAPT: "pass",
-        },
-    ),
-    "D75 metrics of the last minibatch": (
-        "ppo_update",
-        {"torch.stack([step[name] for step in steps]).mean() for": "steps[-1][name] for"},
-    ),
-    "D75 unbiased variance of the returns": (
-        "ppo_update",
-        {"tensor.var((1, 2), unbiased=False)": "tensor.var((1, 2))"},
-    ),
-    "D77 groups are whitened together": (
-        "group_advantages",
-        {"torch.stack([whiten(group, keep_mean=True) for group in rewards])": "whiten(rewards, keep_mean=True)"},
-    ),
-    "D80 whole responses are shown": (
-        "make_rollout",
-        {"truncated_responses=truncated_responses,": "truncated_responses=responses,"},
-    ),
-    "X01 the same noise in each update": ("train", {"episode_noise(args.seed, update": "episode_noise(args.seed, 0"}),
-}
-# mistakes in services: (module, function, as above)
-MISTAKES_OF_SERVICES: dict[str, tuple[ModuleType, str, dict[str, str]]] = {
-    "D63 last update dropped": (cli, "ppo_sizes", {"math.ceil(": "math.floor("}),
-    "D80 scores before the penalty are shown": (
-        run,
-        "sample_rows",
-        {'"score": numbers["score"]': '"score": numbers["raw_score"]'},
-    ),
-    "X06 total with the first coefficient": (
-        run,
-        "sample_rows",
-        {'numbers["score"] + numbers["non_score_reward"]': 'numbers["score"] - 0.15 * numbers["kl"]'},
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", [*MISTAKES, *MISTAKES_OF_SERVICES])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_detected(mistake: str, args: Args, expected: Left, tmp_path: Path, monkeypatch):
-    module, name, replacements = MISTAKES_OF_SERVICES.get(mistake) or (train_policy, *MISTAKES[mistake])
-    monkeypatch.setattr(module, name, mistaken(module, name, replacements))
+    put(mistake, FILES, monkeypatch)
     with pytest.raises((AssertionError, NumericalError)):
         check_same(run_in(tmp_path, args, monkeypatch), expected)
 
 
 def test_a_function_without_a_mistake_passes(args: Args, expected: Left, tmp_path: Path, monkeypatch):
-    for name in {name for name, _ in MISTAKES.values()}:
-        monkeypatch.setattr(train_policy, name, mistaken(train_policy, name, {}))
-    for module, name in {(module, name) for module, name, _ in MISTAKES_OF_SERVICES.values()}:
-        monkeypatch.setattr(module, name, mistaken(module, name, {}))
+    put_unchanged(MISTAKES, FILES, monkeypatch)
     check_same(run_in(tmp_path, args, monkeypatch), expected)
 
 

@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from mistakes import put, put_unchanged, titles
 from processes import launch_together
 from runs import metrics_of, only, reward_arguments, world_arguments
 from safetensors.torch import load_file
-from test_train_policy import mean, mistaken, queries_in_order, stories_of, task_of, trained_on
+from test_train_policy import mean, queries_in_order, stories_of, task_of, trained_on
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import cli, models, plots
+from ppo_rlhf.lib import models, plots
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.label_files import LabelKind
 from ppo_rlhf.train_reward import (
@@ -237,127 +238,36 @@ def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):
 
 # ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
-SCORED = "torch.cat([queries, responses], dim=1)"
-TRUNCATED = ".masked_fill((responses == ids.stop).cumsum(1) > 0, ids.pad)"
-ORDER = 'torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))'
-ASKED, BATCHES_OF = "args.normalize_samples", "args.rollout_batch_size"
-TARGET_SCALE = "target_scale(labels.kind, labels.targets[: args.num_train])"
-AFTER = 'normalize_now("after", 0.0, 1.0)'
-RATE = 'optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)'
-BACKBONE = "load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)"
-COPY = 'RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16")'
-
-# mistake: (kind of label, function of train_reward.py, {what stands in it: what stands there instead})
-MISTAKES: dict[str, tuple[LabelKind, str, dict[str, str]]] = {
-    "D09 prefix and suffix swapped": (
-        "best",
-        "sample_and_normalize",
-        {"add_affixes(queries, ids.prefix, ids.suffix)": "add_affixes(queries, ids.suffix, ids.prefix)"},
-    ),
-    "D11 not from the first text": (
-        "best",
-        "train",
-        {"QueryStream(args.task, tokenizer)": "QueryStream(args.task, tokenizer, position=1)"},
-    ),
-    "D20 labels of the whole file": (
-        "best",
-        "train",
-        {"torch.randperm(args.num_train,": "torch.randperm(len(labels.targets),"},
-    ),
-    "D20 scale of the whole file": (
-        "score",
-        "train",
-        {"target_scale(labels.kind, labels.targets[: args.num_train])": "target_scale(labels.kind, labels.targets)"},
-    ),
-    "D21 scale of the whole differences": (
-        "difference",
-        "target_scale",
-        {"targets.double() / 2": "targets.double()"},
-    ),
-    "D21 the first sample is the better one": (
-        "difference",
-        "label_loss",
-        {"scores[:, 1] - scores[:, 0]": "scores[:, 0] - scores[:, 1]"},
-    ),
-    "D27 only the head is trained": (
-        "best",
-        "train",
-        {"AdamTensorFlowStyle(reward_model.p": "AdamTensorFlowStyle(reward_model.reward_head.p"},
-    ),
-    "D27 other weights at the start": (
-        "best",
-        "load_models",
-        {BACKBONE: f"{BACKBONE}.apply(lambda m: hasattr(m, 'reset_parameters') and m.reset_parameters())"},
-    ),
-    "D28 reward model reads the affixes": (
-        "best",
-        "sample_and_normalize",
-        {SCORED: "torch.cat([contexts, responses], dim=1)"},
-    ),
-    "D32 learned gain is kept": ("best", "normalize", {"reward_model.gain.fill_(1.0)": "pass"}),
-    "D32 learned bias is kept": ("score", "normalize", {"reward_model.bias.fill_(0.0)": "pass"}),
-    "D33 samples of the model that is trained": (
-        "best",
-        "load_models",
-        {COPY: "RewardModel(language_model.requires_grad_(True).base_model)"},
-    ),
-    "D34 ratings have another scale": ("score", "train", {TARGET_SCALE: "(0.0, 1.0)"}),
-    "D35 unbiased deviation": ("best", "gain_and_bias", {"std(unbiased=False)": "std()"}),
-    "D36 as many samples as asked for": (
-        "best",
-        "reward_sizes",
-        {f"math.ceil({ASKED} / {BATCHES_OF}) * {BATCHES_OF}": ASKED},
-    ),
-    "D37 samples are truncated": ("best", "sample_and_normalize", {SCORED: SCORED.replace("es]", f"es{TRUNCATED}]")}),
-    "D38 the same queries again": ("best", "train", {AFTER: "stream.position = 0; " + AFTER}),
-    "D38 the same noise again": ("best", "train", {AFTER: AFTER.replace("after", "before")}),
-    "D38 the scale of the labels again": ("score", "train", {AFTER: 'normalize_now("after", *scale_before)'}),
-    "D41 labels in the order of the file": ("best", "train", {ORDER: "torch.arange(args.num_train)"}),
-    "D41 batches overlap": ("best", "train", {"permutation[step * sizes.batch :": "permutation[step :"}),
-    "D42 learning rate is not assigned": ("best", "train", {RATE: "pass"}),
-    "D42 learning rate of the next step": ("best", "train", {RATE: RATE.replace("step)", "step + 1)")}),
-    "D76 head of another seed": (
-        "best",
-        "load_models",
-        {"torch.manual_seed(args.seed)": "torch.manual_seed(args.seed + 1)"},
-    ),
-    "X07 whole chunks of held-out labels only": (
-        "best",
-        "train",
-        {"labels.held_out, len(labels.targets))": "labels.held_out, 88)"},
-    ),
-    "X07 labels that were trained on": (
-        "best",
-        "train",
-        {"torch.arange(len(labels.targets) - labels.held_out, ": "torch.arange("},
-    ),
-    "X07 the loss of ratings on another scale": (
-        "score",
-        "evaluate",
-        {"label_statistics(labels.kind, scores,": "label_statistics(labels.kind, scores / scores.std(),"},
-    ),
-    "X07 the correlation of ranks is that of the ratings": (
-        "score",
-        "evaluate",
-        {"correlation(ranks(scores[:, 0]), ranks(targets))": "correlation(scores[:, 0], targets.double())"},
-    ),
+FILES = ("train_reward.py", "lib/cli.py")
+MISTAKES = titles(
+    "train_reward.py",
+    *("train", "sample_and_normalize", "normalize", "gain_and_bias", "target_scale", "label_loss", "load_models"),
+    "evaluate",
+)
+MISTAKES += titles("lib/cli.py", "reward_sizes")
+KIND_OF: dict[str, LabelKind] = {  # of label, where it isn't a choice
+    "normalize: learned bias is kept": "score",
+    "normalize: ratings on another scale": "score",
+    "normalize: scale of the whole file": "score",
+    "normalize: scale of the whole differences": "difference",
+    "normalize: the scale of the labels again": "score",
+    "labels: the first sample is the better one": "difference",
+    "held_out: loss of ratings on another scale": "score",
+    "held_out: ranks are ratings": "score",
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistake_is_detected(mistake: str, all_args, expected, tmp_path: Path, monkeypatch):
-    kind, name, replacements = MISTAKES[mistake]
-    module = cli if name == "reward_sizes" else train_reward
-    monkeypatch.setattr(module, name, mistaken(module, name, replacements))
+    kind = KIND_OF.get(mistake, "best")
+    put(mistake, FILES, monkeypatch)
     left = run_in(tmp_path, all_args[kind], monkeypatch)
     with pytest.raises(AssertionError):
         check_same(left, expected[kind])
 
 
 def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path: Path, monkeypatch):
-    for name in {name for _, name, _ in MISTAKES.values()}:
-        module = cli if name == "reward_sizes" else train_reward
-        monkeypatch.setattr(module, name, mistaken(module, name, {}))
+    put_unchanged(MISTAKES, FILES, monkeypatch)
     check_same(run_in(tmp_path, all_args["best"], monkeypatch), expected["best"])
 
 

@@ -10,6 +10,7 @@ exercise is the faulty text. A key such as "small/ppo.py::whiten" has the same m
 """
 
 import ast
+import functools
 import importlib
 import textwrap
 import tomllib
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PACKAGE = Path(__file__).parent.parent
@@ -85,27 +87,36 @@ FAULTS = [fault for fault in BOOK if form(fault.function) in fault.edits]
 # ---- Applying an edit ------------------------------------------------------------------------------------------
 
 
+Node = ast.FunctionDef | ast.ClassDef
+
+
 @cache
-def definitions(file: str) -> dict[str, str]:
-    """The text of every function, class and method of a file of this package, by name: whiten, Controller.update."""
-    text, found = (PACKAGE / file).read_text(), {}
-    lines = text.splitlines(keepends=True)
+def definitions(file: str) -> dict[str, Node]:
+    """Every function, class and method of a file of this package, by name: whiten, Controller.update."""
+    found: dict[str, Node] = {}
 
     def collect(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                found[prefix + node.name] = "".join(lines[first - 1 : node.end_lineno])
+            if isinstance(node, Node):
+                found[prefix + node.name] = node
                 if isinstance(node, ast.ClassDef):
                     collect(node.body, f"{prefix}{node.name}.")
 
-    collect(ast.parse(text).body, "")
+    collect(ast.parse((PACKAGE / file).read_text()).body, "")
     return found
 
 
-def text_of(place: str) -> str:
+def node_of(place: str) -> Node:
     file, _, name = place.partition("::")
     return definitions(file)[name]
+
+
+@cache
+def text_of(place: str) -> str:
+    node = node_of(place)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = (PACKAGE / place.partition("::")[0]).read_text().splitlines(keepends=True)
+    return "".join(lines[first - 1 : node.end_lineno])
 
 
 @cache
@@ -128,14 +139,23 @@ def edited_file(file: str, edits: dict[str, Edits]) -> str:
     return text
 
 
+def module_of(place: str) -> ModuleType:
+    file = place.partition("::")[0].removesuffix(".py")
+    return importlib.import_module(f"ppo_rlhf.{file.replace('/', '.')}")
+
+
+def holder_of(place: str) -> tuple[Any, str]:
+    """The module or class that has a function, and its name there."""
+    *classes, name = place.partition("::")[2].split(".")
+    return functools.reduce(getattr, classes, module_of(place)), name
+
+
 @cache
 def compiled(place: str, edits: Edits) -> Callable:
     """The function or class with its edits. It sees the rest of its module as it is when it runs."""
-    file, _, name = place.partition("::")
-    module = importlib.import_module(f"ppo_rlhf.{file.removesuffix('.py').replace('/', '.')}")
     text, found = f"from __future__ import annotations\n{textwrap.dedent(edited(place, edits))}", {}
-    exec(compile(text, f"<{place} with a fault>", "exec"), vars(module), found)
-    return found[name.rpartition(".")[2]]
+    exec(compile(text, f"<{place} with a fault>", "exec"), vars(module_of(place)), found)
+    return found[place.replace(".", "::").rpartition("::")[2]]
 
 
 def of(function: str) -> list[Fault]:
