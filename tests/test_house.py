@@ -320,3 +320,16 @@ def test_what_a_small_file_must_not_import_is_found(source, package):
 )
 def test_what_has_no_name_at_the_call_is_found(source, found):
     assert unnamed(source) == found
+
+
+# ---- How much there is -----------------------------------------------------------------------------------------
+
+# Lines of Python and of tables. They fall with each step, and rise only in a commit that brings a capability.
+AT_MOST = {"ppo_rlhf": 25_500, "benchmark": 6_300, "tests": 35_700}
+
+
+@pytest.mark.parametrize("folder", AT_MOST)
+def test_the_project_does_not_grow(folder):
+    files = [path for kind in ("*.py", "*.toml") for path in (PACKAGE.parent / folder).rglob(kind)]
+    lines = sum(len(path.read_text().splitlines()) for path in files if "runs" not in path.parts)
+    assert AT_MOST[folder] - 300 < lines <= AT_MOST[folder], f"{folder}: {lines} lines; change AT_MOST"
