@@ -392,7 +392,7 @@ def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_
 
 
 def test_the_script_itself_ends_with_status_2(tiny_world: Path, tmp_path: Path) -> None:
-    """In an ordinary process; test_bad_input.py has the inputs."""
+    """In an ordinary process; test_refusals.py has the inputs."""
     command = [
         sys.executable,
         str(SCRIPTS / "train_policy.py"),

@@ -3,13 +3,11 @@
 import csv
 import json
 import math
-import re
 import shutil
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from processes import SCRIPTS, launch, launch_together
+from refusals import command, edit, run as run_here
 from runs import metrics_of, only, posts_arguments, samples_of
 from safetensors.torch import load_file, save_file
-from test_bad_input import other_words
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, tldr_all, tldr_policy
 from ppo_rlhf.lib.errors import InputError
@@ -937,272 +935,12 @@ def test_a_stage_goes_on_from_another_folder(stage, all_three, tmp_path):
 
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
-Damage = Callable[[Path], None]  # of a folder with world/, sft/ and reward/
-
-
-@dataclass(frozen=True)
-class Row:
-    script: str
-    arguments: str
-    words: tuple[str, ...]
-    """what the line must contain"""
-    damage: Damage = lambda folder: None
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-WORLD = "--preset posts --task.posts world --task.comparisons world"
-
-
-def command(script: str, good: str) -> Callable[..., Row]:
-    """A function that makes rows of a script. Their arguments follow good ones, and of two the last counts."""
-
-    def row(arguments: str, *words: str, damage: Damage = lambda folder: None, **environment: str) -> Row:
-        return Row(script, f"{good} {arguments}", words, damage, environment)
-
-    return row
-
-
-bad_sft = command("tldr_sft.py", f"{WORLD} --base_model world/model --batch_size 16")
-bad_reward = command("tldr_reward.py", f"{WORLD} --base_model sft --batch_size 16")
-bad_policy = command(
-    "tldr_policy.py",
-    f"{WORLD} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
-)
-bad_all = command("tldr_all.py", f"{WORLD} --base_model world/model {ALL}")
-bad_world = command("worlds/posts.py", "--train_posts 8")
-
-
-def edit_json(path: str, **changes: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / path).write_text(json.dumps(json.loads((folder / path).read_text()) | changes))
-
-    return damage
-
-
-def edit_line(path: str, number: int, text: str) -> Damage:
-    def damage(folder: Path) -> None:
-        lines = (folder / path).read_text().splitlines()
-        lines[number] = text
-        (folder / path).write_text("\n".join(lines))
-
-    return damage
-
-
-def long_summary(folder: Path) -> None:
-    """One of a pair has more than 200 tokens."""
-    file = folder / "world/comparisons_train.jsonl"
-    lines = file.read_text().splitlines()
-    row = json.loads(lines[5])
-    row["summaries"][1]["text"] = " Mara robbed sailors." * 55
-    file.write_text("\n".join([*lines[:5], json.dumps(row), *lines[6:]]))
-
-
-def long_article(folder: Path) -> None:
-    """A validation comparison is of a news article of more than 256 tokens."""
-    file = folder / "world/comparisons_validation.jsonl"
-    lines = file.read_text().splitlines()
-    row = json.loads(lines[0]) | {"info": {"article": "Mara robbed sailors.\n" * 100}}
-    file.write_text("\n".join([json.dumps(row), *lines[1:]]))
-
-
-def sliding_window(folder: Path) -> None:
-    """The fine-tuned model attends to 100 tokens, which is enough for the longest post, but not for its summary."""
-    long_summary(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model("mistral", vocab_size=1024, num_key_value_heads=2, sliding_window=100, **sizes)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(10)
-    model.save_pretrained(folder / "sft")
-
-
-def remove(path: str) -> Damage:
-    return lambda folder: (folder / path).unlink()
-
-
-def not_finite(folder: Path) -> None:
-    tensors = load_file(folder / "reward/reward_head.safetensors")
-    save_file(tensors | {"bias": tensors["bias"] * math.nan}, folder / "reward/reward_head.safetensors")
-
-
-BAD_INPUT = {
-    # sizes
-    "sft: micro-batch": bad_sft("--local_micro_batch_size 3", "local_micro_batch_size 3", "_size 1"),
-    "sft: batch 0": bad_sft("--batch_size 0", "batch_size is 0", "at least 1"),
-    "sft: no pass": bad_sft("--epochs 0", "epochs is 0", "at least 1"),
-    "reward: micro-batch": bad_reward("--local_micro_batch_size 6", "local_micro_batch_size 6"),
-    "reward: rollout batch 0": bad_reward("--local_rollout_batch_size 0", "local_rollout_batch_size is 0"),
-    "policy: minibatches": bad_policy("--ppo.nminibatches 3", "ppo.batch_size 16", "--ppo.batch_size 18"),
-    "policy: micro-batch": bad_policy("--ppo.local_micro_batch_size 5", "ppo.local_micro_batch_size 5"),
-    "policy: rollout batch": bad_policy("--ppo.local_rollout_batch_size 5", "ppo.local_rollout_batch_size 5"),
-    "policy: fewer episodes than a batch": bad_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
-    "policy: no held-out prompts": bad_policy("--eval_prompts 0", "eval_prompts is 0", "at least 1"),
-    "all: batch of episodes": bad_all("--policy.ppo.nminibatches 3", "policy.ppo.batch_size 16"),
-    "all: batch of the reward model": bad_all("--reward.batch_size 0", "reward.batch_size is 0"),
-    "all: micro-batch of SFT": bad_all("--sft.local_micro_batch_size 3", "--sft.local_micro_batch_size 1"),
-    # numbers
-    "sft: learning rate 0": bad_sft("--lr 0", "lr is 0.0", "above 0"),
-    "sft: learning rate nan": bad_sft("--lr nan", "--lr is nan", "finite"),
-    "reward: weight decay below 0": bad_reward("--weight_decay -1", "weight_decay is -1.0", "at least 0"),
-    "policy: KL coefficient below 0": bad_policy("--rewards.kl_coef -1", "rewards.kl_coef is -1.0"),
-    "policy: KL target 0": bad_policy("--rewards.adaptive_kl.target 0", "rewards.adaptive_kl.target is 0.0"),
-    "policy: KL horizon": bad_policy(
-        "--rewards.adaptive_kl.target 0.05 --rewards.adaptive_kl.horizon 3",
-        "--rewards.adaptive_kl.horizon 3: an update of --ppo.batch_size 16",
-        "--rewards.adaptive_kl.horizon 4",
-    ),
-    "policy: penalty below 0": bad_policy("--rewards.missing_eos_penalty -1", "rewards.missing_eos_penalty is -1.0"),
-    "policy: rank below 0": bad_policy("--lora.rank -1", "lora.rank is -1"),
-    "policy: seed below 0": bad_policy("--seed -1", "--seed is -1"),
-    "all: learning rate": bad_all("--policy.ppo.lr inf", "--policy.ppo.lr is inf"),
-    "temperature 0": bad_sft("--task.temperature 0", "--task.temperature is 0.0", "above 0"),
-    "response length 0": bad_policy("--task.response_length 0", "--task.response_length is 0", "above 0"),
-    # names
-    "preset": bad_sft("--preset books", "--preset books", "tldr, posts"),
-    **{
-        f"{name}: old preset": bad("--preset tales", "--preset tales", "tldr, posts")
-        for name, bad in {"sft": bad_sft, "reward": bad_reward, "policy": bad_policy, "all": bad_all}.items()
-    },
-    "a path for a name": bad_reward("--exp_name a/b", "--exp_name 'a/b'"),
-    "all: the same name twice": bad_all("--sft.exp_name x --policy.exp_name x", "exp_name", "three names"),
-    "stop text of many tokens": bad_policy("--task.stop_text 'In the mill'", "--task.stop_text 'In the mill'", "one"),
-    # shared flags
-    "all: seed of one stage": bad_all("--sft.seed 2", "--sft.seed", "give --seed"),
-    "all: base model of one stage": bad_all("--reward.base_model=sft", "--reward.base_model", "give --base_model"),
-    "all: task of one stage": bad_all("--policy.task.query_length 9", "--policy.task", "--task.query_length"),
-    "all: preset of one stage": bad_all("--sft.preset posts", "--sft.preset", "give --preset"),
-    "all: resume of one stage": bad_all("--policy.resume x", "--policy.resume", "give --resume"),
-    "all: a reward model": bad_all("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
-    "all: a function": bad_all("--policy.rewards.function m:f", "--policy.rewards.function", "tldr_policy.py"),
-    # posts and comparisons
-    "unknown posts": bad_sft("--task.posts books", "--task.posts books", "tldr, posts"),
-    "unknown comparisons": bad_reward("--task.comparisons books", "--task.comparisons books"),
-    "no test posts": bad_sft(
-        "", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")
-    ),
-    "a bad post": bad_policy(
-        "", "world/posts_train.jsonl, line 4", damage=edit_line("world/posts_train.jsonl", 3, "{}")
-    ),
-    "a bad comparison": bad_reward(
-        "", "_validation.jsonl, line 3", damage=edit_line("world/comparisons_validation.jsonl", 2, "{}")
-    ),
-    "a damaged ceiling": bad_reward("", "world.json", "1.5", damage=edit_json("world/world.json", ceiling=1.5)),
-    "references that are all too long": bad_sft("--task.response_length 3", "response_length 3", "48 are longer"),
-    "queries that cannot fit": bad_policy("--task.query_length 5", "query_length 5"),
-    "longer than the model reads": bad_sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
-    "comparisons longer than the model reads": bad_reward(
-        "--task.comparison_length 300",
-        *("256 tokens", "--base_model sft", "--task.query_length or --task.comparison_length"),
-        damage=long_summary,
-    ),
-    "articles longer than the model reads": bad_reward(
-        "", "256 tokens", "--task.article_query_length or --task.comparison_length", damage=long_article
-    ),
-    "comparisons longer than a window": bad_reward(
-        "--task.comparison_length 300", "does not attend to all of", "within a window", damage=sliding_window
-    ),
-    # models
-    "sft: no such model": bad_sft("--base_model nowhere", "--base_model nowhere"),
-    "all: no such model": bad_all("--base_model nowhere", "--base_model nowhere"),
-    "reward: no base model": bad_reward("--base_model ''", "--base_model is empty", "models/<run>/sft"),
-    "policy: no base model": bad_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
-    "reward model and function": bad_policy("--rewards.function m:f", "one of", "--rewards.trained_model"),
-    "neither reward model nor function": bad_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
-    "no such reward model": bad_policy("--rewards.trained_model nowhere", "nowhere", "no such folder"),
-    "a language model for a reward model": bad_policy("--rewards.trained_model sft", "sft is not a reward model"),
-    "no such critic": bad_policy("--rewards.value_model nowhere", "nowhere", "no such folder"),
-    "reward model of another tokenizer": bad_policy(
-        "", "--rewards.trained_model reward", "the same kind of model", damage=other_words("reward")
-    ),
-    "critic of another tokenizer": bad_policy(
-        "--rewards.value_model critic",
-        "--rewards.value_model critic",
-        "the same kind of model",
-        damage=lambda folder: other_words("critic")(shutil.copytree(folder / "reward", folder / "critic").parent),
-    ),
-    "reward model that is not finite": bad_policy("", "reward_head.safetensors", "not finite", damage=not_finite),
-    "adapters for no layer": bad_policy(
-        "--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules 'q,v': ", "no layer 'q'"
-    ),
-    # functions
-    "monitor of a taken name": bad_policy("--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "kl is taken"),
-    "unknown function": bad_policy("--rewards.monitor mine:none", "--rewards.monitor mine:none"),
-    # the environment
-    "rank is a word": bad_sft("", "RANK", "first", RANK="first"),
-    # the world
-    "world: two facts": bad_world("--facts 2", "facts is 2", "at least 3"),
-    "world: heads": bad_world("--heads 3", "heads 3", "width 128"),
-    "world: temperature": bad_world("--annotator_temperature 0", "annotator_temperature is 0.0", "above 0"),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def good_files(tiny_posts: Path, sft: Trained, reward: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good")
-    shutil.copytree(tiny_posts, folder / "world")
-    shutil.copytree(sft.model("sft"), folder / "sft")
-    shutil.copytree(reward.model("reward"), folder / "reward")
-    (folder / "mine.py").write_text(SEEN)
-    return folder
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts)
-
 
 def check_one_line(stderr: str, words: tuple[str, ...]) -> None:
     (line,) = [line for line in stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")
     for word in words:
         assert word in line
-
-
-@pytest.mark.parametrize("row", BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_ends_in_one_line_and_leaves_nothing(row, good_files, tmp_path):
-    folder = shutil.copytree(good_files, tmp_path / "here")
-    row.damage(folder)
-    before = names(folder)
-    arguments = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", row.arguments)]
-    environment = {"PPO_RLHF_CACHE": str(tmp_path / "cache"), **row.environment}
-    result = launch(row.script, *arguments, folder=folder, **environment)
-    assert "Traceback" not in result.stdout + result.stderr
-    assert result.status == 2, result.stderr
-    check_one_line(result.stderr, row.words)
-    assert names(folder) == before and not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize(
-    ("row", "offer"),
-    [
-        (bad_sft("--batch_size 15"), "--batch_size 16"),
-        (bad_reward("--batch_size 15"), "--batch_size 16"),
-        (bad_policy("--ppo.batch_size 15 --ppo.nminibatches 1"), "--ppo.batch_size 16"),
-        (bad_all("--reward.batch_size 15"), "--reward.batch_size 16"),
-    ],
-    ids=["sft", "reward", "policy", "all"],
-)
-def test_what_does_not_divide_by_the_processes_is_said_once(row, offer, good_files, tmp_path):
-    folder = shutil.copytree(good_files, tmp_path / "here")
-    before = names(folder)
-    words = row.arguments.split()
-    first, second = launch_together(2, row.script, *words, folder=folder, OMP_NUM_THREADS="1")  # as torchrun sets it
-    assert first.status == second.status == 2
-    check_one_line(first.stderr, ("batch_size 15", "2 (processes", offer))
-    assert second.stderr == ""
-    assert names(folder) == before
-
-
-def test_the_same_files_undamaged_run_to_the_end(good_files, tmp_path):
-    folder = shutil.copytree(good_files, tmp_path / "here")
-    for row in (
-        bad_sft(""),
-        bad_reward("--normalize_posts 4 --task.comparison_length 300"),
-        bad_policy("--ppo.noptepochs 1 --eval_posts 4"),
-    ):
-        result = launch(row.script, *row.arguments.split(), folder=folder)
-        assert result.status == 0, result.stderr
-        assert "error" not in result.stderr and "Traceback" not in result.stderr
 
 
 RESUMES = {
@@ -1225,8 +963,8 @@ def test_a_run_does_not_go_on_as_another(name, request, tmp_path):
     trained = request.getfixturevalue(kind)
     script = {"run of another script": "tldr_reward.py", "all: run of one stage": "tldr_all.py"}.get(name)
     metrics = (trained.run / "metrics.csv").read_bytes()
-    command = ("--resume", str(trained.run), *arguments.split())
-    result = launch(script or trained.script, *command, folder=tmp_path)
+    row = command(2, script or trained.script, f"--resume {trained.run} {arguments}")()
+    result = run_here(row, tmp_path)
     assert result.status == 2
     check_one_line(result.stderr, words)
     assert (trained.run / "metrics.csv").read_bytes() == metrics and not list(tmp_path.iterdir())
@@ -1234,8 +972,8 @@ def test_a_run_does_not_go_on_as_another(name, request, tmp_path):
 
 def test_a_checkpoint_that_was_changed_is_refused(sft, tmp_path):
     shutil.copytree(sft.folder, tmp_path, dirs_exist_ok=True)
-    run = only(tmp_path, "runs/*")
-    edit_json(f"runs/{run.name}/checkpoints/6/state.json", step=5)(tmp_path)
-    result = launch("tldr_sft.py", "--resume", f"runs/{run.name}", folder=tmp_path)
+    name = only(tmp_path, "runs/*").name
+    edit(f"runs/{name}/checkpoints/6/state.json", "step", to=5)(tmp_path)
+    result = run_here(command(2, "tldr_sft.py", f"--resume runs/{name}")(), tmp_path)
     assert result.status == 2
     check_one_line(result.stderr, ("checkpoints/6", "cannot be read"))

@@ -1,54 +1,55 @@
 """Bad input ends in one line that says what is wrong, with status 2, and leaves the folder as it was.
 
-A row of a table is one script, run in a folder of good files: with an argument or a variable that cannot be meant, or
-with one of the files damaged. The last table holds commands that the same files let run to their end.
+A row of a table is one script in a folder of good files: with an argument or a variable that cannot be meant, or with
+a damaged file. The rows for numbers are generated: every number of every script, and the values that it can't have.
 """
 
+import functools
 import json
-import re
-import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import Result, launch
-from safetensors.torch import load_file, save_file
+import transformers
+from processes import Result, launch, launch_together
+from refusals import (
+    DEEP,
+    Damage,
+    GoodFiles,
+    Row,
+    all_of,
+    command,
+    contents,
+    cut,
+    edit,
+    edit_bytes,
+    edit_lines,
+    edit_row,
+    edit_tensor,
+    edit_tensors,
+    fewer_positions,
+    fewer_tokens,
+    flip,
+    link,
+    make_folder,
+    not_finite,
+    other_words,
+    remove,
+    run,
+    write,
+)
+from safetensors.torch import load_file
 
 from ppo_rlhf.worlds import tales
 
 REWARD_RUN, POLICY_RUN = "runs/train_reward__tales__1__7", "runs/train_policy__tales__1__7"
 REWARD_META, POLICY_META = f"{REWARD_RUN}/meta.json", f"{POLICY_RUN}/meta.json"
 LABELS_THERE = 24  # rows of labels.json, ratings.json and differences.json
-DEEP = "[" * 100_000  # no JSON reader follows so many brackets
 
-Damage = Callable[[Path], None]  # of the folder that the script runs in
-
-
-@dataclass(frozen=True)
-class Row:
-    script: str
-    arguments: list[str]
-    words: tuple[str, ...] = ()
-    """what the line must contain"""
-    damage: Damage = lambda folder: None
-    environment: dict[str, str] = field(default_factory=dict)
-    box: bool = False
-    """whether tyro answers, in a box"""
-
-
-def command(script: str, good_arguments: str) -> Callable[..., Row]:
-    """A function that makes rows of a script. Their arguments follow good ones, and of two the last counts."""
-
-    def row(arguments: str = "", *words: str, damage: Damage = lambda folder: None, box=False, **environment: str):
-        given = shlex.split(good_arguments) + shlex.split(arguments)
-        return Row(script, given, words, damage, {"PPO_RLHF_CACHE": "cache", **environment}, box)
-
-    return row
-
+# ---- Commands --------------------------------------------------------------------------------------------------
 
 MODEL_AND_TEXTS = "--preset tales --base_model model --task.query_dataset stories.txt"
 SMALL_PPO = "--ppo.total_episodes 32 --ppo.batch_size 16 --ppo.whiten_groups 2 --save_interval 1 --keep_checkpoints 2"
@@ -56,149 +57,45 @@ SMALL_REWARD = (
     "--num_train 16 --batch_size 8 --rollout_batch_size 16 --normalize_samples 16 --save_interval 1 "
     "--keep_checkpoints 2"
 )
+POSTS = "--preset posts --task.posts world --task.comparisons world"
+SUMS = "--preset sums --base_model tiny/model --task.problems tiny"
+RLVR_SIZES = (
+    "--ppo.batch_size 16 --ppo.total_episodes 48 --eval_samples 2 --eval_problems 8 --task.response_length 20"
+)
+STAGES = "--sft.batch_size 16 --reward.batch_size 16 --policy.ppo.total_episodes 32 --policy.ppo.batch_size 16"
 TINY_TALES = "--stories 60 --width 16 --layers 1 --heads 2 --lm_steps 2 --lm_batch_size 4"
 
-function = command("train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor ''")
+function = command(1, "train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor ''")
 policy = command(
-    "train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor '' --rewards.trained_model reward"
+    1, "train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor '' --rewards.trained_model reward"
 )
-reward = command("train_reward.py", f"{MODEL_AND_TEXTS} {SMALL_REWARD} --label_dataset labels.json")
+reward = command(1, "train_reward.py", f"{MODEL_AND_TEXTS} {SMALL_REWARD} --label_dataset labels.json")
 both = command(
+    1,
     "train_both.py",
     f"{MODEL_AND_TEXTS} {SMALL_PPO.replace('--', '--policy.')} {SMALL_REWARD.replace('--', '--reward.')} "
     f"--reward.label_dataset labels.json",
 )
-sample = command("sample.py", "--policy policy --n 2")
-world = command("worlds/tales.py", f"{TINY_TALES} --train_comparisons 8 --test_comparisons 4")
-resumed_policy = command("train_policy.py", f"--resume {POLICY_RUN}")
-resumed_reward = command("train_reward.py", f"--resume {REWARD_RUN}")
-resumed_both = command("train_both.py", f"--resume {POLICY_RUN}")
-tales_policy = command("train_policy.py", "--preset tales --rewards.trained_model reward --rewards.monitor ''")
-tales_reward = command("train_reward.py", f"--preset tales {SMALL_REWARD}")
+sample = command(1, "sample.py", "--policy policy --n 2")
+world = command(1, "worlds/tales.py", f"{TINY_TALES} --train_comparisons 8 --test_comparisons 4")
+resumed_policy = command(1, "train_policy.py", f"--resume {POLICY_RUN}")
+resumed_reward = command(1, "train_reward.py", f"--resume {REWARD_RUN}")
+resumed_both = command(1, "train_both.py", f"--resume {POLICY_RUN}")
+tales_policy = command(1, "train_policy.py", "--preset tales --rewards.trained_model reward --rewards.monitor ''")
+tales_reward = command(1, "train_reward.py", f"--preset tales {SMALL_REWARD}")
 
-# ---- Damage ----------------------------------------------------------------------------------------------------
+sft = command(2, "tldr_sft.py", f"{POSTS} --base_model world/model --batch_size 16 --eval_posts 1")
+summary_reward = command(2, "tldr_reward.py", f"{POSTS} --base_model sft --batch_size 16 --normalize_posts 4")
+summary_policy = command(
+    2,
+    "tldr_policy.py",
+    f"{POSTS} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
+)
+all_three = command(2, "tldr_all.py", f"{POSTS} --base_model world/model {STAGES}")
+posts_world = command(2, "worlds/posts.py", "--train_posts 8")
 
-
-def all_of(*damages: Damage) -> Damage:
-    def damage(folder: Path) -> None:
-        for one in damages:
-            one(folder)
-
-    return damage
-
-
-def remove(path: str) -> Damage:
-    def damage(folder: Path) -> None:
-        if (folder / path).is_dir():
-            shutil.rmtree(folder / path)
-        else:
-            (folder / path).unlink(missing_ok=True)
-
-    return damage
-
-
-def write(path: str, content: Any) -> Damage:
-    """A file with these bytes, this text or this JSON, in place of what was there."""
-
-    def damage(folder: Path) -> None:
-        remove(path)(folder)
-        text = content if isinstance(content, str | bytes) else json.dumps(content)
-        (folder / path).write_bytes(text.encode() if isinstance(text, str) else text)
-
-    return damage
-
-
-def make_folder(path: str) -> Damage:
-    """An empty folder, in place of what was there."""
-    return all_of(remove(path), lambda folder: (folder / path).mkdir())
-
-
-def link(path: str, target: str) -> Damage:
-    """A symbolic link, in place of what was there."""
-    return all_of(remove(path), lambda folder: (folder / path).symlink_to(target))
-
-
-def edit(path: str, *keys: str | int, to: Any = KeyError) -> Damage:
-    """Set a value deep in a JSON file; without `to`, remove it."""
-
-    def damage(folder: Path) -> None:
-        whole = inner = json.loads((folder / path).read_text())
-        for key in keys[:-1]:
-            inner = inner[key]
-        if to is KeyError:
-            del inner[keys[-1]]
-        else:
-            inner[keys[-1]] = to
-        (folder / path).write_text(json.dumps(whole))
-
-    return damage
-
-
-def edit_bytes(path: str, change: Callable[[bytes], bytes]) -> Damage:
-    return lambda folder: write(path, change((folder / path).read_bytes()))(folder)
-
-
-def cut(path: str) -> Damage:
-    """Only the first half of a file, as a full disk leaves it."""
-    return edit_bytes(path, lambda content: content[: len(content) // 2])
-
-
-def flip(path: str) -> Damage:
-    """One other byte, near the end of a file."""
-    return edit_bytes(path, lambda content: content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-
-
-def edit_tensors(path: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    """Change the tensors of a safetensors file in place."""
-
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / path)
-        change(tensors)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / path, {"format": "pt"})
-
-    return damage
-
-
-def edit_weights(model: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
-    """Change one tensor of a model; name: the end of its name."""
-
-    def change_one(tensors: dict[str, torch.Tensor]) -> None:
-        (whole_name,) = (found for found in tensors if found.endswith(name))
-        tensors[whole_name] = change(tensors[whole_name])
-
-    return edit_tensors(f"{model}/model.safetensors", change_one)
-
-
-def fewer_positions(model: str, positions: int) -> Damage:
-    weights = edit_weights(model, "wpe.weight", lambda tensor: tensor[:positions])
-    return all_of(weights, edit(f"{model}/config.json", "n_positions", to=positions))
-
-
-def fewer_tokens(model: str, tokens: int) -> Damage:
-    """A smaller embedding beside the same tokenizer."""
-    weights = edit_weights(model, "wte.weight", lambda tensor: tensor[:tokens])
-    return all_of(weights, edit(f"{model}/config.json", "vocab_size", to=tokens))
-
-
-def other_words(model: str) -> Damage:
-    """A tokenizer of as many tokens, two of which stand for each other."""
-
-    def damage(folder: Path) -> None:
-        vocab = json.loads((folder / model / "tokenizer.json").read_text())["model"]["vocab"]
-        for token, other in (("a", "b"), ("b", "a")):
-            edit(f"{model}/tokenizer.json", "model", "vocab", token, to=vocab[other])(folder)
-
-    return damage
-
-
-def edit_lines(path: str, change: Callable[[list[bytes]], list[bytes]]) -> Damage:
-    return edit_bytes(path, lambda content: b"".join(change(content.splitlines(True))))
-
-
-def unfinished(run: str) -> Damage:
-    """As if a run had been cut off after its first checkpoint."""
-    return all_of(remove(f"{run}/checkpoints/2"), edit(f"{run}/meta.json", "finished", to=False))
-
+rlvr = command(3, "rlvr_policy.py", f"{SUMS} {RLVR_SIZES}")
+rlvr_async = command(3, "rlvr_async.py", f"{SUMS} {RLVR_SIZES}")
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -206,9 +103,6 @@ SIZES = {
     "batch is not whole groups": policy("--ppo.batch_size 63", "ppo.batch_size 63", "--ppo.batch_size 64"),
     "batch is not whole minibatches": policy("--ppo.nminibatches 3", "ppo.batch_size 16", "--ppo.batch_size 18"),
     "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "--ppo.batch_size 32"),
-    "batch below 0": policy("--ppo.batch_size -16", "ppo.batch_size is -16", "at least 1"),
-    "no episodes": policy("--ppo.total_episodes 0", "ppo.total_episodes is 0", "at least 1"),
-    "more episodes than a float can count": policy(f"--ppo.total_episodes 1{'0' * 400}", "total_episodes"),
     "micro-batch does not divide": policy(
         "--ppo.local_micro_batch_size 6", "ppo.local_micro_batch_size 6", "--ppo.local_micro_batch_size 2"
     ),
@@ -216,10 +110,6 @@ SIZES = {
         "--ppo.local_rollout_batch_size 12", "ppo.local_rollout_batch_size 12", "--ppo.local_rollout_batch_size 4"
     ),
     "labels are not whole batches": reward("--num_train 15", "num_train 15", "--num_train 8"),
-    "no labels": reward("--num_train 0", "num_train is 0", "at least 1"),
-    "rollout batch 0": reward("--rollout_batch_size 0", "rollout_batch_size is 0", "at least 1"),
-    "samples below 0": reward("--normalize_samples -1", "normalize_samples is -1", "at least 0"),
-    "more samples than a float can count": reward(f"--normalize_samples 1{'0' * 400}", "normalize_samples"),
     "labels per micro-batch": reward(
         "--local_micro_batch_size 3", "local_micro_batch_size 3", "--local_micro_batch_size 1"
     ),
@@ -231,33 +121,11 @@ SIZES = {
 }
 
 NUMBERS = {
-    "learning rate 0": policy("--ppo.lr 0", "ppo.lr is 0.0", "above 0"),
-    "learning rate nan": policy("--ppo.lr nan", "--ppo.lr is nan", "finite"),
-    "learning rate below 0": reward("--lr=-1e-5", "lr is -1e-05", "above 0"),
-    "KL coefficient below 0": policy("--rewards.kl_coef -1", "rewards.kl_coef is -1.0", "at least 0"),
-    "KL horizon 0": policy("--rewards.adaptive_kl.horizon 0", "rewards.adaptive_kl.horizon is 0", "above 0"),
-    "KL horizon too short": policy(
-        "--rewards.adaptive_kl.horizon 3",
-        "--rewards.adaptive_kl.horizon 3: an update of --ppo.batch_size 16",
-        "--rewards.adaptive_kl.horizon 4",
-    ),
     "both: KL horizon too short": both(
         "--policy.rewards.adaptive_kl.horizon 1",
         "--policy.rewards.adaptive_kl.horizon 1: an update of --policy.ppo.batch_size 16",
         "--policy.rewards.adaptive_kl.horizon 4",
     ),
-    "penalty beyond float32": policy("--task.penalty_reward_value 1e39", "penalty_reward_value is 1e+39", "float32"),
-    "penalty nan": policy("--task.penalty_reward_value nan", "--task.penalty_reward_value is nan"),
-    "temperature 0": policy("--task.temperature 0", "--task.temperature is 0.0", "above 0"),
-    "temperature inf": both("--task.temperature inf", "--task.temperature is inf"),
-    "seed below 0": policy("--seed -1", "--seed is -1"),
-    "seed beyond 64 bits": reward("--seed 9223372036854775808", "--seed is 9223372036854775808"),
-    "no checkpoint is kept": reward("--keep_checkpoints 0", "keep_checkpoints is 0", "at least 1"),
-    "save interval below 0": reward("--save_interval -1", "save_interval is -1", "at least 0"),
-    "both: learning rate": both("--reward.lr nan", "--reward.lr is nan"),
-    "both: KL coefficient": both("--policy.rewards.kl_coef nan", "--policy.rewards.kl_coef is nan"),
-    "query length 0": policy("--task.query_length 0", "--task.query_length is 0", "above 0"),
-    "response length below 0": reward("--task.response_length -1", "--task.response_length is -1", "above 0"),
     "truncation beyond the response": policy("--task.truncate_after 25", "--task.truncate_after is 25", "24"),
     "query too long for the model": policy("--task.query_length 5000", "160 tokens", "5024", "--task.query_length"),
     "response too long for the model": reward(
@@ -285,17 +153,12 @@ NAMES = {
     "stop text of two tokens": policy("--task.truncate_text 'two words'", "--task.truncate_text 'two words'"),
     "start text": reward("--task.start_text '. .'", "--task.start_text '. .'", "exactly one"),
     "end text": both("--task.end_text Xyzzy", "--task.end_text 'Xyzzy'", "exactly one"),
-    "stop text is half a character": policy("--task.truncate_text '\udcff'", "--task.truncate_text", "Unicode"),
-    "prefix is half a character": policy("--task.query_prefix '\udcff'", "--task.query_prefix", "Unicode"),
-    "experiment is a path": policy("--exp_name a/b", "--exp_name 'a/b'", "not a path"),
     "experiment above the folder": reward("--exp_name ../up", "--exp_name '../up'", "not a path"),
-    "experiment is half a character": reward("--exp_name '\udcff'", "--exp_name", "Unicode"),
     "experiment with a very long name": policy(f"--exp_name {'x' * 300}", "xxx", "too long"),
     "experiment that the hub would refuse": policy("--exp_name a--b --upload_model", "--exp_name", "Cannot have --"),
     "owner that the hub would refuse": reward("--hf_entity a/b --upload_model", "--hf_entity", "a/b/train_reward"),
     "experiment too long for the hub": reward(f"--exp_name {'x' * 80} --upload_model", "maximum length is 96"),
     "both: the policy's experiment, for the hub": both("--policy.exp_name a..b --policy.upload_model", "a..b"),
-    "both: the policy's experiment is a path": both("--policy.exp_name a/b", "--policy.exp_name 'a/b'"),
     "both: one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "two names"),
     "two scorers": policy("--rewards.function rewards:length", "--rewards.trained_model", "--rewards.function"),
     "no scorer": policy("--rewards.trained_model '' --preset cnndm", "models/ has no reward model", "cnndm"),
@@ -307,36 +170,13 @@ NAMES = {
     ),
 }
 
-SHARED_BY_BOTH = {
-    f"both: --{flag}": both(f"--{flag}", f"--{re.split('[ =]', flag)[0]}: both parts share it")
-    for flag in (
-        "policy.seed 3",
-        "reward.seed=3",
-        "policy.preset tldr",
-        "reward.base_model model",
-        "reward.base-model model",
-        "policy.task.temperature 0.5",
-        "policy.trust_remote_code",
-        "reward.no-trust-remote-code",
-        "reward.resume runs/x",
-    )
-} | {
-    "both: a reward function": both("--policy.rewards.function rewards:length", "--policy.rewards.function"),
-    "both: a trained reward model": both("--policy.rewards.trained_model=reward", "--policy.rewards.trained_model"),
-}
-
 BOXES = {
     "unknown flag": policy("--learning_rate 1", "--learning-rate", box=True),
     "unknown flag of a part": both("--reward.ppo.lr 1", "--reward.ppo.lr", box=True),
     "flag of the other script": reward("--log_interval 1", "--log-interval", box=True),
     "dtype": policy("--dtype float16", "--dtype", "float16", box=True),
-    "words for a number": policy("--ppo.batch_size many", "--ppo.batch-size", "many", box=True),
-    "word after a switch": both("--policy.ppo.whiten_rewards yes", "yes", box=True),
-    "no value": reward("--lr", "--lr", box=True),
-    "sample: no policy": command("sample.py", "")("", "--policy", box=True),
-    "sample: unknown flag": sample("--top_p 0.9", "--top-p", box=True),
+    "sample: no policy": command(1, "sample.py", "")("", "--policy", box=True),
     "tales: unknown flag": world("--preset tales", "--preset", box=True),
-    "tales: words for a number": world("--stories many", "--stories", "many", box=True),
 }
 
 # ---- Label files -----------------------------------------------------------------------------------------------
@@ -350,10 +190,6 @@ def bad_labels(damage: Damage, *words: str, file: str = "labels.json") -> Row:
     return reward(f"--label_dataset {file}", f"--label_dataset {file}", *words, damage=damage)
 
 
-def bad_sidecar(damage: Damage, *words: str) -> Row:
-    return reward("", "labels.meta.json", *words, damage=damage)
-
-
 def every_row(file: str, *keys: str, to: Any = KeyError) -> Damage:
     return all_of(*(edit(file, row, *keys, to=to) for row in range(LABELS_THERE)))
 
@@ -364,37 +200,11 @@ LABELS = {
     "without a name": reward("--label_dataset ''", "--label_dataset"),
     "of no task of tales": tales_reward("--label_dataset polite/offline_5k.json", "descriptiveness/offline_5k.json"),
     "a folder": bad_labels(make_folder("labels.json"), "folder"),
-    "empty": bad_labels(write("labels.json", "")),
-    "not JSON": bad_labels(write("labels.json", "query,best\n1,2\n")),
-    "binary": bad_labels(write("labels.json", bytes(range(256)))),
     "cut": bad_labels(cut("labels.json")),
-    "nested without end": bad_labels(write("labels.json", DEEP)),
-    "a number of 5,000 digits": bad_labels(write("labels.json", '[{"query": [' + "1" * 5_000 + "]}]")),
-    "an empty list": bad_labels(write("labels.json", []), "not empty"),
-    "no query": bad_labels(label(3, "query"), "row 3", "'query'"),
-    "no best": bad_labels(label(3, "best"), "row 3", "best"),
-    "no best at all": bad_labels(every_row("labels.json", "best"), "row 0", "best, score, difference"),
-    "a sample is missing in every row": bad_labels(every_row("labels.json", "sample1"), "sample0, sample1"),
-    "short query": bad_labels(label(2, "query", 23), "row 2", "23 ids in 'query'", "--task.query_length is 24"),
-    "id beyond the vocabulary": bad_labels(label(4, "query", 1, to=40_000), "row 4", "id 40000", "'query'"),
-    "id below 0": bad_labels(label(4, "sample3", 0, to=-1), "row 4", "id -1", "'sample3'"),
-    "id is a truth value": bad_labels(label(4, "query", 1, to=True), "row 4", "'query'"),
-    "best beyond the samples": bad_labels(label(5, "best", to=4), "row 5", "best 4", "0..3"),
-    "best is a truth value": bad_labels(label(5, "best", to=True), "row 5", "best True"),
-    "padding first": bad_labels(label(6, "sample2", 0, to=50_259), "row 6", "padding", "'sample2'"),
-    "rating nan": bad_labels(edit("ratings.json", 1, "score", to=float("nan")), "row 1", "nan", file="ratings.json"),
-    "rating of two samples": bad_labels(
-        edit("ratings.json", 0, "sample1", to=[1] * 24), "row 0", "'score'", file="ratings.json"
-    ),
     "ratings that are all the same": reward(
         "--label_dataset ratings.json", "score 0.5", damage=every_row("ratings.json", "score", to=0.5)
     ),
-    "no difference": bad_labels(edit("differences.json", 7, "difference"), "row 7", file="differences.json"),
-    "of another vocabulary": bad_labels(edit("labels.meta.json", "vocab_size", to=50_257), "50257"),
-    "sidecar is not JSON": bad_sidecar(write("labels.meta.json", "{")),
-    "sidecar is nested without end": bad_sidecar(write("labels.meta.json", DEEP)),
-    "sidecar is a folder": bad_sidecar(make_folder("labels.meta.json"), "directory"),
-    "ceiling above 1": bad_sidecar(edit("labels.meta.json", "ceiling", to=75.0), "ceiling", "75.0"),
+    "sidecar is a folder": reward("", "labels.meta.json", "directory", damage=make_folder("labels.meta.json")),
     "both: cut": both("", "--reward.label_dataset", "labels.json", damage=cut("labels.json")),
     "both: too few": both("--reward.num_train 800", "--reward.num_train 800", "24 labels"),
 }
@@ -423,7 +233,6 @@ TEXTS = {
     "an object": bad_texts("texts.json", {"text": "Mara."}, "JSON array"),
     "nested without end": bad_texts("texts.json", DEEP),
     "a number among the texts": bad_texts("texts.json", ["Mara. She sang.", 7], "item 2"),
-    "half a character": bad_texts("texts.json", ["Mara. She sang.", "Half \ud800."], "item 2", "Unicode"),
     "a broken line": bad_texts("texts.jsonl", '"Mara. She sang."\n{"text": "Mara\n', "item 2"),
     "both: none to hold out": both(
         "--task.query_dataset x.txt", "x.txt", "0 texts that are held out", damage=write("x.txt", "A. B.\n" * 49)
@@ -480,9 +289,7 @@ MODELS = {
     "a tensor is missing": bad_model(
         edit_tensors(WEIGHTS, lambda tensors: tensors.pop("transformer.ln_f.weight")), "ln_f.weight"
     ),
-    "weights that are not finite": bad_model(
-        edit_weights("model", "ln_f.weight", lambda tensor: tensor * float("nan")), "finite"
-    ),
+    "weights that are not finite": bad_model(edit_tensor(WEIGHTS, "ln_f.weight", not_finite), "finite"),
     "too short": bad_model(fewer_positions("model", 40), "40 tokens", "48", "--task.query_length", command=reward),
     "fewer rows than tokens": bad_model(fewer_tokens("model", 500), "500 rows"),
     "no tokenizer": bad_model(all_of(remove("model/tokenizer.json"), remove("model/tokenizer_config.json")), "token"),
@@ -500,10 +307,6 @@ def bad_reward_model(damage: Damage, *words: str) -> Row:
     return policy("", "reward", *words, damage=damage)
 
 
-def edit_head(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
-    return edit_tensors(HEAD, lambda tensors: tensors.update({name: change(tensors[name])}))
-
-
 LARGER_VOCABULARY = edit("reward/tokenizer.json", "model", "vocab", "a", to=50_256)
 
 REWARD_MODELS = {
@@ -512,10 +315,12 @@ REWARD_MODELS = {
     "no head": bad_reward_model(remove(HEAD), "reward_head.safetensors"),
     "cut head": bad_reward_model(cut(HEAD), "reward_head.safetensors"),
     "head of another width": bad_reward_model(
-        edit_head("reward_head.weight", lambda tensor: tensor[:, :8]), "reward_head.safetensors", "reward_head.weight"
+        edit_tensor(HEAD, "reward_head.weight", lambda tensor: tensor[:, :8]),
+        "reward_head.safetensors",
+        "reward_head.weight",
     ),
     "head without a gain": bad_reward_model(edit_tensors(HEAD, lambda tensors: tensors.pop("gain")), HEAD, "gain"),
-    "head that is not finite": bad_reward_model(edit_head("gain", lambda tensor: tensor * float("nan")), "finite"),
+    "head that is not finite": bad_reward_model(edit_tensor(HEAD, "gain", not_finite), "finite"),
     "cut weights": bad_reward_model(cut("reward/model.safetensors"), "safetensors"),
     "too short": bad_reward_model(fewer_positions("reward", 40), "40 tokens", "48"),
     "fewer rows than tokens": bad_reward_model(fewer_tokens("reward", 500), "500 rows"),
@@ -596,6 +401,11 @@ def bad_argument(*keys: str, to: Any = KeyError) -> Row:
 def bad_joint(*keys: str, to: Any = KeyError) -> Row:
     """Bad notes of train_both.py in the folder of one of its runs."""
     return resumed_both("", POLICY_RUN, keys[-1], damage=edit(POLICY_META, "joint", *keys, to=to))
+
+
+def unfinished(run: str) -> Damage:
+    """As if a run had been cut off after its first checkpoint."""
+    return all_of(remove(f"{run}/checkpoints/2"), edit(f"{run}/meta.json", "finished", to=False))
 
 
 RUNS = {
@@ -719,10 +529,6 @@ def bad_info(*keys: str, to: Any = KeyError, words: tuple[str, ...] = ()) -> Row
 SAMPLES = {
     "no such policy": sample("--policy nowhere", "nowhere"),
     "a reward model": sample("--policy reward", "--policy reward", "reward model"),
-    "no queries": sample("--n 0", "--n 0", "at least 1"),
-    "temperature below 0": sample("--temperature -1", "--temperature -1.0", "at least 0"),
-    "temperature nan": sample("--temperature nan", "--temperature is nan"),
-    "temperature inf": sample("--temperature inf", "--temperature is inf"),
     "empty prompt": sample("--prompt ''", "--prompt", "at least one token"),
     "half a character": sample("--prompt 'Mara \udcff'", "--prompt", "Unicode"),
     "out in a missing folder": sample("--out nowhere/rows.jsonl", "nowhere/rows.jsonl"),
@@ -756,7 +562,7 @@ SAMPLES = {
     ),
 }
 
-built_world = command("worlds/tales.py", "")  # with the default settings: the one that is in the folder
+built_world = command(1, "worlds/tales.py", "")  # with the default settings: the one that is in the folder
 
 
 def in_the_cache(name: str, damage: Callable[[str], Damage]) -> Damage:
@@ -770,12 +576,7 @@ def drop_lines(path: str) -> Damage:
 
 
 TALES = {
-    "no stories": world("--stories 0", "stories is 0", "at least 1"),
     "heads do not divide": world("--heads 3", "heads 3", "width 16"),
-    "learning rate 0": world("--lm_lr 0", "lm_lr is 0.0", "above 0"),
-    "temperature inf": world("--temperature inf", "--temperature is inf"),
-    "annotator's temperature 0": world("--annotator_temperature 0", "annotator_temperature is 0.0"),
-    "seed below 0": world("--seed -1", "--seed is -1"),
     "windows longer than the model": world("--max_positions 32", "max_positions", "32"),
     "comparisons longer than the model": world("--response_length 150", "max_positions", "160"),
     "windows longer than the stories": world(
@@ -792,11 +593,205 @@ TALES = {
     ),
 }
 
+
+# ---- Chapter 2 -------------------------------------------------------------------------------------------------
+
+
+def long_summary(folder: Path) -> None:
+    """One of a pair has more than 200 tokens."""
+    summaries = json.loads((folder / "world/comparisons_train.jsonl").read_text().splitlines()[5])["summaries"]
+    summaries[1]["text"] = " Mara robbed sailors." * 55
+    edit_row("world/comparisons_train.jsonl", 5, summaries=summaries)(folder)
+
+
+# A validation comparison is of a news article of more than 256 tokens.
+LONG_ARTICLE = edit_row("world/comparisons_validation.jsonl", 0, info={"article": "Mara robbed sailors.\n" * 100})
+
+
+def sliding_window(folder: Path) -> None:
+    """The fine-tuned model attends to 100 tokens, which is enough for the longest post, but not for its summary."""
+    long_summary(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(
+        "mistral", vocab_size=1024, num_key_value_heads=2, sliding_window=100, **sizes
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10)
+    model.save_pretrained(folder / "sft")
+
+
+def copy_of_reward(damage: Damage) -> Damage:
+    return lambda folder: damage(shutil.copytree(folder / "reward", folder / "critic").parent)
+
+
+CHAPTER_2 = {
+    "sft: micro-batch": sft("--local_micro_batch_size 3", "local_micro_batch_size 3", "_size 1"),
+    "reward: micro-batch": summary_reward("--local_micro_batch_size 6", "local_micro_batch_size 6"),
+    "policy: minibatches": summary_policy("--ppo.nminibatches 3", "ppo.batch_size 16", "--ppo.batch_size 18"),
+    "policy: micro-batch": summary_policy("--ppo.local_micro_batch_size 5", "ppo.local_micro_batch_size 5"),
+    "policy: rollout batch": summary_policy("--ppo.local_rollout_batch_size 5", "ppo.local_rollout_batch_size 5"),
+    "policy: fewer than a batch": summary_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
+    "all: batch of episodes": all_three("--policy.ppo.nminibatches 3", "policy.ppo.batch_size 16"),
+    "all: micro-batch of SFT": all_three("--sft.local_micro_batch_size 3", "--sft.local_micro_batch_size 1"),
+    "sft: two processes": sft("--batch_size 15", "batch_size 15", "2 (processes", "--batch_size 16", processes=2),
+    "reward: two processes": summary_reward("--batch_size 15", "2 (processes", "--batch_size 16", processes=2),
+    "policy: two processes": summary_policy(
+        "--ppo.batch_size 15 --ppo.nminibatches 1", "2 (processes", "--ppo.batch_size 16", processes=2
+    ),
+    "policy: KL horizon": summary_policy(
+        "--rewards.adaptive_kl.target 0.05 --rewards.adaptive_kl.horizon 3", "--rewards.adaptive_kl.horizon 4"
+    ),
+    # names
+    **{
+        f"{name}: preset of chapter 1": bad("--preset tales", "--preset tales", "tldr, posts")
+        for name, bad in {
+            "sft": sft,
+            "reward": summary_reward,
+            "policy": summary_policy,
+            "all": all_three,
+        }.items()
+    },
+    "all: the same name twice": all_three("--sft.exp_name x --policy.exp_name x", "exp_name", "three names"),
+    "stop text of many tokens": summary_policy(
+        "--task.stop_text 'In the mill'", "--task.stop_text 'In the mi", "one"
+    ),
+    # what the stages share
+    "all: seed of one stage": all_three("--sft.seed 2", "--sft.seed", "give --seed"),
+    "all: base model of one stage": all_three("--reward.base_model=sft", "--reward.base_model", "give --base_model"),
+    "all: task of one stage": all_three("--policy.task.query_length 9", "--policy.task", "--task.query_length"),
+    "all: preset of one stage": all_three("--sft.preset posts", "--sft.preset", "give --preset"),
+    "all: resume of one stage": all_three("--policy.resume x", "--policy.resume", "give --resume"),
+    "all: a reward model": all_three("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
+    "all: a function": all_three("--policy.rewards.function m:f", "--policy.rewards.function", "tldr_policy.py"),
+    # posts and comparisons
+    "unknown posts": sft("--task.posts books", "--task.posts books", "tldr, posts"),
+    "unknown comparisons": summary_reward("--task.comparisons books", "--task.comparisons books"),
+    "no test posts": sft("", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")),
+    "a bad post": summary_policy(
+        "", "world/posts_train.jsonl, line 4", damage=edit_row("world/posts_train.jsonl", 3, post=None)
+    ),
+    "a bad comparison": summary_reward(
+        "", "_validation.jsonl, line 3", damage=edit_row("world/comparisons_validation.jsonl", 2, info=None)
+    ),
+    "a damaged ceiling": summary_reward("", "world.json", "1.5", damage=edit("world/world.json", "ceiling", to=1.5)),
+    "references that are all too long": sft("--task.response_length 3", "response_length 3", "48 are longer"),
+    "queries that cannot fit": summary_policy("--task.query_length 5", "query_length 5"),
+    "longer than the model reads": sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
+    "comparisons longer than the model reads": summary_reward(
+        "--task.comparison_length 300",
+        "256 tokens",
+        "--base_model sft",
+        "--task.query_length or --task.comparison_length",
+        damage=long_summary,
+    ),
+    "articles longer than the model reads": summary_reward(
+        "", "256 tokens", "--task.article_query_length or --task.comparison_length", damage=LONG_ARTICLE
+    ),
+    "comparisons longer than a window": summary_reward(
+        "--task.comparison_length 300", "does not attend to all of", "within a window", damage=sliding_window
+    ),
+    # models
+    "sft: no such model": sft("--base_model nowhere", "--base_model nowhere"),
+    "all: no such model": all_three("--base_model nowhere", "--base_model nowhere"),
+    "reward: no base model": summary_reward("--base_model ''", "--base_model is empty", "models/<run>/sft"),
+    "policy: no base model": summary_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
+    "reward model and function": summary_policy("--rewards.function m:f", "one of", "--rewards.trained_model"),
+    "neither reward model nor function": summary_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
+    "no such reward model": summary_policy("--rewards.trained_model nowhere", "nowhere", "no such folder"),
+    "a language model for a reward model": summary_policy("--rewards.trained_model sft", "sft is not a reward model"),
+    "no such critic": summary_policy("--rewards.value_model nowhere", "nowhere", "no such folder"),
+    "reward model of another tokenizer": summary_policy(
+        "", "--rewards.trained_model reward", "the same kind of model", damage=other_words("reward")
+    ),
+    "critic of another tokenizer": summary_policy(
+        "--rewards.value_model critic",
+        "--rewards.value_model critic",
+        "the same kind of model",
+        damage=copy_of_reward(other_words("critic")),
+    ),
+    "reward model that is not finite": summary_policy(
+        "", "reward_head.safetensors", "not finite", damage=edit_tensor(HEAD, "bias", not_finite)
+    ),
+    "adapters for no layer": summary_policy(
+        "--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules 'q,v': ", "no layer 'q'"
+    ),
+    "monitor of a taken name": summary_policy(
+        "--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "kl is taken"
+    ),
+    "unknown function": summary_policy("--rewards.monitor mine:none", "--rewards.monitor mine:none"),
+    "rank is a word": sft("", "RANK", "first", RANK="first"),
+    "world: heads": posts_world("--heads 3", "heads 3", "width 128"),
+}
+
+# ---- Chapter 3 -------------------------------------------------------------------------------------------------
+
+FULL = "--rewards.kl_coef 0.1 --rewards.kl_estimator full"
+RLOO = "--ppo.advantage rloo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0"
+RLVR = {
+    "--ppo.critic_explains 0.5 --ppo.critic_warmup 0": "--ppo.critic_explains 0.5 ends the updates of",
+    "--ppo.critic_explains 1": "so it must be below 1, and they more than 0; None switches it off",
+    "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.critic_lam 1": "--ppo.critic_lam 1.0 does nothing",
+    "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.lam_alpha 1": "--ppo.lam_alpha 1.0 does nothing",
+    "--ppo.lam 0.9 --ppo.lam_alpha 1 --ppo.critic_lam 1": "--ppo.lam 0.9 does nothing without",
+    "--ppo.advantage maxrl": "compares the responses to a prompt; --ppo.samples_per_prompt 1 must be at least 2",
+    "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
+    "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
+    "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
+    "--ppo.batch_size 128 --ppo.total_episodes 128": "--task.problems has 64 problems, fewer than the 128",
+    FULL: "--rewards.kl_estimator full goes with",
+    f"{FULL} --rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full": "kl_loss_coef that is --rewards.kl_coef",
+    "--rewards.min_response_length 3": "--rewards.min_response_length 3 does nothing without --rewards.missing_stop",
+    "--ppo.advantage reinforce++": "--ppo.critic_warmup 5 is for a critic",
+    "--rewards.adaptive_kl.target 3": "--rewards.adaptive_kl.target moves --rewards.kl_coef, which is 0",
+    "--ppo.loss cispo --ppo.dual_clip 3": "--ppo.dual_clip 3.0 is for --ppo.loss ppo",
+    "--ppo.dual_clip 1.1": "above 1 + --ppo.cliprange_high",
+    "--ppo.loss gspo": "--ppo.loss gspo goes with",
+    "--rewards.overlong_buffer 21": "--rewards.overlong_buffer 21 is more than --task.response_length 20",
+    "--ppo.nminibatches 3": "--ppo.batch_size 18 does",
+    "--rewards.verifier nothing": "--rewards.verifier nothing: unknown; there are gsm8k_strict",
+    "--rewards.verifier mine:nothing": "--rewards.verifier mine:nothing",
+    "--rewards.value_model nowhere": "reward model nowhere: no such folder",
+    f"{RLOO} --rewards.value_model nowhere": "--rewards.value_model nowhere does nothing without --ppo.advantage gae",
+    f"{RLOO} --ppo.lam 0.9": "--ppo.lam 0.9 does nothing without --ppo.advantage gae; leave it at 0.95",
+    f"{RLOO} --ppo.cliprange_value 0.5": "--ppo.cliprange_value 0.5 does nothing",
+    f"{RLOO} --ppo.value_head normal": "--ppo.value_head normal does nothing",
+    f"{RLOO} --ppo.gamma 0.9": "--ppo.gamma 0.9 does nothing",
+    "--ppo.loss reinforce --ppo.cliprange_low 0.1": "--ppo.cliprange_low 0.1 does nothing",
+    "--ppo.prompts_per_round 8": "--ppo.prompts_per_round 8 does nothing without --ppo.filter_groups",
+    "--ppo.max_generation_rounds 3": "--ppo.max_generation_rounds 3 does nothing",
+    "--rewards.overlong_factor 2": "--rewards.overlong_factor 2.0 does nothing without --rewards.overlong_buffer",
+    "--rewards.missing_stop_penalty 2": "--rewards.missing_stop_penalty 2.0 does nothing",
+    "--rewards.format_weight 2": "--rewards.format_weight 2.0 does nothing without --rewards.format",
+    "--rewards.trained_weight 2": "--rewards.trained_weight 2.0 does nothing",
+    "--rewards.kl_loss_estimator k2": "--rewards.kl_loss_estimator k2 does nothing without --rewards.kl_loss_coef",
+    "--rewards.kl_estimator k3": "--rewards.kl_estimator k3 does nothing",
+    "--rewards.adaptive_kl.horizon 99": "--rewards.adaptive_kl.horizon 99 does nothing",
+    f"{RLOO} --ppo.filter_groups --rewards.trained_model x": "leave one of the two out",
+    f"{FULL} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full": "--ppo.whiten_advantages False",
+    "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
+}
+ASYNC = {
+    "--correction_cap 0.9": "correction_cap is 0.9; it must be at least 1",
+    "--rejection token --rejection_low 1.5": "--rejection_low 1.5 and --rejection_high 2.0 must have 1 between them",
+    "--rejection token --rejection_high 1": "and 0.0001 on either side for rounding; 0.5 and 2.0 would do",
+    "--rejection_low 0.4": "--rejection_low 0.4 does nothing with --rejection none; leave it at 0.5",
+    "--rejection_high 3": "--rejection_high 3.0 does nothing with --rejection none; leave it at 2.0",
+    "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
+    "--correction bypass --ppo.loss reinforce --correction_normalised": "does nothing with --correction bypass",
+    "--staleness 0 --correction_level sequence": "--correction_level sequence does nothing with --correction none",
+    "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 2 --ppo.filter_groups --staleness 1": (
+        "--ppo.filter_groups goes with --staleness 0"
+    ),
+}
+CHAPTER_3 = {arguments: rlvr(arguments, words) for arguments, words in RLVR.items()}
+CHAPTER_3 |= {f"async: {arguments}": rlvr_async(arguments, words) for arguments, words in ASYNC.items()}
+
 KINDS = {
     "sizes": SIZES,
     "numbers": NUMBERS,
     "names": NAMES,
-    "shared": SHARED_BY_BOTH,
     "boxes": BOXES,
     "labels": LABELS,
     "texts": TEXTS,
@@ -807,14 +802,23 @@ KINDS = {
     "environment": ENVIRONMENT,
     "sample": SAMPLES,
     "tales": TALES,
+    "chapter 2": CHAPTER_2,
+    "chapter 3": CHAPTER_3,
 }
-BAD_INPUT = {f"{kind}: {name}": row for kind, rows in KINDS.items() for name, row in rows.items()}
-
-# Commands that the undamaged files let run to their end.
+REFUSALS = {f"{kind}: {name}": row for kind, rows in KINDS.items() for name, row in rows.items()}
+IN_A_PROCESS = [
+    "functions: a module that ends the process",
+    "labels: both: cut",
+    "environment: processes without a launcher",
+    "sample: out is a folder",
+    "chapter 2: all: task of one stage",
+    "chapter 3: --ppo.lam 0.9 --ppo.lam_alpha 1 --ppo.critic_lam 1",
+]
+# Commands in which nothing is wrong with the same files.
 GOOD = {
     "train_policy": policy(),
     "train_policy with a function": function("--rewards.function rewards:length --rewards.monitor rewards:length"),
-    "train_policy of the tales": tales_policy("--ppo.total_episodes 64"),
+    "train_policy of the tales": tales_policy(),
     "train_reward": reward(),
     "train_reward with ratings": reward("--label_dataset ratings.json"),
     "train_reward with differences": reward("--label_dataset differences.json"),
@@ -827,19 +831,29 @@ GOOD = {
     "train_policy --resume": resumed_policy(),
     "train_reward --resume": resumed_reward(),
     "train_both --resume": resumed_both(),
+    "tldr_sft": sft(),
+    "tldr_reward": summary_reward("--task.comparison_length 300"),
+    "tldr_policy": summary_policy(),
+    "tldr_all": all_three(),
+    "rlvr_policy": rlvr(),
+    "rlvr_async": rlvr_async(),
 }
 
-# ---- Tests -----------------------------------------------------------------------------------------------------
+# ---- Good files ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def good_files(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, texts, labels of each kind, a function, the runs of train_both.py, and a tales world."""
-    folder = tmp_path_factory.mktemp("good")
+def train(row: Row, folder: Path) -> None:
+    """Run a command of the table to its end."""
+    result = run(row, folder, to_the_end=True)
+    assert result.status == 0, result.stderr
+
+
+def make_files_1(folder: Path, tiny_world: Path) -> None:
+    """A model, texts, labels of each kind, a function, the runs of train_both.py, and a tales world."""
     shutil.copytree(tiny_world / "model", folder / "model")
     shutil.copy(tiny_world / "stories.txt", folder)
     with pytest.MonkeyPatch.context() as patch:
-        # The world that the scripts build by default takes minutes; under its name, the tiny one does.
+        # The world that the scripts build by default takes minutes; the tiny one takes its name.
         patch.setenv("PPO_RLHF_CACHE", str(folder / "cache"))
         patch.setattr(tales, "build_world", lambda default, args: shutil.copytree(tiny_world, default))
         tales.find_world()
@@ -858,8 +872,7 @@ def good_files(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     code = "def length(queries, responses):\n    return [float(len(text)) for text in responses]\n"
     (folder / "rewards.py").write_text(code + "".join(f"{name} = length\n" for name in names[1:]))
 
-    result = run(GOOD["train_both"], folder)
-    assert result.status == 0, result.stderr
+    train(both(), folder)
     timestamp = next((folder / "runs").iterdir()).name.rsplit("__", 1)[1]
     for path in [*folder.glob(f"*/*__{timestamp}")]:
         path.rename(path.with_name(path.name.replace(timestamp, "7")))
@@ -868,58 +881,121 @@ def good_files(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     for kind in ("reward", "policy"):
         shutil.copytree(folder / f"models/train_{kind}__tales__1__7/{kind}", folder / kind)
     edit("policy/ppo_rlhf.json", "reward_model", to="reward")(folder)
-    return folder
 
 
-def run(row: Row, folder: Path) -> Result:
-    return launch(row.script, *row.arguments, folder=folder, **row.environment)
+def make_files_2(folder: Path, tiny_posts: Path) -> None:
+    """A world of posts, what SFT and reward modelling made of it, and a function."""
+    shutil.copytree(tiny_posts, folder / "world")
+    (folder / "mine.py").write_text("def kl(queries, responses):\n    return [1.0] * len(responses)\n")
+    for row, kind in ((sft("--num_train 16"), "sft"), (summary_reward("--num_train 16"), "reward")):
+        train(row, folder)
+        shutil.copytree(next(folder.glob(f"models/*/{kind}")), folder / kind)
+        shutil.rmtree(folder / "models")
+        shutil.rmtree(folder / "runs")
 
 
-def contents(folder: Path) -> dict[str, bytes | str | None]:
-    """Everything in a folder: bytes of files, targets of links, None for folders; not what Python's imports leave."""
-    return {
-        str(path.relative_to(folder)): str(path.readlink())
-        if path.is_symlink()
-        else (path.read_bytes() if path.is_file() else None)
-        for path in folder.rglob("*")
-        if "__pycache__" not in path.parts
-    }
+@pytest.fixture(scope="module")
+def good_files(tiny_world, tiny_posts, tiny_sums, tmp_path_factory) -> Callable[[int], GoodFiles]:
+    """The folder of a chapter."""
+
+    @functools.cache
+    def files(chapter: int) -> GoodFiles:
+        folder = tmp_path_factory.mktemp("good")
+        if chapter == 3:
+            shutil.copytree(tiny_sums, folder / "tiny")
+            (folder / "mine.py").touch()
+        else:
+            (make_files_1, make_files_2)[chapter - 1](folder, (tiny_world, tiny_posts)[chapter - 1])
+        return GoodFiles(folder)
+
+    return files
 
 
-@pytest.fixture
-def folder(good_files: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(good_files, tmp_path / "here")
+# ---- Numbers ---------------------------------------------------------------------------------------------------
+
+# Commands in which as many numbers as possible have a meaning, and the function that gets their arguments.
+GRPO = "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0 --ppo.filter_groups"
+NUMBERS_OF = {
+    "train_reward": (reward(), "train"),
+    "train_policy": (policy("--rewards.adaptive_kl.target 1"), "train"),
+    "train_both": (both("--policy.rewards.adaptive_kl.target 1"), "train"),
+    "tldr_sft": (sft(), "train"),
+    "tldr_reward": (summary_reward(), "train"),
+    "tldr_policy": (summary_policy("--rewards.adaptive_kl.target 1"), "train"),
+    "tldr_all": (all_three("--policy.rewards.adaptive_kl.target 1"), "train"),
+    "rlvr_policy": (
+        rlvr(
+            "--rewards.kl_coef 0.1 --rewards.adaptive_kl.target 1 --rewards.missing_stop subtract "
+            "--ppo.critic_lam 0.9 --rewards.overlong_buffer 2 --rewards.format gsm8k_format --ppo.dual_clip 3 "
+            "--ppo.critic_explains 0.5"
+        ),
+        "train",
+    ),
+    "rlvr_policy, in groups": (rlvr(GRPO), "train"),
+    "rlvr_async": (rlvr_async("--rejection token"), "train"),
+    "rlvr_tools": (command(3, "rlvr_tools.py", f"{SUMS.replace('sums', 'sums-tools', 1)} {RLVR_SIZES}")(), "train"),
+    "judge": (command(3, "judge.py", "--candidate x --endpoint.url http://x/v1 --endpoint.model m")(), "judge"),
+    "tales": (world(), "find_world"),
+    "posts": (posts_world(), "find_world"),
+    "sums": (command(3, "worlds/sums.py", "")(), "find_world"),
+}
 
 
-@pytest.mark.parametrize("row", BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_ends_in_one_line_and_leaves_nothing(row: Row, folder: Path) -> None:
-    row.damage(folder)
-    before = contents(folder)
-    result = run(row, folder)
-    assert "Traceback" not in result.stdout + result.stderr
-    assert result.status == 2, result.stderr
-    if not row.box:
-        (line,) = [line for line in result.stderr.splitlines() if line.strip()]
-        assert line.startswith("error: ")
-    for word in row.words:
-        assert word in result.stderr
-    after = contents(folder)
-    assert sorted(after) == sorted(before)
-    assert [path for path in before if before[path] != after[path]] == []
+#NUM
+
+# ---- Tests -----------------------------------------------------------------------------------------------------
+
+
+def check_refused(row: Row, files: GoodFiles, run: Callable[[Row, Path], Result]) -> None:
+    try:
+        row.damage(files.folder)
+        before = contents(files.folder)
+        result = run(row, files.folder)
+        assert "Traceback" not in result.stdout + result.stderr
+        assert result.status == 2, result.stderr
+        if not row.box:
+            (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+            assert line.startswith("error: ")
+        for word in row.words:
+            assert word in result.stderr
+        after = contents(files.folder)
+        assert [path for path in {*before, *after} if before.get(path, "") != after.get(path, "")] == []
+    finally:
+        files.restore()
+
+
+@pytest.mark.parametrize("row", REFUSALS.values(), ids=REFUSALS)
+def test_bad_input_ends_in_one_line_and_leaves_nothing(row: Row, good_files) -> None:
+    assert row.words
+    check_refused(row, good_files(row.chapter), run)
+
+
+@pytest.mark.parametrize("name", IN_A_PROCESS)
+def test_bad_input_in_a_process_of_its_own(name: str, good_files) -> None:
+    def start(row: Row, folder: Path) -> Result:
+        return launch(row.script, *row.arguments, folder=folder, PYTHONDONTWRITEBYTECODE="1", **row.environment)
+
+    check_refused(REFUSALS[name], good_files(REFUSALS[name].chapter), start)
 
 
 @pytest.mark.parametrize("row", GOOD.values(), ids=GOOD)
-def test_the_same_files_undamaged_run_to_the_end(row: Row, folder: Path) -> None:
-    result = run(row, folder)
-    assert result.status == 0, result.stderr
-    assert "error" not in result.stderr and "Traceback" not in result.stderr
+def test_nothing_is_wrong_with_the_undamaged_files(row: Row, good_files) -> None:
+    files = good_files(row.chapter)
+    try:
+        result = run(row, files.folder)
+    finally:
+        files.restore()
+    assert result.status == 0 and "error" not in result.stderr, result.stderr
 
 
-def test_the_tables_are_large_and_name_every_script() -> None:
-    assert len(BAD_INPUT) == sum(map(len, KINDS.values())) >= 60
-    scripts = {"train_policy.py", "train_reward.py", "train_both.py", "sample.py", "worlds/tales.py"}
-    assert {row.script for row in BAD_INPUT.values()} == {row.script for row in GOOD.values()} == scripts
-    no_words = [name for name, row in BAD_INPUT.items() if not row.words]
-    assert not no_words
-    commands = [(row.script, *row.arguments) for row in GOOD.values()]
-    assert len(set(commands)) == len(commands)
+def test_the_first_of_two_processes_says_it(good_files) -> None:
+    row, files = all_three("--reward.batch_size 15", "--reward.batch_size 16", "2 (processes"), good_files(2)
+    second = []
+
+    def start(row: Row, folder: Path) -> Result:
+        results = launch_together(2, row.script, *row.arguments, folder=folder, **row.environment)
+        second.append(results[1])
+        return results[0]
+
+    check_refused(row, files, start)
+    assert (second[0].status, second[0].stderr) == (2, "")
