@@ -23,7 +23,7 @@ def check_arguments(args: rlvr_args.Args) -> None:
     cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
     cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")
     cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
-    cli.at_least(0, "ppo.", ppo, "nll_coef", *(["critic_lam"] if ppo.critic_lam is not None else []))
+    cli.at_least(0, "ppo.", ppo, "beta2", "nll_coef", *(["critic_lam"] if ppo.critic_lam is not None else []))
     cli.at_least(0, "lora.", args.lora, "rank")
     cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "max_grad_norm")
     may_be_none = ("cliprange_low", "dual_clip", "cliprange_value", "lam_alpha", "critic_explains")
@@ -80,6 +80,8 @@ def impossible(args: rlvr_args.Args) -> Iterator[str]:
             f"{flag('ppo.critic_explains')} {ppo.critic_explains} ends the updates of {flag('ppo.critic_warmup')} "
             f"{ppo.critic_warmup} early, so it must be below 1, and they more than 0; None switches it off"
         )
+    if ppo.beta2 >= 1:
+        yield f"{flag('ppo.beta2')} is {ppo.beta2}; it must be below 1"
     if ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high):
         yield (
             f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "

@@ -89,9 +89,10 @@ def train(args: Args) -> tuple[Path, Path]:
     with sequence.flags_of("reward", reward_args, SHARED):
         worlds.check_names(reward_args)
     with sequence.flags_of("policy", policy_args, SHARED):
-        cli.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         cli.check_ppo_arguments(policy_args)
+        cli.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         rewards.import_functions(policy_args.rewards)
+    cli.check_task(args.task)
     paths = worlds.find_paths(args)
     tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):

@@ -27,10 +27,11 @@ from accelerate.state import AcceleratorState
 from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
-from ppo_rlhf import judge
-from ppo_rlhf.lib import cli, plots
+from ppo_rlhf import judge, rlvr_async
+from ppo_rlhf.lib import plots
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.run import Run
+from ppo_rlhf.lib.sequence import Stages
 from ppo_rlhf.worlds import building
 
 DEEP = "[" * 100_000  # no JSON reader follows so many brackets
@@ -322,6 +323,7 @@ def run(row: Row, folder: Path, *, to_the_end: bool = False) -> Result:
     with started(row, folder) as (stdout, stderr), pytest.MonkeyPatch.context() as patch:
         for name in () if to_the_end else ("updates", "progress"):
             patch.setattr(Run, name, accept)
+        patch.setattr(rlvr_async, "connected", accept)  # to Ray, after its checks
         try:
             exec(code, vars(module))
         except SystemExit as end:
@@ -349,24 +351,30 @@ def with_value(group: Any, name: str, value: Any) -> Any:
     return dataclasses.replace(group, **{first: with_value(getattr(group, first), rest, value) if rest else value})
 
 
-def arguments_of(row: Row, folder: Path) -> Any:
-    """What a script makes of a command line."""
+def arguments_of(row: Row, folder: Path, function: str) -> Any:
+    """What a script makes of a command line for one of its functions."""
+    code, module = main_of(row.script)
     found: list[Any] = []
     with started(row, folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "check_values", lambda args: found.append(args) or accept())  # the first that all call
+        patch.setattr(module, function, lambda args: found.append(args) or accept())
         with contextlib.suppress(Accepted):
-            exec(main_of(row.script)[0], vars(main_of(row.script)[1]))
+            exec(code, vars(module))
     return found[0]
 
 
-def refusal(row: Row, folder: Path, function: str, args: Any) -> str:
-    """What a script's function says about its arguments; empty: it would begin to write."""
+def refusal(row: Row, folder: Path, function: str, args: Any, argument: str, value: Any) -> str:
+    """What a function of a script says about another value for an argument; empty: it would begin to write."""
     with started(row, folder), pytest.MonkeyPatch.context() as patch:
+        if argument.startswith(
+            ("sft.", "reward.", "policy.")
+        ):  # arguments of all stages are checked before the first
+            patch.setattr(Stages, "train", accept)
         patch.setattr(Run, "__init__", accept)
+        patch.setattr(rlvr_async, "connected", contextlib.nullcontext)
         patch.setattr(building, "find", accept)
         patch.setattr(judge, "results_folder", accept)
         try:
-            getattr(main_of(row.script)[1], function)(args)
+            getattr(main_of(row.script)[1], function)(with_value(args, argument, value))
         except Accepted:
             return ""
         except InputError as error:

@@ -278,31 +278,6 @@ def test_reward_memory_knob_offers_what_divides(value):
     assert set(follow_offers(reward_sizes, args, 2)) == {"local_micro_batch_size"}
 
 
-@pytest.mark.parametrize("knob", ["local_micro_batch_size", "local_rollout_batch_size"])
-def test_memory_knobs_are_not_negative(knob):
-    with pytest.raises(InputError, match=rf"ppo\.{knob} (is )?-1"):
-        ppo_sizes(PpoArgs(**{knob: -1}), 1)
-    with pytest.raises(InputError, match=rf"{knob} (is )?-1"):
-        reward_sizes(replace(train_reward.PRESETS["sentiment"], **{knob: -1}), 1)
-
-
-@pytest.mark.parametrize("value", [0, -8])
-@pytest.mark.parametrize("field", ["total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups"])
-def test_ppo_sizes_are_positive(field, value):
-    with pytest.raises(InputError, match=rf"^ppo\.{field} is {value}; it must be at least 1$"):
-        ppo_sizes(PpoArgs(**{field: value}), 1)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [(field, value) for field in ("num_train", "batch_size", "rollout_batch_size") for value in (0, -8)]
-    + [("normalize_samples", -1)],
-)
-def test_reward_sizes_are_positive(field, value):
-    with pytest.raises(InputError, match=rf"{field} (is )?{value}"):
-        reward_sizes(replace(train_reward.PRESETS["sentiment"], **{field: value}), 1)
-
-
 # ---- Command lines ---------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ a damaged file. The rows for numbers are generated: every number of every script
 
 import functools
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from refusals import (
     GoodFiles,
     Row,
     all_of,
+    arguments_of,
     command,
     contents,
     cut,
@@ -34,9 +37,12 @@ from refusals import (
     fewer_tokens,
     flip,
     link,
+    main_of,
     make_folder,
     not_finite,
+    numbers_of,
     other_words,
+    refusal,
     remove,
     run,
     write,
@@ -926,8 +932,7 @@ NUMBERS_OF = {
     "rlvr_policy": (
         rlvr(
             "--rewards.kl_coef 0.1 --rewards.adaptive_kl.target 1 --rewards.missing_stop subtract "
-            "--ppo.critic_lam 0.9 --rewards.overlong_buffer 2 --rewards.format gsm8k_format --ppo.dual_clip 3 "
-            "--ppo.critic_explains 0.5"
+            "--ppo.critic_lam 0.9 --rewards.overlong_buffer 2 --rewards.format gsm8k_format --ppo.dual_clip 3"
         ),
         "train",
     ),
@@ -941,7 +946,25 @@ NUMBERS_OF = {
 }
 
 
-#NUM
+VALUES = {int: (0, -1, 2**63, 10**400), float: (0.0, -1.0, math.nan, math.inf, 1e39)}
+# What may be 0, and what may be below 0 too. No number is taken that is no float32 or int64.
+MAY_BE_0 = """
+    seed max_memory log_interval save_interval trace_interval eval_interval eval_problems eval_samples lora.rank
+    rewards.kl_coef rewards.kl_loss_coef rewards.missing_stop_penalty rewards.min_response_length
+    rewards.missing_eos_penalty rewards.overlong_buffer rewards.overlong_factor
+    ppo.beta2 ppo.critic_lam ppo.critic_warmup ppo.entropy_coef ppo.gamma ppo.lam ppo.lr_warmup ppo.nll_coef
+    ppo.prompts_per_round ppo.weight_decay
+    ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size
+    staleness rejection_low gpus_per_worker
+    n endpoint.max_tokens endpoint.retries endpoint.price_input endpoint.price_output
+    asides error_rate wordy hasty
+    local_micro_batch_size local_micro_batch_tokens rewards.normalize_samples ppo.vf_coef task.truncate_after
+    eval_posts weight_decay
+"""
+MAY_BE_BELOW_0 = "task.penalty_reward_value rewards.verifier_weight rewards.format_weight endpoint.temperature"
+ONLY_HERE = {name: {"local_rollout_batch_size", "normalize_samples"} for name in ("train_reward", "train_both")}
+ONLY_HERE |= {name: {"num_train", "normalize_posts"} for name in ("tldr_sft", "tldr_reward", "tldr_all")}
+
 
 # ---- Tests -----------------------------------------------------------------------------------------------------
 
@@ -999,3 +1022,24 @@ def test_the_first_of_two_processes_says_it(good_files) -> None:
 
     check_refused(row, files, start)
     assert (second[0].status, second[0].stderr) == (2, "")
+
+
+@pytest.mark.parametrize("name", NUMBERS_OF)
+def test_a_number_that_cannot_be_is_refused_by_its_name(name: str, good_files) -> None:
+    """Or by that of a number that it does not fit."""
+    row, function = NUMBERS_OF[name]
+    files = good_files(row.chapter)
+    args, may_be_0 = arguments_of(row, files.folder, function), {*MAY_BE_0.split(), *ONLY_HERE.get(name, ())}
+    shared = getattr(main_of(row.script)[1], "SHARED", ())  # by all stages, which have no own value for it
+    for argument, kind in numbers_of(args):
+        own_name = re.sub(r"^(sft|reward|policy)\.", "", argument)
+        if own_name != argument and own_name.split(".")[0] in shared:
+            continue
+        for value in VALUES[kind]:
+            said = refusal(row, files.folder, function, args, argument, value)
+            if said:
+                assert argument in said and "\n" not in said
+            else:
+                takes = {0} if own_name in may_be_0 else {0, -1} if own_name in MAY_BE_BELOW_0.split() else set()
+                assert value in takes, f"{argument} is {value}"
+    assert contents(files.folder) == files.good

@@ -460,22 +460,6 @@ def test_padding_is_no_token_and_a_summary_ends_with_the_end_of_text():
     assert (ids.eos, ids.stop) == (0, 46)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "query_length",
-        "response_length",
-        "comparison_length",
-        "article_query_length",
-        "temperature",
-        "eval_temperature",
-    ],
-)
-def test_lengths_and_temperatures_must_be_above_0(name):
-    for value in (0, -1):
-        assert f"--task.{name} is {value}" in error_line(posts.task_ids, TaskArgs(**{name: value}), Letters())
-
-
 def test_other_bad_special_tokens():
     assert "--task.stop_text 'ab'" in error_line(posts.task_ids, TaskArgs(stop_text="ab"), Letters())
     endless = Letters()
