@@ -261,9 +261,9 @@ function written(value, places = 0) {
   return text.startsWith("-") ? `(${text})` : text;
 }
 
-function digitsOf(value, used, adds) {
+function digitsOf(value, used, adds, divisor) {
   if (adds && Math.abs(value) < 1e-6 * Math.max(...used.map(Math.abs))) return ["0", 0];
-  return [decimal(value, 4), adds ? decimals(value, 5) : 0];
+  return [decimal(value, 4), adds ? decimals(value, 5) + decimals(Math.min(Math.abs(divisor), 1), 1) : 0];
 }
 
 function numbersOf(found, s, t) {
@@ -288,7 +288,8 @@ function explainToken(steps, episode, s, epoch, t, group, found = derive(episode
     const told = row ? row[t] : null;
     const size = Math.max(...used.map(Math.abs), Math.abs(value), 0.1) / Math.min(numbers[step.divisor] ?? 1, 1);
     const difference = told === null || told === undefined ? null : value - told;
-    const [result, places] = digitsOf(value, used, / [−+] /.test(step.numbers));
+    const [, divisor] = step.numbers.match(/\/ \(?{(\w+)}/) || [];
+    const [result, places] = digitsOf(value, used, / [−+] /.test(step.numbers), divisor ? numbers[divisor] : 1);
     lines.push({step, value, result, difference, told,
       wrong: difference !== null && !(Math.abs(difference) <= ROUNDING * size),
       numbers: step.numbers.replace(/{(\w+)}/g, (_, name) => written(numbers[name], places))});

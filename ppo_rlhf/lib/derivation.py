@@ -1173,7 +1173,13 @@ def explain(
         expected = recorded.get(step.recorded, NAN)
         size = max(map(abs, [*used, value, 0.1])) / min(numbers.get(step.divisor, 1), 1)
         difference = 0.0 if expected != expected else value - expected
-        result, places = digits_of(value, used, adds=re.search(" [−+] ", step.numbers) is not None)
+        divisor = re.search(r"/ \(?{(\w+)}", step.numbers)
+        result, places = digits_of(
+            value,
+            used,
+            adds=re.search(" [−+] ", step.numbers) is not None,
+            divisor=numbers[divisor[1]] if divisor else 1.0,
+        )
         filled = step.numbers.format(**{name: written(numbers[name], places) for name in names})
         wrong = abs(difference) > ROUNDING * size
         lines.append(Line(step=step, numbers=filled, result=result, value=value, difference=difference, wrong=wrong))
@@ -1195,15 +1201,15 @@ def numbers_of(found: Mapping[str, Any], settings: Mapping[str, Any], t: int) ->
     return numbers | {"equal": equal and numbers["valued"], "differ": not equal and numbers["valued"]}
 
 
-def digits_of(value: float, used: Sequence[float], *, adds: bool) -> tuple[str, int]:
+def digits_of(value: float, used: Sequence[float], *, adds: bool, divisor: float) -> tuple[str, int]:
     """The result of a line in four digits, and how many decimals its numbers need, so that a reader finds these four.
 
-    adds: whether numbers are added or subtracted. Of two that are nearly equal, more digits are shown; a difference
-    that is nothing but rounding is 0.
+    adds: whether numbers are added or subtracted. Of two that are nearly equal, or if the divisor is small, more
+    digits are shown; a difference that is nothing but rounding is 0.
     """
     if adds and abs(value) < 1e-6 * max(map(abs, used)):
         return "0", 0
-    return decimal(value, 4), decimals(value, 5) if adds else 0
+    return decimal(value, 4), decimals(value, 5) + decimals(min(abs(divisor), 1), 1) if adds else 0
 
 
 def decimals(value: float, digits: int) -> int:
