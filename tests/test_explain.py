@@ -142,11 +142,7 @@ LINES = """() => data.runs[0].traces.flatMap(update => update.episodes.flatMap(e
 })))"""
 
 MISTAKES = {  # in the text of derivation.js
-    "gamma once too often": (
-        "1",
-        "discountedSums(deltas, s.gamma * x)",
-        "discountedSums(deltas, s.gamma ** 2 * x)",
-    ),
+    "gamma once too often": ("1", "discountedSums(deltas, s.gamma * x)", "discountedSums(deltas, s.gamma ** 2 * x)"),
     "one lambda for both": ("critic", "[lam, criticLam]", "[lam, lam]"),
     "a fixed lambda": ("critic", "policyLam(s.lam, s.lam_alpha, valued.length)", "s.lam"),
     "the usual targets in pretraining": ("pretraining", "Number.isNaN(recorded) ? ", "true ? "),
@@ -280,11 +276,7 @@ def test_the_digits_of_a_line_give_its_result(trained, opened):  # noqa: F811
             assert "e" not in result and "e" not in numbers.replace("exp", "")
             assert eval(text, {"exp": math.exp}) == pytest.approx(
                 float(result), abs=max(1.5 * unit, 2e-6 * largest)
-            ), (
-                name,
-                numbers,
-                result,
-            )
+            ), (name, numbers, result)
             compared += 1
     assert compared > 3_000
 
