@@ -8,6 +8,15 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// The cells of a table as a file; where a cell shows less than it stands for, its data-value.
+function saveTable(id) {
+  const quoted = text => /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  const rows = [...find(id).rows].map(row => [...row.cells].map(cell => quoted(cell.dataset.value ?? cell.textContent.trim())));
+  const file = new Blob([rows.map(row => `${row.join(",")}\n`).join("")], {type: "text/csv"});
+  make("a", {href: URL.createObjectURL(file), download: `${data.name}-${id}.csv`}).click();
+}
+document.querySelectorAll("button.csv").forEach(button => { button.onclick = () => saveTable(button.dataset.table); });
+
 // ---- Learning curves ----
 
 function drawCurves() {
@@ -35,16 +44,18 @@ const panes = [0, 1].map(number => ({number, run: traced[number] ?? traced[0], i
 const updatesOf = pane => data.runs[pane.run].traces;
 const updateOf = pane => updatesOf(pane)[pane.index];
 const episodeOf = pane => updateOf(pane).episodes[pane.episode];
+const sideOf = pane => pane.number ? "right" : "left";
 const picked = () => find("quantity").value;
 const shownPanes = () => find("beside").checked ? panes : panes.slice(0, 1);
-const shown = value => value === null || value === undefined ? "–" : written(value).replace(/^\((.*)\)$/, "$1");
+// For tables: at most four digits and four decimals.
+const shown = value => value === null || value === undefined || Number.isNaN(value) ? "–" : decimal(Number(value.toFixed(4)), 4);
 
-function colorOf(run, value) {
-  if (value === null || value === undefined) return "";
-  const distance = value - data.quantities[picked()][1];
-  const strength = 0.75 * Math.min(1, Math.abs(distance) / (data.runs[run].scales[picked()] || 1));
-  return `rgb(${distance < 0 ? "213 94 0" : "0 114 178"} / ${strength.toFixed(3)})`;
+// 0 without colour, 1 above and -1 below with all of it.
+function strengthOf(run, value) {
+  const middle = data.quantities[picked()][2], [low, high] = data.runs[run].scales[picked()] || [middle, middle];
+  return value === null || value === undefined ? 0 : clip((value - middle) / (Math.max(high - middle, middle - low) || 1), -1, 1);
 }
+const colorOf = strength => `rgb(${strength < 0 ? "213 94 0" : "0 114 178"} / ${(0.75 * Math.abs(strength)).toFixed(3)})`;
 
 function follow() {  // the second pane shows the query of the first, where that update has it
   const [left, right] = panes;
@@ -64,55 +75,59 @@ const sameUpdate = () => panes[0].run === panes[1].run && panes[0].index === pan
 
 // ---- Token view: drawing ----
 
-function drawTokens(pane, box) {
-  const episode = episodeOf(pane), tokens = episode.tokens;
+function drawTokens(pane, number, box) {  // number: of the episode in its update
+  const episode = updateOf(pane).episodes[number], {tokens} = episode, values = tokens[picked()] || [];
+  const last = (tokens.scored || tokens.mask || []).lastIndexOf(1), isChosen = chosen.pane === pane && number === pane.episode;
   episode.pieces.forEach((piece, i) => {
-    const masked = tokens.mask && !tokens.mask[i];
-    const span = make("span", {className: "token", tabIndex: i ? -1 : 0, textContent: piece.replaceAll("\n", "⏎\n")});
+    const masked = tokens.mask && !tokens.mask[i], strength = strengthOf(pane.run, values[i]);
+    const span = make("span", {className: "token", tabIndex: i === (isChosen ? chosen.token : 0) ? 0 : -1, textContent: piece.replaceAll("\n", "⏎\n")});
     if (!piece) span.textContent = masked ? "∎" : "◦";
-    if (masked) span.classList.add("masked");
-    if (tokens.scored && !tokens.scored[i]) span.classList.add("cut");
-    if (tokens.tool && tokens.tool[i]) span.classList.add("tool");
-    const last = (tokens.scored || tokens.mask || []).lastIndexOf(1);
-    if (episode.numbers.stopped && i === last) span.classList.add("stop");
-    span.style.backgroundColor = colorOf(pane.run, (tokens[picked()] || [])[i]);
-    span.onmouseenter = span.onfocus = () => explain(span, pane, i);
-    span.onclick = () => { explain(span, pane, i); choose(pane, i); };
-    span.onmouseleave = span.onblur = hide;
-    span.setAttribute("aria-describedby", "tooltip");
+    const classes = {masked, cut: tokens.scored && !tokens.scored[i], tool: tokens.tool && tokens.tool[i],
+      stop: episode.numbers.stopped && i === last, up: strength > 0.05, down: strength < -0.05};
+    span.classList.add(...Object.keys(classes).filter(name => classes[name]));
+    if (values.length) span.style.backgroundColor = colorOf(strength);
+    span.setAttribute("role", "button");
+    span.setAttribute("aria-label", `${piece.trim() || "space"}, ${data.quantities[picked()][0]} ${shown(values[i])}`);
+    span.onmouseenter = span.onfocus = () => drawNumbers(episode, i);
+    span.onmouseleave = span.onblur = drawChosenNumbers;
+    span.onclick = () => choose(pane, number, i);
     box.append(span);
   });
   box.onkeydown = event => {
     const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
-    if (event.key === "Escape") hide();
-    if (event.key === "Enter") event.target.click();
-    if (!step || !event.target.classList.contains("token")) return;
+    if (event.key === "Enter" || event.key === " ") { event.target.click(); event.preventDefault(); }
+    if (!step) return;
     const next = step > 0 ? event.target.nextElementSibling : event.target.previousElementSibling;
     if (next) { event.target.tabIndex = -1; next.tabIndex = 0; next.focus(); }
     event.preventDefault();
   };
 }
 
-function explain(span, pane, i) {
-  const episode = episodeOf(pane), tip = find("tooltip"), table = make("table");
-  for (const [name, [title]] of Object.entries(data.quantities)) {
-    if (!episode.tokens[name]) continue;
-    const row = make("tr", {className: name === picked() ? "picked" : ""}, make("td", {textContent: title}),
-      make("td", {className: "number", textContent: shown(episode.tokens[name][i])}));
-    row.dataset.name = name;
-    table.append(row);
-  }
+function drawNumbers(episode, i) {
   const id = episode.tokens.ids ? `, id ${episode.tokens.ids[i]}` : "";
-  tip.replaceChildren(make("div", {textContent: `token ${episode.places[i] + 1}${id}: ${JSON.stringify(episode.pieces[i])}`}), table);
-  tip.hidden = false;
-  const box = span.getClientRects()[0], page = document.documentElement;
-  const left = Math.max(4, Math.min(box.left, page.clientWidth - tip.offsetWidth - 4));
-  const above = box.bottom + tip.offsetHeight + 8 > page.clientHeight && box.top > tip.offsetHeight;
-  tip.style.left = `${left + scrollX}px`;
-  tip.style.top = `${(above ? box.top - tip.offsetHeight - 6 : box.bottom + 6) + scrollY}px`;
+  find("numbers").replaceChildren(make("b", {textContent: `token ${episode.places[i] + 1}${id}: ${JSON.stringify(episode.pieces[i])}`}),
+    ...Object.entries(data.quantities).filter(([name]) => episode.tokens[name]).map(([name, [title]]) => {
+      const part = make("span", {className: name === picked() ? "picked" : ""}, `${title} `,
+        make("span", {className: "number picked", textContent: shown(episode.tokens[name][i])}));
+      part.dataset.name = name;
+      return part;
+    }));
 }
-function hide() { find("tooltip").hidden = true; }
+function drawChosenNumbers() {
+  if (isShown(chosen)) drawNumbers(episodeOf(chosen.pane), chosen.token); else find("numbers").replaceChildren();
+}
 
+// What the signs on the tokens mean, as far as there are any.
+const SIGNS = {up: "Underlined: above the number without colour.", down: "Dotted: below it.", stop: "A bar marks the stop token.",
+  cut: "A struck token was cut away before the score.", masked: "One in italics is outside the loss, or marks the state after the end.",
+  tool: "A wavy line marks what a tool wrote: the policy has read it, but it is not trained on."};
+function drawSigns() {
+  const seen = Object.keys(SIGNS).filter(name => document.querySelector(`#panes .token.${name}`));
+  find("marks").textContent = [...seen.map(name => SIGNS[name]),
+    "Click a token, or walk with the arrow keys and press Enter, to see where its numbers come from."].join(" ");
+}
+
+const spoken = (name, value) => name === "stopped" && value !== null ? value ? "yes" : "no" : shown(value);
 const titleOfNumber = name => data.numbers[name] || name.replaceAll("_", " ");
 
 function titleOf(pane, i) {
@@ -121,7 +136,7 @@ function titleOf(pane, i) {
 }
 
 function makePane(pane) {  // what the reader moves is made once, so that it keeps the mouse and the focus
-  const name = pane.number ? "right" : "left", controls = make("div", {className: "controls"});
+  const name = sideOf(pane), controls = make("div", {className: "controls"});
   if (traced.length > 1) {
     const choice = make("select", {id: `${name}-run`});
     traced.forEach(i => choice.append(make("option", {value: i, textContent: data.runs[i].name, selected: i === pane.run})));
@@ -145,7 +160,7 @@ function makePane(pane) {  // what the reader moves is made once, so that it kee
 }
 
 function drawPane(pane) {
-  const name = pane.number ? "right" : "left", update = updateOf(pane), box = pane.episode_shown;
+  const name = sideOf(pane), update = updateOf(pane), box = pane.episode_shown;
   Object.assign(pane.slider, {max: updatesOf(pane).length - 1, value: pane.index});
   pane.slider.setAttribute("aria-valuetext", `update ${update.update}`);
   pane.number_shown.textContent = update.update;
@@ -157,17 +172,26 @@ function drawPane(pane) {
     box.append(make("p", {textContent: "No episode of that query was kept of this update. Some queries are answered again each time; they come last."}));
     return;
   }
-  const episode = episodeOf(pane), response = make("div", {className: "text response", id: `${name}-response`});
+  const episode = episodeOf(pane), group = groupOf(update, episode), inGroup = group.length > 1;
   if (!episode.tokens[picked()])
     box.append(make("p", {className: "unknown", textContent: episode.again
       ? "Not known of an episode that is not trained on: choose one of the batch." : "Not kept of this episode."}));
-  drawTokens(pane, response);
+  const responses = group.map(other => {
+    const number = update.episodes.indexOf(other), mine = other === episode;
+    const response = make("div", {className: "text response", ...mine ? {id: `${name}-response`} : {}});
+    drawTokens(pane, number, response);
+    if (!inGroup) return response;
+    const advantage = meanOf(those(other.tokens.advantages, other.tokens.mask)), {scores} = other.numbers;
+    const head = `response ${group.indexOf(other) + 1}: score ${shown(scores)}` + (advantage === null ? "" : `, advantage ${shown(advantage)}`);
+    return make("div", {className: `response-card${mine ? " current" : ""}`}, make("b", {className: "small", textContent: head}), response);
+  });
   box.append(make("h3", {textContent: "Query"}), make("div", {className: "text query", id: `${name}-query`, textContent: episode.query}),
-    make("h3", {textContent: "Response"}), response);
+    make("h3", {textContent: inGroup ? `The ${group.length} responses of its group` : "Response"}),
+    make("div", {className: inGroup ? "group" : ""}, ...responses));
   for (const [title, text] of Object.entries(episode.texts))
     box.append(make("h3", {textContent: title}), make("div", {className: "text", textContent: text}));
   const numbers = Object.entries(episode.numbers).map(([name, value]) => make("tr", {},
-    make("th", {textContent: titleOfNumber(name), scope: "row"}), make("td", {className: "number", textContent: shown(value)})));
+    make("th", {textContent: titleOfNumber(name), scope: "row"}), make("td", {className: "number", textContent: spoken(name, value)})));
   box.append(make("div", {className: "scroll"}, make("table", {}, ...numbers)));
 }
 
@@ -175,18 +199,24 @@ function drawPane(pane) {
 
 const chosen = {pane: null, token: 0, epoch: null};
 const settingsOf = pane => data.runs[pane.run].settings;
-const groupOf = (update, episode) => update.episodes.filter(other =>
-  other.again === episode.again && other.numbers.groups === episode.numbers.groups);
+const groupOf = (update, episode) => (episode.numbers.groups ?? null) === null ? [episode]
+  : update.episodes.filter(other => other.again === episode.again && other.numbers.groups === episode.numbers.groups);
+const isShown = ({pane, token}) => pane !== null && !pane.lost && shownPanes().includes(pane) && token < episodeOf(pane).pieces.length;
 
-function choose(pane, token) {
+function choose(pane, episode, token) {
+  const other = episode !== pane.episode;
   Object.assign(chosen, {pane, token});
-  drawDerivation();
+  find("derivation").open = true;
+  pane.episode = episode;
+  if (other) draw(); else { drawDerivation(); drawChosenNumbers(); }
+  const span = find(`${sideOf(pane)}-response`).children[token];
+  span.focus({preventScroll: true});
+  span.scrollIntoView({block: "nearest"});  // on a phone, above the panel
 }
 
-function lineOf({step, value, told, difference, wrong, numbers}) {
-  const formula = make("code", {textContent: step.formula});
-  const result = Array.isArray(value) ? "" : ` = ${written(value).replace(/^\((.*)\)$/, "$1")}`;
-  const filled = make("code", {className: "filled", textContent: numbers.replace(/^\((.*)\)$/, "$1") === result.slice(3) ? numbers : numbers + result});
+function lineOf({step, value, result, told, difference, wrong, numbers}) {
+  const formula = make("code", {textContent: step.formula}), isRead = /^({\w+}|0)$/.test(step.numbers);
+  const filled = make("code", {className: "filled", textContent: isRead ? result : `${numbers} = ${result}`});
   if (difference !== null) filled.append(" ", make("span", wrong
     ? {className: "wrong", textContent: `✗ recorded: ${written(told)}, a difference of ${written(difference)}`}
     : {className: "same", textContent: "✓", title: `recorded: ${told}`}));
@@ -196,18 +226,19 @@ function lineOf({step, value, told, difference, wrong, numbers}) {
 }
 
 function drawDerivation() {
-  const box = find("derivation"), {pane} = chosen;
-  document.querySelectorAll(".token.chosen").forEach(token => token.classList.remove("chosen"));
-  box.hidden = !pane || pane.lost || !shownPanes().includes(pane) || chosen.token >= episodeOf(pane).pieces.length;
-  if (box.hidden) return;
-  const update = updateOf(pane), episode = episodeOf(pane), t = chosen.token, name = pane.number ? "right" : "left";
-  find(`${name}-response`).children[t].classList.add("chosen");
+  const box = find("lines"), {pane} = chosen;
+  document.querySelectorAll(".token.chosen").forEach(token => { token.classList.remove("chosen"); token.removeAttribute("aria-pressed"); });
+  find("panel").hidden = !isShown(chosen);
+  if (find("panel").hidden) return;
+  const update = updateOf(pane), episode = episodeOf(pane), t = chosen.token, token = find(`${sideOf(pane)}-response`).children[t];
+  token.classList.add("chosen");
+  token.setAttribute("aria-pressed", "true");
   const epochs = episode.epochs && episode.epochs.new_logprobs ? episode.epochs.new_logprobs.length : 0;
   const epoch = Math.min(chosen.epoch ?? epochs - 1, epochs - 1), settings = settingsOf(pane);
   const group = groupOf(update, episode), steps = data.runs[pane.run].steps;
   const {lines, missing} = explainToken(steps, episode, settings, Math.max(epoch, 0), t, group);
-  box.replaceChildren(make("h3", {textContent: `Where the numbers of token ${episode.places[t] + 1} come from: ${JSON.stringify(episode.pieces[t])}`}),
-    make("p", {textContent: `Update ${update.update}, episode ${titleOf(pane, pane.episode)}. Every result is computed here, from the lines above it. A tick says that it equals the number that the run recorded, but for rounding.`}));
+  find("derivation").querySelector("summary").textContent = `Where the numbers of token ${episode.places[t] + 1} come from: ${JSON.stringify(episode.pieces[t])}`;
+  box.replaceChildren(make("p", {className: "small", textContent: `Update ${update.update}, episode ${titleOf(pane, pane.episode)}. Every result is computed here, from the lines above it. A tick says that the run recorded the same number.`}));
   if (epochs > 1) {
     const choice = make("select", {id: "epoch"}, ...range(epochs).map(e => make("option", {value: e, textContent: `${e + 1} of ${epochs}`, selected: e === epoch})));
     choice.onchange = () => { chosen.epoch = Number(choice.value); drawDerivation(); find("epoch").focus(); };
@@ -226,10 +257,10 @@ function drawDerivation() {
 }
 
 function unfolded(step, episode, settings, epoch, t, group) {  // the next two terms of a recursion
-  return [1, 2].map(ahead => explainToken([step], episode, settings, epoch, t + ahead, group).lines)
-    .map((lines, i) => t + i + 1 < episode.places.length && lines.length ? make("details", {},
-      make("summary", {textContent: `the term of token ${episode.places[t + i + 1] + 1}, ${JSON.stringify(episode.pieces[t + i + 1])}`}),
-      make("code", {textContent: `${lines[0].numbers} = ${written(lines[0].value)}`})) : "");
+  return range(episode.places.length).slice(t + 1).map(later => [later, explainToken([step], episode, settings, epoch, later, group).lines[0]])
+    .filter(([, line]) => line).slice(0, 2).map(([later, line]) => make("details", {},
+      make("summary", {textContent: `the term of token ${episode.places[later] + 1}, ${JSON.stringify(episode.pieces[later])}`}),
+      make("code", {textContent: `${line.numbers} = ${line.result}`})));
 }
 
 function branches(episode, settings, epochs, t, group) {
@@ -269,6 +300,8 @@ function makeWhatIf(pane, settings, coefficient) {
   slider("kl_coef", "β", coefficient, Math.max(1, 2 * coefficient));
   slider("gamma", "γ", settings.gamma, 1);
   if (settings.lam_alpha === null || settings.critic_lam === null) slider("lam", "λ", settings.lam, 1);  // else unused
+  if (settings.lam_alpha !== null) slider("lam_alpha", "α of λ", settings.lam_alpha, Math.max(1, 2 * settings.lam_alpha));
+  if (settings.critic_lam !== null) slider("critic_lam", "λ of the critic's targets", settings.critic_lam, 1);
   slider("cliprange", "ε", settings.high, Math.max(1, 2 * settings.high));
   control("whiten_advantages", "whiten advantages", make("input", {type: "checkbox", checked: settings.whiten_advantages}));
   if (settings.chapter < 3) control("whiten_rewards", "whiten rewards", make("input", {type: "checkbox", checked: settings.whiten_rewards}));
@@ -290,22 +323,22 @@ function drawWhatIf() {
   const episodes = update.episodes.filter(other => other.again === episode.again), {changes} = whatIfSettings;
   const epoch = Math.max(0, (episode.epochs && episode.epochs.new_logprobs || []).length - 1);
   const i = episodes.indexOf(episode), before = whatIf(episodes, settings, {}, epoch), after = whatIf(episodes, settings, changes, epoch);
-  const both = [before, after], old = before[i], fresh = after[i];
-  const columns = [["reward", "rewards"], ["advantage", "advantages"], ["return", "returns"], ["gradient", "gradient"]]
-    .filter(([, name]) => old[name] || fresh[name]);
-  const branch = (found, t) => found.is_clipped[t] || found.is_dual[t] ? "clipped" : found.is_free[t] && !Number.isNaN(found.ratio[t]) ? "free" : "–";
-  const cell = (told, other) => make("td", {className: `number${told === other ? "" : " changed"}`, textContent: other});
-  const rows = episode.places.map((place, t) => {
-    const pairs = [...columns.map(([, name]) => [old, fresh].map(found => found[name] && !Number.isNaN(found[name][t]) ? shown(found[name][t]) : "–")),
-      [old, fresh].map(found => branch(found, t))];
-    return make("tr", {}, make("td", {textContent: JSON.stringify(episode.pieces[t])}), ...pairs.flatMap(([told, other]) => [cell(told, told), cell(told, other)]));
-  });
-  find("compared").replaceChildren(
-    make("tr", {}, make("th", {textContent: "token"}), ...[...columns.map(([title]) => title), "loss"].flatMap(title => [
-      make("th", {textContent: title}), make("th", {textContent: "what if"})])), ...rows);
+  const both = [before[i], after[i]];
+  const branch = (found, t) => found.is_clipped[t] || found.is_dual[t] ? "clipped" : found.is_free[t] && !Number.isNaN(found.ratio[t]) ? "not clipped" : "–";
+  const texts = name => both.map(found => episode.places.map((_, t) => name === "loss" ? branch(found, t) : shown((found[name] || [])[t])));
+  const columns = [["reward", "rewards"], ["advantage", "advantages"], ["return", "returns"], ["gradient", "gradient"], ["loss", "loss"]]
+    .map(([title, name]) => [title, ...texts(name)]).filter(([, told, other]) => told.some((text, t) => text !== other[t]));
+  const cell = (told, other) => make("td", told === other ? {className: "number", textContent: told}
+    : {className: "number changed", textContent: `${told} → ${other}`});
+  find("compared").replaceChildren(...columns.length ? [make("tr", {}, ...["token", ...columns.map(([title]) => title)].map(textContent => make("th", {textContent})))] : [],
+    ...columns.length ? episode.pieces.map((piece, t) => make("tr", {}, make("td", {textContent: JSON.stringify(piece)}), ...columns.map(([, told, other]) => cell(told[t], other[t])))) : []);
+  if (!columns.length) {
+    find("summary").textContent = "With these settings, no number of this episode differs from the run's.";
+    return;
+  }
   const spread = found => { const x = found.flatMap(one => one.advantages.filter((_, t) => one.learns[t])); return momentsOf([x], [x.map(() => true)])[1]; };
   const held = found => sum(found.map(one => one.is_clipped.filter(Boolean).length));
-  const [a, b] = both.map(spread), [c, d] = both.map(held), counted = sum(before.map(one => one.learns.filter(Boolean).length));
+  const [a, b] = [before, after].map(spread), [c, d] = [before, after].map(held), counted = sum(before.map(one => one.learns.filter(Boolean).length));
   find("summary").textContent = Number.isNaN(b) ? "The advantages cannot be computed: the run lacks what this estimator needs, such as a critic or greedy responses."
     : `All ${episodes.length} episodes: the advantages have a deviation of ${shown(a)} in the run and of ${shown(b)} with these settings; of ${counted} tokens, ${c} were clipped in the last epoch, and ${d} would be.`
       + (b < 1e-3 ? " With equal scores, or nearly so, these episodes teach nothing." : "");
@@ -331,6 +364,7 @@ function differences() {
 // ---- Token view: all episodes, sorted and filtered ----
 
 const MOST_ROWS = 200;
+const withValue = (cell, value) => { cell.dataset.value = value ?? ""; return cell; };
 const finder = {text: "", which: "update", stopped: "", right: "", column: "", from: null, to: null, sort: null, down: false};
 const meanOf = values => values.length ? sum(values) / values.length : null;
 const those = (values, mask) => (values || []).filter((_, i) => !mask || mask[i]);
@@ -372,13 +406,13 @@ function makeFinder() {
     input.oninput = () => { finder[name] = read(input.value); drawOthers(); };
     box.append(make("label", {}, `${title} `, input));
   };
-  const choice = options => make("select", {}, ...Object.entries(options).map(([value, textContent]) => make("option", {value, textContent})));
+  const choice = (...options) => make("select", {}, ...options.map(([value, textContent]) => make("option", {value, textContent})));
   const number = value => value === "" || Number.isNaN(Number(value)) ? null : Number(value);
   control("Search:", make("input", {type: "search", placeholder: "text of query or response"}), "text");
-  control("Episodes of", Object.assign(choice({update: "this update", all: "all updates"}), {value: finder.which}), "which");
-  if ("stopped" in episode.numbers) control("that", choice({"": "end or not", 1: "end", 0: "do not end"}), "stopped");
-  if ("verifier" in episode.numbers) control("and are", choice({"": "correct or wrong", 1: "correct", 0: "wrong"}), "right");
-  control("with", choice({"": "any number", ...Object.fromEntries(Object.keys(numbersOfEpisode(episode)).map(name => [name, name]))}), "column");
+  control("Episodes of", choice(["update", "this update"], ["all", "all updates"]), "which");
+  if ("stopped" in episode.numbers) control("that", choice(["", "end or not"], ["1", "end"], ["0", "do not end"]), "stopped");
+  if ("verifier" in episode.numbers) control("and are", choice(["", "correct or wrong"], ["1", "correct"], ["0", "wrong"]), "right");
+  control("with", choice(["", "any number"], ...Object.keys(numbersOfEpisode(episode)).map(name => [name, name])), "column");
   control("from", make("input", {type: "number", step: "any", className: "bound"}), "from", number);
   control("to", make("input", {type: "number", step: "any", className: "bound"}), "to", number);
   const reset = make("button", {id: "find-all", textContent: "show all"});
@@ -407,9 +441,11 @@ function drawOthers() {
     button.setAttribute("aria-label", `Show episode ${title}${several ? ` of update ${row.update}` : ""}`);
     button.onclick = () => { show(pane, row.index, row.i); find("panes").scrollIntoView({block: "nearest"}); };
     const mine = row.index === pane.index && row.i === pane.episode;
+    const text = those(row.episode.pieces, countedOf(row.episode)).join("").trim();
     const line = make("tr", {className: mine ? "current" : ""}, make("td", {}, button),
-      ...(several ? [row.update] : []).concat(names.map(name => row.numbers[name])).map(value => make("td", {className: "number", textContent: shown(value)})),
-      make("td", {textContent: those(row.episode.pieces, countedOf(row.episode)).join("").trim().slice(0, 80)}));
+      ...[...several ? [["update", row.update]] : [], ...names.map(name => [name, row.numbers[name]])].map(([name, value]) =>
+        withValue(make("td", {className: "number", textContent: spoken(name === "ends" ? "stopped" : name, value)}), value)),
+      withValue(make("td", {textContent: text.length > 80 ? `${text.slice(0, text.lastIndexOf(" ", 79))} …` : text}), text));
     const before = rows[i - 1];
     if (i && unsorted && (inGroups ? nameOfGroup(row) !== nameOfGroup(before) : row.episode.again !== before.episode.again || row.index !== before.index))
       line.classList.add("first");
@@ -435,27 +471,53 @@ function drawOthers() {
 
 function drawAlong() {
   const colors = ["#0072b2", "#d55e00"], drawn = shownPanes().filter(pane => !pane.lost), placesOf = pane => episodeOf(pane).places;
-  const series = drawn.map(pane => ({name: drawn.length > 1 ? pane.number ? "right" : "left" : data.quantities[picked()][0],
+  const [title, unit] = data.quantities[picked()], several = drawn.length > 1;
+  const series = drawn.map(pane => ({name: several ? sideOf(pane) : title,
     color: colors[pane.number], x: placesOf(pane).map(place => place + 1), y: episodeOf(pane).tokens[picked()] || placesOf(pane).map(() => null)}));
-  const title = x => `token ${x}: ` + drawn.map(pane => episodeOf(pane).pieces[placesOf(pane).indexOf(x - 1)])
-    .filter(piece => piece !== undefined).map(piece => JSON.stringify(piece)).join(", ");
-  chart(find("along"), {data: series, bars: true}, title);
+  const pieceAt = (pane, x) => episodeOf(pane).pieces[placesOf(pane).indexOf(x - 1)];
+  const pieces = x => `token ${x}: ` + drawn.map(pane => pieceAt(pane, x)).filter(piece => piece !== undefined).map(piece => JSON.stringify(piece)).join(", ");
+  find("along-title").textContent = `Token by token: ${title}${unit ? `, in ${unit}` : ""}`;
+  chart(find("along"), {data: series, bars: true, labels: several ? null : x => pieceAt(drawn[0], x)}, pieces);
+}
+
+function drawTable() {  // every number of the first pane's episode
+  const {tokens, pieces, places} = episodeOf(panes[0]), names = Object.keys(data.quantities).filter(name => tokens[name]);
+  find("episode").replaceChildren(make("tr", {}, ...["", "token", ...names.map(name => data.quantities[name][0])].map(textContent => make("th", {textContent}))),
+    ...pieces.map((piece, t) => make("tr", {}, make("td", {textContent: places[t] + 1}), withValue(make("td", {textContent: JSON.stringify(piece)}), piece),
+      ...names.map(name => withValue(make("td", {className: "number", textContent: shown(tokens[name][t])}), tokens[name][t])))));
 }
 
 function draw() {
-  hide();
   follow();
   panes[1].box.hidden = !find("beside").checked;
   shownPanes().forEach(drawPane);
-  find("panes").classList.toggle("two", find("beside").checked);
-  const [title, middle, meaning] = data.quantities[picked()], scale = data.runs[panes[0].run].scales[picked()] || 1;
-  find("low").textContent = shown(middle - scale);
-  find("high").textContent = shown(middle + scale);
+  const [title, , middle, meaning] = data.quantities[picked()], [low, high] = data.runs[panes[0].run].scales[picked()] || [middle, middle];
+  const colors = [low < middle ? colorOf(-1) : "", "transparent", high > middle ? colorOf(1) : ""].filter(Boolean);
+  document.querySelector(".bar").style.background = `linear-gradient(to right, ${colors.length > 1 ? colors.join(", ") : "transparent, transparent"})`;
+  find("low").textContent = shown(low);
+  find("high").textContent = shown(high);
   find("meaning").textContent = `${title}. ${meaning}`;
+  drawSigns();
   drawDerivation();
+  drawChosenNumbers();
   drawWhatIf();
+  drawTable();
   drawOthers();
   drawAlong();
+}
+
+// In the middle of the traced updates, of the tokens before the last one that was pushed hardest.
+function start() {
+  const [left, right] = panes, sizes = [];
+  for (const pane of panes) pane.index = Math.floor(updatesOf(pane).length / 2);
+  if (traced.length === 1) right.index = updatesOf(right).length - 1;
+  updateOf(left).episodes.forEach((episode, number) => {
+    const counted = those(range(episode.pieces.length), countedOf(episode)).slice(0, -1), push = episode.tokens.push || [];
+    counted.forEach(t => sizes.push([Math.abs(push[t] ?? 0), number, t]));
+  });
+  const [, number, token] = sizes.reduce((best, one) => one[0] > best[0] ? one : best, [0, 0, 0]);
+  left.episode = number;
+  Object.assign(chosen, {pane: left, token});
 }
 
 if (traced.length) {
@@ -463,12 +525,12 @@ if (traced.length) {
   const held = new Set(traced.flatMap(i => Object.keys(data.runs[i].scales)));
   for (const [name, [title]] of Object.entries(data.quantities))
     if (held.has(name)) find("quantity").append(make("option", {value: name, textContent: title}));
-  panes[1].index = updatesOf(panes[1]).length - 1;  // of one run the first update and the last, of two their last
-  if (traced.length > 1) panes[0].index = updatesOf(panes[0]).length - 1;
-  panes[0].episode = Math.max(0, updateOf(panes[0]).episodes.findIndex(episode => episode.again));
-  find("beside").checked = traced.length > 1 || innerWidth > 900;
-  const telling = [...find("quantity").options].find(option => traced.some(i => data.runs[i].scales[option.value] > 0));
-  if (telling) find("quantity").value = telling.value;  // the first that is not 0 everywhere
+  const tells = name => traced.some(i => { const [low, high] = data.runs[i].scales[name] || [0, 0]; return high > low; });
+  const telling = [...find("quantity").options].find(option => tells(option.value));
+  if (telling) find("quantity").value = telling.value;  // the first that is not the same everywhere
+  start();
+  find("beside").checked = traced.length > 1;
+  find("derivation").open = innerWidth >= 1024;
   find("what-if").ontoggle = drawWhatIf;
   find("quantity").onchange = find("beside").onchange = () => draw();
   panes.forEach(makePane);

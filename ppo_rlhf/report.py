@@ -1,12 +1,12 @@
 """Look inside a run: writes report.html, one file that any browser opens, without a network.
 
-It shows what was run; the learning curves, and how to read each; and, if the run was started with --trace_interval, a
-few episodes of its updates token by token: log-probs, KL penalty, reward, value, advantage, ratio. A click on a token
-shows where each of these numbers comes from.
+It opens with what training changed: the scores before and after, and an answer before and after. If the run was
+started with --trace_interval, a few episodes follow token by token, and each number of the chosen token is derived
+from what the models said. Then come all learning curves with notes on how to read them, and what was run.
 
     python ppo_rlhf/report.py                                     # the newest run below runs/
     python ppo_rlhf/report.py --run runs/<run>                    # of any script and chapter, finished or not
-    python ppo_rlhf/report.py --run runs/<run> --with runs/<run>  # two runs: curves and episodes side by side
+    python ppo_rlhf/report.py --run runs/<run> --with runs/<run>  # two runs, side by side
     python ppo_rlhf/report.py --explain 20 1 5                    # where the numbers of one token come from, as text
 """
 
@@ -16,6 +16,8 @@ import json
 import math
 import os
 import re
+import statistics
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +36,7 @@ class Args:
     other: Annotated[str, tyro.conf.arg(name="with")] = ""
     """folder of another run, to compare it with; empty: none"""
     out: str = ""
-    """file to write; empty: report.html in the run's folder"""
+    """file to write; empty: report.html in the run's folder, or report_with_<other run>.html"""
     explain: tuple[int, ...] = ()
     """<update> <episode> <token>: print where the numbers of that token come from, and write no page. The update must
     be one that was traced; episodes and tokens are counted from 1, as on the page"""
@@ -50,7 +52,8 @@ def report(args: Args) -> Path:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return folder
     folders = [folder, *([Path(args.other)] if args.other else [])]
-    path = Path(args.out) if args.out else folders[0] / "report.html"
+    name = "_with_".join(["report", *(folder.resolve().name for folder in folders[1:])]) + ".html"
+    path = Path(args.out) if args.out else folders[0] / name
     if path.is_dir():
         raise InputError(f"--out {path} is a folder; name a file in it, such as {path / 'report.html'}")
     if args.out and not path.parent.is_dir():
@@ -60,15 +63,21 @@ def report(args: Args) -> Path:
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     # In the order that they have here, since they are not told to be sorted.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    panels = draw_panels(runs)
+    first = sorted(range(len(panels)), key=lambda i: (*FIRST, panels[i][0]["title"]).index(panels[i][0]["title"]))[:2]
     text = environment.get_template("report.html").render(
         runs=runs,
-        facts=side_by_side([one_run.facts for one_run in runs]),
-        arguments=side_by_side([files.flatten(one_run.meta["args"]) for one_run in runs]),
-        panels=(panels := draw_panels(runs)),
+        title=" with ".join(dict.fromkeys(one_run.title for one_run in runs)),
+        outcomes=outcomes(runs),
+        examples=[example(one_run, of_run) for one_run, of_run in zip(runs, traced, strict=True)],
+        first=first,
+        tables=tables_of(runs),
+        panels=panels,
         most_points=MOST_POINTS,
         thinned=any(len(one_run.steps) > MOST_POINTS for one_run in runs),
         data={
             "figures": [figure for _, figure in panels],
+            "name": path.stem,
             "runs": [one_run.data(of_run) for one_run, of_run in zip(runs, traced, strict=True)],
             "quantities": QUANTITIES,
             "numbers": NUMBERS,
@@ -95,17 +104,17 @@ def newest_run(runs: Path) -> Path:
 
 # ---- What a run left -------------------------------------------------------------------------------------------
 
-TRACE_BYTES = 1_500_000  # of traces on a page; beyond, updates are left out
+TRACE_BYTES = 1_600_000  # of traces on a page; beyond, updates are left out
 MOST_POINTS = 2_000  # of a curve; beyond, rows are left out, but none that is a spike
-KINDS = {  # by script
-    "train_reward": "training of a reward model (chapter 1)",
-    "train_policy": "PPO on continuations, against a reward model (chapter 1)",
-    "tldr_sft": "fine-tuning on reference summaries (chapter 2)",
-    "tldr_reward": "training of a reward model (chapter 2)",
-    "tldr_policy": "PPO on summaries, against a reward model (chapter 2)",
-    "rlvr_policy": "PPO with verifiable rewards (chapter 3)",
-    "rlvr_async": "asynchronous PPO with verifiable rewards (chapter 3)",
-    "rlvr_tools": "PPO with verifiable rewards and a tool (chapter 3)",
+KINDS = {  # by script: what is trained, and the chapter
+    "train_reward": ("A reward model for {}", 1),
+    "train_policy": ("PPO on {}, against a reward model", 1),
+    "tldr_sft": ("Fine-tuning on reference summaries of {}", 2),
+    "tldr_reward": ("A reward model for summaries of {}", 2),
+    "tldr_policy": ("PPO on summaries of {}, against a reward model", 2),
+    "rlvr_policy": ("PPO on {}, with verifiable rewards", 3),
+    "rlvr_async": ("Asynchronous PPO on {}, with verifiable rewards", 3),
+    "rlvr_tools": ("PPO on {}, with verifiable rewards and a tool", 3),
 }
 
 
@@ -121,25 +130,46 @@ class OneRun:
         return self.folder.resolve().name
 
     @property
+    def title(self) -> str:
+        """What was trained on which texts, in words."""
+        kind, _ = KINDS[self.meta["script"]]
+        task = self.meta["args"].get("task", {})
+        texts = (task.get(name) for name in ("query_dataset", "posts", "problems"))
+        texts = str(next(filter(None, [*texts, self.meta["args"].get("preset")]), "texts"))
+        estimator = self.meta["args"].get("ppo", {}).get("advantage", "gae")
+        kind = kind if estimator == "gae" else kind.replace("PPO", estimator)
+        return errors.visible(kind.format(Path(texts).name or texts))
+
+    @property
+    def story(self) -> str:
+        """Size, time and models of the run, as sentences."""
+        meta, args, sizes = self.meta, files.flatten(self.meta["args"]), self.meta.get("sizes", {})
+        took = f"{meta.get('wall_time', 0) / 60:.1f} minutes on {meta.get('device') or 'an unknown device'}"
+        size = (
+            "{updates:,} updates of {batch:,} episodes, ".format(**sizes) if {"updates", "batch"} <= {*sizes} else ""
+        )
+        found = [f"Chapter {KINDS[meta['script']][1]}: {size}{took}."]
+        if start := str(args.get("base_model") or ""):
+            *_, run_folder, _ = ["", "", *Path(start).parts]
+            found.append(f"Training started from {run_folder if start.startswith('models/') else start}.")
+        scorers = ["a reward model"] * bool(args.get("rewards.trained_model"))
+        scorers += [str(args[name]) for name in ("rewards.function", "rewards.verifier") if args.get(name)]
+        if scorers:
+            found.append(f"Responses were scored by {' and '.join(scorers)}.")
+        if not meta.get("finished"):
+            found.append(f"The run is not finished: {len(self.steps):,} steps are logged.")
+        return errors.visible(" ".join(found))
+
+    @property
     def facts(self) -> dict[str, Any]:
-        """A description of the run, in words and numbers."""
-        meta, args = self.meta, files.flatten(self.meta["args"])
-        labels = {f"rewards.{name}": "scored by" for name in ("trained_model", "function", "verifier")}
-        labels |= {"rewards.monitor": "watched by", "base_model": "starts from"}
-        labels |= {f"task.{name}": "texts" for name in ("query_dataset", "posts", "problems")}
-        labels |= {"task.response_length": "tokens of a response, at most", "preset": "preset", "seed": "seed"}
-        facts, sizes = {"run": self.name, "what": KINDS[self.meta["script"]]}, meta.get("sizes", {})
-        if {"updates", "batch"} <= set(sizes):
-            facts["updates"] = f"{sizes['updates']:,} of {sizes['batch']:,} episodes each"
+        """How and with what it was run."""
+        meta = self.meta
+        facts = {"run": self.name, "script": f"{meta['script']}.py (chapter {KINDS[meta['script']][1]})"}
         facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
-        facts |= {label: args[name] for name, label in labels.items() if args.get(name) not in (None, "")}
         facts["time"] = f"{meta.get('wall_time', 0) / 60:.1f} minutes"
         for name in ("device", "num_processes", "threads", "commit"):
             facts[name.replace("num_", "")] = meta.get(name) or "unknown"
-        facts["arithmetic"] = args.get("dtype", "unknown")
-        facts |= {f"size: {name}": size for name, size in sizes.items()}
-        facts |= {f"result: {name}": value for name, value in meta.get("results", {}).items()}
-        return facts | {f"version: {name}": version for name, version in meta.get("versions", {}).items()}
+        return facts
 
     def kept(self) -> list[list[tuple[int, bool]]]:
         """The names of its traces, update by update."""
@@ -175,6 +205,7 @@ class OneRun:
             except (LookupError, TypeError, AttributeError) as error:
                 path = traces.path_of(self.folder, update, again)
                 raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
+        add_push(episodes, derivation.settings_of(self.meta["args"], self.meta["script"]))
         return {"update": kept[0][0], "episodes": episodes}
 
     def every(self, shown: list[dict[str, Any]]) -> str:
@@ -186,12 +217,9 @@ class OneRun:
             return "The run left no traces: it was started without --trace_interval."
         left_out = f" {kept - len(shown)} more were kept, but would make the page too large." * (kept > len(shown))
         watched = sum(episode["again"] for episode in shown[0]["episodes"])
-        of_batch = f"{len(shown)} updates, and the first {len(shown[0]['episodes']) - watched} episodes of each."
-        again = (
-            f" Then {watched} responses to queries that are the same each time, sampled after the update, with the "
-        )
-        again += "same noise; they are not trained on, and what training makes of an episode is not known of them."
-        return of_batch + again * (watched > 0) + left_out
+        of_batch = f"For {len(shown)} updates you can see {len(shown[0]['episodes']) - watched} episodes that were "
+        again = f"trained on, and the policy's answers to {watched} fixed queries, which were not."
+        return of_batch + (again if watched else "trained on.") + left_out
 
 
 def read_run(folder: Path) -> OneRun:
@@ -224,10 +252,21 @@ def check_meta(path: Path, meta: dict[str, Any]) -> None:
         raise InputError(f"{path} was damaged: {broken[0]} is {values[broken[0]]!r}")
 
 
-def side_by_side(columns: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Rows (name, a value of each run as text)."""
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, [as_text(column.get(name, "")) for column in columns]) for name in names]
+def tables_of(runs: list[OneRun]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+    """What was run, as tables: for each title rows (name, a value of each run as text)."""
+    columns = {
+        "Run": [one_run.facts for one_run in runs],
+        "Results": [one_run.meta.get("results", {}) for one_run in runs],
+        "Arguments": [files.flatten(one_run.meta["args"]) for one_run in runs],
+        "Sizes": [one_run.meta.get("sizes", {}) for one_run in runs],
+        "Versions": [one_run.meta.get("versions", {}) for one_run in runs],
+    }
+    names = {title: dict.fromkeys(name for one in of_runs for name in one) for title, of_runs in columns.items()}
+    return [
+        (title, [(name, [as_text(one.get(name, "")) for one in columns[title]]) for name in names[title]])
+        for title in columns
+        if names[title]
+    ]
 
 
 def as_text(value: Any) -> str:
@@ -236,31 +275,154 @@ def as_text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else errors.visible(str(value))
 
 
+# ---- What happened ---------------------------------------------------------------------------------------------
+
+FIRST = ("Score", "Held-out queries", "KL from the reference (nats per response)", "Loss", "Accuracy")  # panels
+LAST = 10  # updates, whose mean is what a run has reached
+
+
+def outcomes(runs: list[OneRun]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """The numbers to look at first: title, meaning, and for each run the number before and after."""
+    found = []
+    for title, meaning, names in outcomes_of(runs):
+        before_and_after = []
+        for one_run in runs:
+            name = next((name for name in names if name in one_run.metrics), "")
+            known = [x for x in one_run.metrics.get(name, []) if math.isfinite(x)]
+            if not known:
+                before_and_after.append(("–", "–"))
+                continue
+            after = known[-1] if name.startswith("eval/") else statistics.fmean(known[-LAST:])
+            after = one_run.meta.get("results", {}).get(name, after)
+            before_and_after.append((f"{known[0]:.2f}".replace("-0.00", "0.00"), f"{after:.2f}"))
+        if not set(before_and_after) <= {("–", "–"), ("0.00", "0.00")}:
+            found.append((title, meaning, before_and_after))
+    return found
+
+
+def outcomes_of(runs: list[OneRun]) -> list[tuple[str, str, list[str]]]:
+    """Title, meaning, and metrics of which the first that a run has is taken."""
+    verifiers, monitors = ([f"{start}/{name}" for name in names] for start, names in of_runs(runs).items())
+    trust = "what counts: nothing is trained on it"
+    if any("eval/gold_scores" in one_run.metrics for one_run in runs):
+        monitors = []  # the same on the batch
+    return [
+        ("Score", "what training raises", ["objective/scores"]),
+        ("Held-out accuracy", "share of problems that no update saw", verifiers),
+        ("Held-out gold score", trust, ["eval/gold_scores"]),
+        *(
+            (name.partition("/")[2].replace("_", " ").removesuffix("s").capitalize(), trust, [name])
+            for name in monitors
+        ),
+        ("KL", "nats per response, from the reference", ["objective/kl"]),
+        (
+            "Responses that end",
+            "share of the batch",
+            ["objective/stopped", "objective/eos_rate", "val/stop_token_rate"],
+        ),
+        ("Loss", "over the training texts", ["train/loss", "train/rm/loss", "train/sft/loss"]),
+        ("Accuracy", "share of comparisons", ["train/accuracy", "train/rm/accuracy"]),
+    ]
+
+
+def of_runs(runs: list[OneRun]) -> dict[str, list[str]]:
+    """The runs' own names of metrics: eval/<verifier> and objective/<monitor>."""
+    rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
+    monitors = dict.fromkeys(of_run["monitor"] for of_run in rewards if of_run.get("monitor"))
+    verifiers = dict.fromkeys(of_run["verifier"] for of_run in rewards if "verifier" in of_run)
+    return {"eval": [*verifiers], "objective": [name.rsplit(".", 1)[-1].rsplit(":", 1)[-1] for name in monitors]}
+
+
+# Names in a row of held-out answers: text and score before training, then after.
+BEFORE_AND_AFTER = (
+    ("base", "base score", "policy", "policy score"),
+    ("response before PPO", "scores before PPO", "response", "scores"),
+)
+
+
+def example(one_run: OneRun, traced: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """A query, its answer and score before and after, and a sentence on how many others did better or worse.
+
+    If the run kept no answers before training, those of the first and the last traced update are taken.
+    """
+    rows = [
+        {"query": query, "before": row[a], "after": row[c], "scores": (row[b], row[d])}
+        for query, row in answers_of(one_run).items()
+        for a, b, c, d in BEFORE_AND_AFTER
+        if {a, b, c, d} <= row.keys()
+    ]
+    where, kind = ("before training", "after training"), "held-out queries"
+    if not rows and len(traced) > 1:
+        where, kind = tuple(f"after update {traced[k]['update']}" for k in (0, -1)), "queries that are answered again"
+        both = ([episode for episode in traced[k]["episodes"] if episode["again"]] for k in (0, -1))
+        rows = [
+            {"query": one["query"], "before": shown_text(one), "after": shown_text(other)}
+            | {"scores": (one["numbers"].get("scores"), other["numbers"].get("scores"))}
+            for one, other in zip(*both, strict=False)
+            if one["query"] == other["query"]
+        ]
+    changes = [(row["scores"][1] - row["scores"][0], row) for row in rows if None not in row["scores"]]
+    changed = sorted((change for change in changes if change[0]), key=lambda change: change[0])
+    if not changed:
+        return None
+    better = sum(change > 0 for change, _ in changed)
+    note = f"Of {len(rows)} {kind}, {better} score higher than before and {len(changed) - better} lower. This one is "
+    note += "the median of those that changed."
+    row = {name: errors.visible(x) if isinstance(x, str) else x for name, x in changed[len(changed) // 2][1].items()}
+    return row | {"where": where, "note": note, "scores": [f"{score:.2f}" for score in row["scores"]]}
+
+
+def shown_text(episode: dict[str, Any]) -> str:
+    """A response without what was cut away."""
+    counts = episode["tokens"].get("scored") or episode["tokens"].get("mask") or [1] * len(episode["pieces"])
+    text = "".join(piece for piece, count in zip(episode["pieces"], counts, strict=True) if count)
+    return re.sub(r"<[|/]?\w+\|?>$", "", text)  # the stop token
+
+
 # ---- Traces ----------------------------------------------------------------------------------------------------
 
-# name: title, the number without colour, and how to read it
+# name: title, unit, the number without colour, and how to read it
 QUANTITIES = {
-    "kl": ("KL", 0, "Nats by which the policy likes the token better than the reference does; what is penalised."),
-    "logprobs": ("log-prob, policy", 0, "Of the policy that sampled. Far below 0: a surprise."),
-    "ref_logprobs": ("log-prob, reference", 0, "Of the model that training started from."),
-    "rewards": ("reward", 0, "The KL penalty of each token; the score is on the last, or on the step after it."),
-    "values": ("value", 0, "What the critic expects from here on, before it learned from this episode."),
-    "returns": ("return", 0, "What the critic should have said."),
-    "advantages": ("advantage", 0, "Above 0, the token becomes more likely."),
-    "ratio": ("ratio after the update", 1, "How much more likely the update made the token."),
-    "clipped": ("clipped", 0, "1 where the ratio left its range in the direction that pays: no gradient any more."),
-    "new_logprobs": ("log-prob after the update", 0, "Of the policy after all epochs of this update."),
-    "new_values": ("value after the update", 0, "What the critic says after all epochs of this update."),
-    "entropies": ("entropy after the update", 0, "How undecided the policy is at this place, in nats."),
-    "sampler_logprobs": ("log-prob, sampler", 0, "What the sampler had, where its arithmetic differs."),
+    "push": (
+        "pushed up or down",
+        "",
+        0,
+        "Minus the gradient of the policy loss by the token's log-prob, on average over "
+        "the epochs. Above 0, the update made the token likelier; at 0, it left it alone.",
+    ),
+    "advantages": ("advantage", "", 0, "How much better than expected. Above 0, the token becomes likelier."),
+    "kl": ("KL", "nats", 0, "Log-prob under the policy minus log-prob under the reference."),
+    "logprobs": (
+        "log-prob, policy",
+        "nats",
+        0,
+        "How likely the sampling policy thought the token. Far below 0: a surprise.",
+    ),
+    "ref_logprobs": ("log-prob, reference", "nats", 0, "Of the model that training started from."),
+    "rewards": ("reward", "", 0, "The KL penalty of each token; the score is on the last, or on the step after it."),
+    "values": ("value", "", 0, "What the critic expects from here on, before it learned from this episode."),
+    "returns": ("return", "", 0, "What the critic should have said."),
+    "ratio": ("ratio after the update", "", 1, "How many times likelier the update made the token."),
+    "clipped": (
+        "clipped",
+        "",
+        0,
+        "1 where the ratio left its range in the direction that pays: no gradient any more.",
+    ),
+    "new_logprobs": ("log-prob after the update", "nats", 0, "Of the policy after all epochs of this update."),
+    "new_values": ("value after the update", "", 0, "What the critic says after all epochs of this update."),
+    "entropies": ("entropy after the update", "nats", 0, "How undecided the policy is at this place."),
+    "sampler_logprobs": ("log-prob, sampler", "nats", 0, "What the sampler had, where its arithmetic differs."),
 }
 NUMBERS = {  # of an episode: title
     "scores": "score",
     "raw_scores": "score without penalties",
-    "stopped": "ends (1: yes)",
+    "gold_scores": "gold score",
+    "stopped": "ends",
     "groups": "group",
     "verifier": "by the verifier (above 0: correct)",
 }
+UNTRAINED = ("advantages", "returns")  # what an episode that is not trained on has not, even if its trace does
 MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
 
 
@@ -284,6 +446,7 @@ def traced_episodes(trace: traces.Trace, kl_coef: float | None) -> list[dict[str
             name: [rounded(values[i][k]) for k in places]
             for name, values in rows.items()
             if name in QUANTITIES or name in MARKS or name in ("ids", "exact_kl", "weights")
+            if not (trace.again and name in UNTRAINED)
         }
         if trace.epochs:
             episode["epochs"] = {
@@ -296,6 +459,22 @@ def traced_episodes(trace: traces.Trace, kl_coef: float | None) -> list[dict[str
         }
         episodes.append(episode)
     return episodes
+
+
+def add_push(episodes: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Add to each episode that was trained on how far each token's log-prob was pushed up or down."""
+    for episode in episodes:
+        epochs = range(len(episode.get("epochs", {}).get("new_logprobs", [])))
+        group = group_of(episode, episodes)
+        found = [derivation.derive(episode, settings, epoch, group) for epoch in epochs]
+        if not found:
+            continue
+        rows = zip(*([one[name] for one in found] for name in ("gradient", "weights", "is_kept")), strict=True)
+        pushes = [[-g * w * kept for g, w, kept in zip(*row, strict=True)] for row in rows]
+        means = [float(f"{statistics.fmean(of_token):.5g}") for of_token in zip(*pushes, strict=True)]
+        episode["tokens"]["push"] = [
+            x if learns else None for x, learns in zip(means, found[0]["learns"], strict=True)
+        ]
 
 
 def rounded(value: float) -> float | int | None:
@@ -329,8 +508,7 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
     explained = [f"{heads}, epoch {epochs} of {epochs}"]
     for line in lines:
         where = line.step.where[min(settings["chapter"], len(line.step.where)) - 1]
-        result = derivation.written(line.value)
-        filled = line.numbers if line.numbers == result else f"{line.numbers} = {result.strip('()')}"
+        filled = f"{line.numbers} = {line.result}" if re.search("[^{}\\w]", line.step.numbers) else line.result
         verdict = f"   WRONG by {line.difference:.3g}" if line.wrong else ""
         explained.append(f"\n{line.step.title}: {line.step.formula}\n    {filled}{verdict}\n    {line.step.sentence}")
         explained.append(f"    {place_of(where, one_run.meta.get('commit'))['place']}")
@@ -356,23 +534,27 @@ def place_of(where: str, commit: str | None) -> dict[str, str]:
     path, commit = f"ppo_rlhf/{file}", (commit or "").removesuffix("-dirty")
     source = git("show", f"{commit}:{path}") if commit else ""
     source = source or (Path(__file__).parent / file).read_text("utf-8")
-    line = next((n for n, text in enumerate(source.split("\n"), 1) if f"def {function}(" in text), 1)
-    text, home = f"{path}#L{line} {function} [{mark}]", git("config", "--get", "remote.origin.url")
+    line = next((f"#L{n}" for n, text in enumerate(source.split("\n"), 1) if f"def {function}(" in text), "")
+    text, home = f"{path}{line} {function} [{mark}]", git("config", "--get", "remote.origin.url")
     found = re.fullmatch(r"(?:https://|git@)([\w.-]+)[:/](.+?)(?:\.git)?", home)
     if not found or not commit:
         return {"place": text, "href": ""}
-    return {"place": text, "href": f"https://{found[1]}/{found[2]}/blob/{commit}/{path}#L{line}"}
+    return {"place": text, "href": f"https://{found[1]}/{found[2]}/blob/{commit}/{path}{line}"}
 
 
-def scales(traced: list[dict[str, Any]]) -> dict[str, float]:
-    """For each quantity the distance from its middle that has full colour: 98 of 100 tokens are not farther."""
-    distances: dict[str, list[float]] = {}
-    for update in traced:
-        for episode in update["episodes"]:
-            for name in QUANTITIES.keys() & episode["tokens"].keys():
-                values = (value for value in episode["tokens"][name] if value is not None)
-                distances.setdefault(name, []).extend(abs(value - QUANTITIES[name][1]) for value in values)
-    return {name: sorted(found)[int(0.98 * (len(found) - 1))] for name, found in distances.items() if found}
+def scales(traced: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """For each quantity the lowest and highest number with full colour: 98 of 100 tokens are not farther off.
+
+    Both are as far from the number without colour, but for a side on which there are no numbers.
+    """
+    found: dict[str, list[float]] = {}
+    episodes = [episode["tokens"] for update in traced for episode in update["episodes"]]
+    for name, (_, _, middle, _) in QUANTITIES.items():
+        numbers = [x - middle for tokens in episodes for x in tokens.get(name, []) if x is not None]
+        if numbers:
+            most = sorted(map(abs, numbers))[int(0.98 * (len(numbers) - 1))]
+            found[name] = [middle - most * (min(numbers) < 0), middle + most * (max(numbers) > 0)]
+    return found
 
 
 # ---- Texts of held-out queries ---------------------------------------------------------------------------------
@@ -424,262 +606,54 @@ def read_lines(path: Path) -> dict[str, dict[str, Any]]:
 
 # ---- Learning curves -------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    title: str
-    metrics: str  # their names, or beginnings that end in *
-    healthy: str
-    sick: str
+BLUE, ORANGE, *OTHERS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]
 
 
-PANELS = [
-    Panel(
-        title="Score",
-        metrics="objective/score objective/scores objective/gold_scores objective/verifiable_correct_rate",
-        healthy="Rises steadily and flattens; what only watches (gold) rises with it.",
-        sick="Score up while gold falls: the reward model is being exploited. Raise the KL coefficient or stop "
-        "earlier. Flat: look at the advantages, at groups without a signal, and whether responses end at all.",
-    ),
-    Panel(
-        title="KL from the reference (nats per response)",
-        metrics="objective/kl",
-        healthy="Starts at 0, rises, and stays near the target (dashed), if there is one.",
-        sick="Shoots up: the text leaves the language; lower the learning rate or raise the KL coefficient. Not 0 "
-        "in the first update, or below 0 for long: sampler and training pass disagree. Only where older weights "
-        "sample may it be a little below 0 at first.",
-    ),
-    Panel(
-        title="KL coefficient",
-        metrics="objective/kl_coef",
-        healthy="Drifts until the divergence holds its target; constant without one.",
-        sick="Falls or rises without end: the target cannot be reached. Take another target, another learning rate "
-        "or a shorter horizon.",
-    ),
-    Panel(
-        title="Score less penalty",
-        metrics="objective/score_total objective/rlhf_reward",
-        healthy="What PPO maximises: rises.",
-        sick="Falls while the score rises: the penalty wins; lower the KL coefficient or wait for the controller.",
-    ),
-    Panel(
-        title="Responses that end",
-        metrics="objective/stopped objective/eos_rate val/stop_token_rate eval/eos_rate eval/stopped",
-        healthy="Near 1 soon: a response without its stop token is punished or, in chapter 3, rarely correct.",
-        sick="Falls: the policy has found that long responses pay. Check the penalty and response_length.",
-    ),
-    Panel(
-        title="Length (tokens)",
-        metrics="objective/response_length eval/response_length val/sequence_lengths val/sequence_lengths_correct "
-        "val/sequence_lengths_incorrect",
-        healthy="Settles.",
-        sick="Grows along with the score and without end: length itself is being rewarded. Compare texts of equal "
-        "length.",
-    ),
-    Panel(
-        title="Held-out queries",
-        metrics="eval/scores eval/gold_scores eval/reference_gold_scores eval/gsm8k_strict eval/gsm8k_flexible "
-        "eval/mean@* eval/pass@*",
-        healthy="Follows the training score.",
-        sick="Lags behind: the policy has memorised the training queries, or the reward model is wrong elsewhere. "
-        "Stop earlier, take more queries, or label what the policy writes now.",
-    ),
-    Panel(
-        title="Groups without a signal",
-        metrics="val/groups_zero_std val/groups_all_right val/groups_all_wrong",
-        healthy="Well below 1. Groups that are all wrong become rarer, and groups that are all correct slowly more "
-        "frequent.",
-        sick="groups_zero_std near 1: in nearly every group all responses have the same score, and nothing is "
-        "learned from them. Take easier or harder prompts, more samples per prompt, or filter_groups.",
-    ),
-    Panel(
-        title="Entropy of the policy (nats per token)",
-        metrics="ppo/policy/entropy policy/entropy_avg",
-        healthy="Falls slowly.",
-        sick="Falls to near 0: the policy says one thing only. Lower the learning rate, raise the KL coefficient. "
-        "Rises without end: it comes apart.",
-    ),
-    Panel(
-        title="Clipped share of tokens",
-        metrics="ppo/policy/clipfrac policy/clipfrac_avg policy/clipfrac_low_avg ppo/val/clipfrac val/clipfrac_avg",
-        healthy="For the policy a few in a hundred, up to about 0.2. With one step per update 0, since no ratio "
-        "has moved yet, unless the correction bypass counts the age of the weights too.",
-        sick="For the policy above 0.3: steps are too large; lower the learning rate or the epochs. Always 0 with "
-        "many steps per update: steps are very small, or the clip range is wider than any ratio. For the values "
-        "near 1: the critic may not move as far as it has to.",
-    ),
-    Panel(
-        title="Size of an update",
-        metrics="ppo/policy/approxkl policy/approxkl_avg ppo/val/ratio_var val/ratio_var",
-        healthy="Small and even.",
-        sick="Spikes come before collapses: lower the learning rate. Not finite soon after: the run has stopped "
-        "itself.",
-    ),
-    Panel(
-        title="Ratio before the first step, less 1",
-        metrics="ppo/val/first_ratio_gap val/first_ratio_gap",
-        healthy="0 but for rounding: the first pass of training finds the log-probs that the rollout was given.",
-        sick="Far above rounding: padding, positions, temperature or precision differ between rollout and "
-        "training. Above 0.001, in bfloat16 above 0.1, the run stops by itself.",
-    ),
-    Panel(
-        title="Distance of the sampler's log-probs (nats per token)",
-        metrics="objective/sampler_gap",
-        healthy="Rounding, where the weights that sample are those that learn: far below 0.001 in float32 and, "
-        "averaged over tokens, about 0.02 in bfloat16. With older weights also what the updates since then have "
-        "changed.",
-        sick="Large although the weights are the same: the sampler computes another policy than the one that learns. "
-        "Check temperature, precision, and which weights the engine has. Rising although the age of the weights "
-        "stays: the policy moves too fast for samples of that age.",
-    ),
-    Panel(
-        title="Age of the weights that sampled (updates)",
-        metrics="async/staleness_mean async/staleness_max train/staleness_mean",
-        healthy="0 in rlvr_policy.py, but for groups that filter_groups keeps for the next update. In "
-        "rlvr_async.py it rises to the staleness that was asked for, and stays there.",
-        sick="Old weights cost accuracy: lower the staleness. With filter_groups: sample fewer prompts at a time "
-        "(prompts_per_round), so that fewer groups are left over.",
-    ),
-    Panel(
-        title="Divergence of the sampler from the learner (nats per token)",
-        metrics="async/kl async/k3 async/chi2_token async/log_perplexity_gap",
-        healthy="Near 0 and level. kl and k3 are two estimates of one number; chi2 is about twice that where it is "
-        "small.",
-        sick="Rises with every update: the learner runs away from the policy that samples. Lower the staleness or "
-        "the learning rate. The ratio and the clipped share need not show this. k3 or chi2 far above kl: a few "
-        "tokens have weights far from 1.",
-    ),
-    Panel(
-        title="Spread of the weights of whole responses (chi2)",
-        metrics="async/chi2_sequence",
-        healthy="Below 1, and level.",
-        sick="Above 1: few responses outweigh the others, so with correction_level sequence an update would be "
-        "mostly noise. Take token, or younger weights.",
-    ),
-    Panel(
-        title="Effective sample size (share), and mean weight",
-        metrics="async/ess async/weight_mean",
-        healthy="Both near 1: all tokens count about alike.",
-        sick="The sample size falls towards 0: a few tokens count for all others. Lower the staleness or the "
-        "learning rate. The mean weight falls well below 1: the cap takes away a part of the update.",
-    ),
-    Panel(
-        title="Weights that are capped, tokens that are rejected or masked (shares)",
-        metrics="async/clipped_share async/rejected_share async/masked_share",
-        healthy="0, or a few in a hundred.",
-        sick="Grows: the corrections now change what is learned. Lower the staleness; a higher cap or wider bounds "
-        "only trade this bias for variance.",
-    ),
-    Panel(
-        title="Largest distance of two log-probs of a token (nats)",
-        metrics="async/largest_gap",
-        healthy="Level. Rounding, where the weights are the same; with older weights it may be several nats.",
-        sick="Jumps: some token became very much likelier or less likely than when it was sampled. With the same "
-        "weights: the engine is at fault.",
-    ),
-    Panel(
-        title="Perplexity of the responses",
-        metrics="async/perplexity async/sampler_perplexity",
-        healthy="Both fall slowly, together.",
-        sick="They part: learner and sampler no longer agree about the same texts.",
-    ),
-    Panel(
-        title="Time of an update spent waiting (seconds)",
-        metrics="time/waiting time/weight_sync",
-        healthy="Waiting is near 0, if the staleness is 1 or more: batches are there when the learner wants them.",
-        sick="Waiting takes most of an update: sampling is slower than learning. Add workers, or a staleness of 1 "
-        "more.",
-    ),
-    Panel(
-        title="Policy loss",
-        metrics="ppo/loss/policy loss/policy_avg",
-        healthy="Near 0, above or below; it need not fall. With the losses ppo and gspo, an update begins at minus "
-        "the mean advantage, since all ratios are 1, and whitening, or the mean of a group, makes that 0 or nearly "
-        "0. A loss of 0 trains nevertheless: it is a sum in which positive and negative advantages cancel, but in "
-        "the gradient each is multiplied by the gradient of its own token's log-prob, and these differ. Tokens "
-        "that did better than expected become likelier, the others less likely.",
-        sick="Moves far from 0 and stays there: the policy is far from the one that sampled. Lower the learning "
-        "rate or the epochs. Whether the policy learns shows in score and gradient norm, not here; it learns "
-        "nothing where all advantages are 0: see groups without a signal.",
-    ),
-    Panel(
-        title="Value loss",
-        metrics="ppo/loss/value loss/value_avg",
-        healthy="Falls, or follows the spread of the scores.",
-        sick="Grows while that does not: lower the critic's learning rate.",
-    ),
-    Panel(
-        title="Explained variance of returns",
-        metrics="ppo/val/var_explained val/var_explained val/explained_var",
-        healthy="Rises from 0 towards 1.",
-        sick="Stays at 0 or below: the critic predicts no better than a constant, so advantages are noisy. Give it "
-        "more steps, a higher learning rate, or a better start.",
-    ),
-    Panel(
-        title="Gradient norm",
-        metrics="ppo/gradient_norm gradient_norm policy/grad_norm value/grad_norm train/gradient_norm "
-        "train/sft/gradient_norm train/rm/gradient_norm",
-        healthy="Even, and above 0.",
-        sick="Spikes: look at the texts of these updates; lower the learning rate if they are ordinary. The policy's "
-        "is 0, although it is no longer waiting for the critic: all advantages are 0, and nothing is learned.",
-    ),
-    Panel(
-        title="Loss",
-        metrics="train/loss train/rm/loss train/sft/loss",
-        healthy="Falls and flattens.",
-        sick="Flat from the start: check the labels and the learning rate.",
-    ),
-    Panel(
-        title="Accuracy",
-        metrics="train/accuracy train/rm/accuracy",
-        healthy="Rises well above chance (1/2 for pairs, 1/4 for four).",
-        sick="At chance: labels and texts do not belong together, or the tokenizer differs.",
-    ),
-    Panel(
-        title="Scores of preferred and other texts",
-        metrics="train/rm/chosen_rewards train/rm/rejected_rewards",
-        healthy="Move apart.",
-        sick="On top of each other: nothing is learned. Check the labels and the learning rate.",
-    ),
-    Panel(
-        title="Learning rate",
-        metrics="ppo/lr lr train/lr train/rm/lr train/sft/lr",
-        healthy="Follows the schedule that was asked for.",
-        sick="Another course: check total_episodes, which stretches the schedule.",
-    ),
-]
-
-
-def draw_panels(runs: list[OneRun]) -> list[tuple[Panel, dict[str, Any]]]:
-    """The panels that the runs have metrics for, each with what lib/charts.js draws."""
+def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The panels of panels.toml that the runs have metrics for, each with what lib/charts.js draws."""
+    panels = tomllib.loads((Path(__file__).parent / "panels.toml").read_text("utf-8"))["panel"]
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
+    own = {
+        name: [f"{start}/{metric}" for metric in of_runs(runs)[start]]
+        for name, start in {"Score": "objective", "Held-out queries": "eval"}.items()
+    }
     rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
-    monitors = (of_run.get("monitor", "") for of_run in rewards)
-    watched = [f"objective/{monitor.rsplit('.', 1)[-1].rsplit(':', 1)[-1]}" for monitor in monitors if monitor]
-    verifiers = [f"eval/{of_run['verifier']}" for of_run in rewards if "verifier" in of_run]
-    of_the_runs = {"Score": watched, "Held-out queries": verifiers}
+    wanted = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
+    targets = sorted({target for target in wanted if target and math.isfinite(target)})
     drawn = []
-    for panel in PANELS:
-        wanted = panel.metrics.split() + of_the_runs.get(panel.title, [])
+    for panel in panels:
+        wanted = panel["metrics"] + own.get(panel["title"], [])
         names = [name for name in known if any(matches(name, pattern) for pattern in wanted)]
         names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
         if not names:
             continue
+        # As in all pictures, the judge is blue and what is trained on is orange.
+        judged = [name for name in names if "gold" in name or name in own.get(panel["title"], [])]
+        colors = (
+            [BLUE, ORANGE, *OTHERS] if judged or len(names) == 1 or panel["title"] != "Score" else [ORANGE, *OTHERS]
+        )
+        color_of = dict(zip([*judged, *(name for name in names if name not in judged)], itertools.cycle(colors)))
         curves = []
         for number, one_run in enumerate(runs):
-            rows = rows_to_draw([one_run.metrics[name] for name in names if name in one_run.metrics])
-            for color, name in enumerate(names):
-                if name not in one_run.metrics:
-                    continue
+            of_run = [name for name in names if name in one_run.metrics]
+            rows = rows_to_draw([one_run.metrics[name] for name in of_run])
+            for name in of_run:
                 label = name if len(runs) == 1 else f"{name}, run {number + 1}"
                 x, values = ([column[row] for row in rows] for column in (one_run.steps, one_run.metrics[name]))
+                if name.startswith("eval/") and "reference" not in name:
+                    x, values = evaluated(x, values, one_run.meta.get("results", {}).get(name))
                 y = [value if math.isfinite(value) else None for value in values]
-                look = {"color": COLORS[color % len(COLORS)], "dotted": number == 1}
-                curves.append({"name": label, "x": x, "y": y} | look)
-        wanted = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
-        targets = {target for target in wanted if target and math.isfinite(target)}
-        drawn.append((panel, {"data": curves, "targets": sorted(targets) if panel.metrics == "objective/kl" else []}))
+                curves.append({"name": label, "x": x, "y": y, "color": color_of[name], "dotted": number == 1})
+        drawn.append((panel, {"data": curves, "targets": targets if panel["metrics"] == ["objective/kl"] else []}))
     return drawn
+
+
+def evaluated(steps: list[int], values: list[float], final: float | None) -> tuple[list[int], list[float]]:
+    """Only the evaluations, as steps and values: rows between two of them repeat the first. final: after training."""
+    new = [k for k in range(len(steps)) if k == 0 or values[k] != values[k - 1]]
+    last = [] if final is None else [(steps[-1] + 1, final)]
+    found = [*((steps[k], values[k]) for k in new), *last]
+    return [step for step, _ in found], [value for _, value in found]
 
 
 def rows_to_draw(curves: list[list[float]]) -> list[int]:
@@ -700,9 +674,6 @@ def rows_to_draw(curves: list[list[float]]) -> list[int]:
             kept |= {extreme(finite, key=curve.__getitem__) for extreme in (min, max) if finite}
             kept |= set([row for row in stretch if not math.isfinite(curve[row])][:1])
     return sorted(kept)
-
-
-COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # told apart by colour-blind people too
 
 
 def matches(name: str, pattern: str) -> bool:

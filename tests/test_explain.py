@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -141,11 +142,7 @@ LINES = """() => data.runs[0].traces.flatMap(update => update.episodes.flatMap(e
 })))"""
 
 MISTAKES = {  # in the text of derivation.js
-    "gamma once too often": (
-        "1",
-        "discountedSums(deltas, s.gamma * x)",
-        "discountedSums(deltas, s.gamma ** 2 * x)",
-    ),
+    "gamma once too often": ("1", "discountedSums(deltas, s.gamma * x)", "discountedSums(deltas, s.gamma ** 2 * x)"),
     "one lambda for both": ("critic", "[lam, criticLam]", "[lam, lam]"),
     "a fixed lambda": ("critic", "policyLam(s.lam, s.lam_alpha, valued.length)", "s.lam"),
     "the usual targets in pretraining": ("pretraining", "Number.isNaN(recorded) ? ", "true ? "),
@@ -212,12 +209,122 @@ def test_a_click_shows_where_a_number_comes_from(trained, opened):  # noqa: F811
     page.locator("#left-response .token").nth(0).focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
-    assert "token 2 come from" in box.locator("h3").inner_text()
+    assert "token 2 come from" in box.locator("summary").first.inner_text()
     page.select_option("#epoch", "0")
     assert box.locator(".line", has_text="ratio").locator(".filled").first.inner_text().endswith("= 1")
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     page.select_option("#left-episode", "8")  # answered again
     assert "not trained on" in box.locator(".missing").inner_text()
+
+
+def test_the_page_opens_on_a_token_that_training_pushed(trained, opened):  # noqa: F811
+    for name in ("1", "2", "gae"):
+        folder = trained(name)
+        data = data_of(report.report(report.Args(run=str(folder))).read_text())["runs"][0]
+        page = opened(folder / "report.html", viewport={"width": 1280, "height": 900})
+        update = data["traces"][len(data["traces"]) // 2]
+        assert page.locator("#left-number").inner_text() == str(update["update"])
+        assert page.locator("#quantity").input_value() == "push"
+        token, beside = page.locator("#left-response .token.chosen"), page.locator("#panel")
+        assert float(page.locator("#numbers .picked .number").inner_text()) != 0
+        titles = page.locator("#derivation .line > b").all_inner_texts()
+        assert {"whitened advantage", "ratio", "gradient"} <= {*titles} and page.locator(".missing").count() == 0
+        text, panel = token.bounding_box(), beside.bounding_box()
+        assert text["x"] + text["width"] < panel["x"] and panel["y"] < text["y"] < panel["y"] + panel["height"]
+
+
+def test_tokens_are_pushed_where_the_gradient_says(trained):
+    """Without clipping and with one epoch, that is the advantage; over all, minus the gradient of PPO's loss."""
+    for name in ("1", "2", "gae", "opo"):
+        data = data_of(report.report(report.Args(run=str(trained(name)))).read_text())["runs"][0]
+        compared = 0
+        for episode in (episode for update in data["traces"] for episode in update["episodes"]):
+            assert ("push" in episode["tokens"]) != episode["again"]
+            if episode["again"]:
+                assert not {"advantages", "returns"} & episode["tokens"].keys()
+                continue
+            counts = torch.tensor(episode["tokens"].get("mask", [1] * len(episode["places"]))).bool()
+            old = torch.tensor(episode["tokens"]["logprobs"], dtype=torch.float64)[counts]
+            told = episode["epochs"].get("advantages") or [episode["tokens"]["advantages"]] * 9
+            grads = []
+            for k, row in enumerate(episode["epochs"]["new_logprobs"]):
+                new = torch.tensor(row, dtype=torch.float64)[counts].requires_grad_()
+                ratio = torch.exp(new - old)
+                low, high = data["settings"]["low"], data["settings"]["high"]
+                if name == "opo":  # gspo has the ratio of the response
+                    ratio = torch.exp((new - old).mean()).detach() * torch.exp(new - new.detach())
+                advantages = torch.tensor(told[k], dtype=torch.float64)[counts]
+                (-torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - low, 1 + high))).sum().backward()
+                grads.append(-new.grad)
+            found = torch.tensor([x for x in episode["tokens"]["push"] if x is not None], dtype=torch.float64)
+            torch.testing.assert_close(found, torch.stack(grads).mean(0), rtol=1e-3, atol=1e-5)
+            compared += len(found)
+        assert compared > 50
+
+
+def test_the_digits_of_a_line_give_its_result(trained, opened):  # noqa: F811
+    """A pocket calculator finds what is shown, to the last digit or one more."""
+    compared = 0
+    for name in ("1", "2 k3", "gae", "grpo", "critic", "rloo"):
+        folder = trained(name)
+        report.report(report.Args(run=str(folder)))
+        for numbers, result in opened(folder / "report.html").evaluate(SHOWN):
+            text = re.sub(r"\|([^|]*)\|", r"abs(\1)", numbers.replace("½", "0.5 *").replace(")²", ")**2"))
+            text = text.replace("·", "*").replace("−", "-").replace("10⁻⁶", "1e-6")
+            unit = 10.0 ** -len(result.partition(".")[2])
+            largest = max(map(abs, map(float, re.findall(r"\d+(?:\.\d+)?", numbers))))
+            assert "e" not in result and "e" not in numbers.replace("exp", "")
+            assert eval(text, {"exp": math.exp}) == pytest.approx(
+                float(result), abs=max(1.5 * unit, 2e-6 * largest)
+            ), (name, numbers, result)
+            compared += 1
+    assert compared > 3_000
+
+
+SHOWN = """() => data.runs[0].traces.flatMap(update => update.episodes.flatMap(episode =>
+  episode.places.flatMap((_, t) => {
+  const run = data.runs[0], group = groupOf(update, episode);
+  const {lines} = explainToken(run.steps, episode, run.settings, 0, t, group);
+  return lines.filter(line => /[^{}\\w]/.test(line.step.numbers)).map(line => [line.numbers, line.result]);
+})))"""
+
+
+def test_a_group_is_side_by_side(trained, opened):  # noqa: F811
+    """All four responses with score and advantage; a click on a token of one chooses that episode."""
+    folder = trained("rloo")
+    data = data_of(report.report(report.Args(run=str(folder))).read_text())["runs"][0]
+    page = opened(folder / "report.html", viewport={"width": 1280, "height": 900})
+    episodes = data["traces"][len(data["traces"]) // 2]["episodes"]
+    first = int(page.locator("#left-episode").input_value())
+    group = [i for i, e in enumerate(episodes) if e["numbers"]["groups"] == episodes[first]["numbers"]["groups"]]
+    group = [i for i in group if episodes[i]["again"] == episodes[first]["again"]]
+    cards = page.locator(".response-card")
+    assert cards.count() == len(group) == 4
+    for i, card in zip(group, cards.all(), strict=True):
+        score, advantage = map(
+            float, re.findall(r"(?:score|advantage) (\S+?)(?:,|$)", card.locator("b").inner_text())
+        )
+        tokens, mask = episodes[i]["tokens"], episodes[i]["tokens"]["mask"]
+        assert score == pytest.approx(episodes[i]["numbers"]["scores"], abs=5e-4)
+        kept = [x for x, counts in zip(tokens["advantages"], mask, strict=True) if counts]
+        assert advantage == pytest.approx(sum(kept) / len(kept), abs=5e-4)
+    other = next(i for i in group if i != first)
+    cards.nth(group.index(other)).locator(".token").first.click()
+    assert page.locator("#left-episode").input_value() == str(other)
+    assert "token 1 come from" in page.locator("#derivation summary").first.inner_text()
+    assert "score" not in page.locator("#left-response").inner_text() and cards.count() == 4
+
+
+def test_without_a_penalty_no_text_speaks_of_one(trained, opened):  # noqa: F811
+    for name, coefficient in {"maxrl": 0, "gae": 0.1}.items():
+        folder = trained(name)
+        report.report(report.Args(run=str(folder)))
+        panel = opened(folder / "report.html").locator("#lines").inner_text()
+        assert ("The reward penalises it" in panel, "does not penalise it" in panel) == (
+            coefficient > 0,
+            coefficient == 0,
+        )
+        assert ("pays for it" in panel) == (coefficient > 0)
 
 
 # ---- What if? --------------------------------------------------------------------------------------------------
@@ -310,6 +417,10 @@ def test_what_if_keeps_the_lambda_of_value_pretraining_and_shows_no_slider_witho
     page.locator("#what-if > summary").click()
     page.locator("#what-gamma").wait_for()
     assert page.locator("#what-lam").count() == 0  # it has --ppo.lam_alpha and --ppo.critic_lam
+    for name, changed in {"lam_alpha": "advantage", "critic_lam": "return"}.items():
+        page.locator(f"#what-{name}").press("Home")
+        assert changed in page.locator("#compared th").all_inner_texts()
+        page.get_by_role("button", name="as in the run").click()
     settings = derivation.settings_of({"ppo": {"cliprange_low": None}}, "rlvr_policy")
     settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None, "cliprange_value": 0.2}
     told = [episodes_of(x, critic_lam=1.0), settings, {"lam": 0.3}, 0]
@@ -377,12 +488,14 @@ def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):
     folder = trained("1")
     report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
-    page.select_option("#left-episode", "0")
     page.locator("#what-if > summary").click()
-    page.locator("#compared tr").nth(1).wait_for()
-    assert page.locator("#compared .changed").count() == 0
+    assert "no number of this episode differs" in page.locator("#summary").inner_text()
+    assert page.locator("#compared tr").count() == 0
     page.locator("#what-lam").press("Home")  # to 0
-    assert page.locator("#compared .changed").count() > 10
+    # Only what changes has a column: not the reward. Each cell has the number of the run, and the other one.
+    assert page.locator("#compared th").all_inner_texts()[:4] == ["token", "advantage", "return", "gradient"]
+    told, other = page.locator("#compared .changed").first.inner_text().split(" → ")
+    assert float(told) != float(other) and page.locator("#compared .changed").count() > 10
     assert "would be" in page.locator("#summary").inner_text()
     page.get_by_role("button", name="as in the run").click()
     assert page.locator("#compared .changed").count() == 0
@@ -408,7 +521,7 @@ def test_episodes_are_sorted_and_filtered(trained, opened):  # noqa: F811
     folder = trained("rloo")
     data = data_of(report.report(report.Args(run=str(folder))).read_text())["runs"][0]
     page = opened(folder / "report.html", viewport={"width": 390, "height": 800})
-    first = data["traces"][0]["episodes"]
+    first = data["traces"][len(data["traces"]) // 2]["episodes"]
     for i, row in enumerate(rows_of(page)):
         counts = first[i]["tokens"]["mask"]
         assert number_in(row["tokens"]) == sum(counts)
@@ -426,16 +539,19 @@ def test_episodes_are_sorted_and_filtered(trained, opened):  # noqa: F811
             order = page.locator("#others th[aria-sort]").get_attribute("aria-sort")
             assert order == ("descending" if down else "ascending")
 
-    # Filters, one by one, over all updates.
-    page.select_option("#find-which", "all")
+    # Filters, one by one, over all updates, as a person moves through them: all are shown, and the filters say so.
+    page.locator("#find-which").press("ArrowDown")
+    for name, says in {"which": "all updates", "stopped": "end or not", "right": "correct or wrong"}.items():
+        assert page.locator(f"#find-{name} option:checked").inner_text() == says
     everything = [e for update in data["traces"] for e in update["episodes"]]
     assert len(rows_of(page)) == len(everything)
-    for choice, right in (("1", True), ("0", False)):
-        page.select_option("#find-right", choice)
+    for choice, right in (("correct", True), ("wrong", False)):
+        page.locator("#find-right").press("ArrowDown")
+        assert page.locator("#find-right option:checked").inner_text() == choice
         wanted = [e for e in everything if e["numbers"]["verifier"] is not None]
         assert len(rows_of(page)) == sum((e["numbers"]["verifier"] > 0) == right for e in wanted) > 0
     page.locator("#find-all").click()
-    page.select_option("#find-stopped", "0")
+    page.locator("#find-stopped").press("End")
     assert len(rows_of(page)) == sum(not e["numbers"]["stopped"] for e in everything) > 0
     page.locator("#find-all").click()
     page.select_option("#find-column", "score")
@@ -465,7 +581,7 @@ def test_episodes_that_end_are_found(trained, opened):  # noqa: F811
     page.select_option("#find-which", "all")
     found = []
     for choice in ("1", "0"):
-        page.select_option("#find-stopped", choice)
+        page.locator("#find-stopped").press("ArrowDown")
         found.append(len(rows_of(page)))
         stopped = [e["numbers"]["stopped"] for update in data["traces"] for e in update["episodes"]]
         assert found[-1] == stopped.count(int(choice)) > 0

@@ -176,7 +176,7 @@ def test_texts_of_a_run_are_text(tmp_path):
     (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
     page = write_report(folder)
     assert EVIL not in page and "\x1b" not in page and "<script>window.hacked" not in page
-    assert page.count("&lt;/script&gt;&lt;script&gt;window.hacked = 1") == 3  # preset twice, response
+    assert page.count("&lt;/script&gt;&lt;script&gt;window.hacked = 1") == 2  # preset, response
 
 
 def held_out(page: str) -> list[dict[str, str]]:
@@ -321,7 +321,7 @@ def test_large_traces_are_thinned(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "TRACE_BYTES", 3_000)
     page = write_report(folder)
     assert [update["update"] for update in data_of(page)["runs"][0]["traces"]] == [0, 5]
-    assert "2 updates, and the first 2 episodes of each. 1 more were kept" in page
+    assert "For 2 updates you can see 2 episodes that were trained on. 1 more were kept" in page
 
 
 def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
@@ -330,7 +330,7 @@ def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
     assert data_of(page)["runs"][0]["traces"] == []
 
 
-@pytest.mark.parametrize(("script", "what"), [("train_reward", "reward model"), ("tldr_sft", "fine-tuning")])
+@pytest.mark.parametrize(("script", "what"), [("train_reward", "A reward model"), ("tldr_sft", "Fine-tuning")])
 def test_a_run_without_ppo_has_curves_and_needs_no_traces(script, what, tmp_path):
     folder = make_run(tmp_path, "a", traced=False)
     (folder / "meta.json").write_text(json.dumps({"script": script, "args": {}, "finished": True}))
@@ -403,6 +403,16 @@ def opened(browser):
     assert wrong == []
 
 
+def number_of(page, name: str) -> float:
+    return float(page.locator(f'#numbers [data-name="{name}"] .number').inner_text())
+
+
+def signs(page, *wanted: str) -> list[str]:
+    """Which of these classes each token of the first response has."""
+    classes = [token.get_attribute("class").split() for token in page.locator("#left-response .token").all()]
+    return [" ".join(name for name in of_token if name in wanted) for of_token in classes]
+
+
 def background(page, token: int) -> str:
     return page.locator("#left-response .token").nth(token).evaluate("e => e.style.backgroundColor")
 
@@ -413,7 +423,9 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
     page = opened(folder / "report.html")
     trace = {update: traces.read(folder, update) for update in UPDATES}
 
-    # The slider changes the episode, by mouse and by key.
+    # The page opens in the middle of training. The slider changes the episode, by mouse and by key.
+    assert page.locator("#left-response").inner_text().split() == ["one3", "two3", "three3", "four3", "five3"]
+    page.locator("#left-update").press("Home")
     assert page.locator("#left-response").inner_text().split() == ["one0", "two0", "three0", "four0", "five0"]
     page.locator("#left-update").press("ArrowRight")
     assert page.locator("#left-number").inner_text() == "3"
@@ -428,21 +440,29 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
             below = trace[5].tokens[name][0, token] < middle
             assert background(page, token).startswith("rgba(213, 94, 0" if below else "rgba(0, 114, 178")
 
-    # Pointing at a token, or walking to it, shows its numbers.
+    # Pointing at a token, or walking to it, shows its numbers beside the text. After that, those of the chosen one.
     page.locator("#left-response .token").nth(2).hover()
-    shown = page.locator("#tooltip tr.picked .number").inner_text()
-    assert float(shown) == pytest.approx(trace[5].tokens["advantages"][0, 2].item(), rel=1e-3)
-    assert "three5" in page.locator("#tooltip").inner_text()
+    assert number_of(page, "advantages") == pytest.approx(trace[5].tokens["advantages"][0, 2].item(), abs=5e-4)
+    assert "three5" in page.locator("#numbers").inner_text()
     page.locator("#left-response .token").nth(0).focus()
     page.keyboard.press("ArrowRight")
-    shown = page.locator('#tooltip tr[data-name="kl"] .number').inner_text()
-    assert float(shown) == pytest.approx(trace[5].tokens["kl"][0, 1].item(), rel=1e-3)
-    page.keyboard.press("Escape")
-    assert page.locator("#tooltip").is_hidden()
+    assert number_of(page, "kl") == pytest.approx(trace[5].tokens["kl"][0, 1].item(), abs=5e-4)
+    page.locator("h2").first.hover()
+    page.locator("#quantity").focus()
+    assert "one5" in page.locator("#numbers").inner_text()
 
-    # What was cut is struck, and the stop token marked.
-    classes = [token.get_attribute("class") for token in page.locator("#left-response .token").all()]
-    assert classes == ["token", "token", "token stop", "token cut", "token cut"]
+    # What was cut is struck, and the stop token marked; a screen reader hears buttons with their number.
+    assert signs(page, "cut", "stop") == ["", "", "stop", "cut", "cut"]
+    token = page.locator("#left-response").get_by_role("button", name="three5, advantage ")
+    heard = float(token.get_attribute("aria-label").split()[-1])
+    assert heard == pytest.approx(trace[5].tokens["advantages"][0, 2].item(), abs=5e-4)
+    token.click()
+    assert token.get_attribute("aria-pressed") == "true" and page.locator("[aria-pressed]").count() == 1
+
+    # Who sees no colours sees a line that is solid or dotted.
+    styles = "tokens => tokens.map(x => [getComputedStyle(x).borderBottomStyle, x.style.backgroundColor])"
+    for style, color in page.locator("#left-response .token").evaluate_all(styles):
+        assert (style == "dotted") == color.startswith("rgba(213")
 
     # The same query at two updates; and two episodes that have nothing in common.
     page.check("#beside")
@@ -502,8 +522,11 @@ def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
         traces.write(folder, trace)
     write_report(folder)
     page = opened(folder / "report.html")
+    page.check("#beside")
+    page.select_option("#left-episode", "2")
     assert page.locator("#left-query").inner_text() == page.locator("#right-query").inner_text() == "asked again"
-    assert [page.locator(f"#{pane}-response").inner_text() for pane in ("left", "right")] == [" y z0", " y z5"]
+    assert [page.locator(f"#{pane}-response").inner_text() for pane in ("left", "right")] == [" y z3", " y z5"]
+    page.select_option("#quantity", "kl")
     assert page.locator(".unknown").count() == 0
     page.select_option("#quantity", "ratio")
     assert "not trained on" in page.locator(".unknown").first.inner_text()
@@ -513,18 +536,21 @@ def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
 
 
 def test_the_first_quantity_that_is_shown_says_something(opened, tmp_path):
-    """Chapter 3 may have no penalty, and KL is 0 everywhere."""
+    """All advantages of a batch may be 0; and no log-prob is above 0."""
     folder = make_run(tmp_path, "a", chapter=3)
     for update in UPDATES:
         trace = traces.read(folder, update)
-        trace.tokens["kl"].zero_()
+        trace.tokens["advantages"].zero_()
+        trace.tokens["logprobs"] = -trace.tokens["logprobs"].abs()
         traces.write(folder, trace)
     write_report(folder)
     page = opened(folder / "report.html")
-    assert page.locator("#quantity").input_value() == "logprobs"
+    assert page.locator("#quantity").input_value() == "kl"
     assert background(page, 0)
-    page.select_option("#quantity", "kl")
+    page.select_option("#quantity", "advantages")
     assert background(page, 0) == "rgba(0, 114, 178, 0)"
+    page.select_option("#quantity", "logprobs")
+    assert page.locator("#high").inner_text() == "0" and float(page.locator("#low").inner_text()) < -0.5
 
 
 def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
@@ -532,8 +558,7 @@ def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
     folder = make_run(tmp_path, "a", chapter=2)
     write_report(folder)
     page = opened(folder / "report.html")
-    classes = [token.get_attribute("class") for token in page.locator("#left-response .token").all()]
-    assert classes == ["token", "token", "token stop", "token masked"]
+    assert signs(page, "stop", "masked") == ["", "", "stop", "masked"]
     shade = "e => getComputedStyle(e).color"
     counts, masked = (page.locator("#left-response .token").nth(i).evaluate(shade) for i in (0, 3))
     assert counts != masked == page.locator("#left-query").evaluate(shade)
@@ -542,6 +567,8 @@ def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
 def test_what_a_tool_wrote_has_a_wavy_line(opened, tmp_path):
     """It is in no mask, and it is shown all the same, but not struck."""
     folder = make_run(tmp_path, "a", chapter=3)
+    write_report(folder)
+    assert "tool" not in opened(folder / "report.html").locator("#tokens").inner_text()
     for update in UPDATES:
         trace = traces.read(folder, update)
         trace.tokens["tool"] = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
@@ -550,8 +577,9 @@ def test_what_a_tool_wrote_has_a_wavy_line(opened, tmp_path):
         traces.write(folder, trace)
     write_report(folder)
     page = opened(folder / "report.html")
+    assert "A wavy line marks what a tool wrote" in page.locator("#tokens").inner_text()
     tokens = page.locator("#left-response .token").all()
-    assert [token.get_attribute("class") for token in tokens] == ["token", "token masked cut tool", "token stop"]
+    assert signs(page, "masked", "cut", "tool", "stop") == ["", "masked cut tool", "stop"]
     line = tokens[1].evaluate(
         "e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).textDecorationLine]"
     )
@@ -560,15 +588,94 @@ def test_what_a_tool_wrote_has_a_wavy_line(opened, tmp_path):
 
 def test_two_runs_stand_side_by_side(opened, tmp_path):
     one, two = make_run(tmp_path, "a"), make_run(tmp_path, "b", seed=1)
+    alone = write_report(one)
     data = data_of(write_report(one, other=str(two)))
+    assert (one / "report.html").read_text() == alone  # it is not overwritten
     assert [line["name"] for line in data["figures"][1]["data"]] == ["objective/kl, run 1", "objective/kl, run 2"]
-    page = opened(one / "report.html")
+    page = opened(one / "report_with_b.html")
     assert page.locator("#left-query").inner_text() == page.locator("#right-query").inner_text() == "the same query"
     page.select_option("#quantity", "values")
     for pane, folder in (("left", one), ("right", two)):
         page.locator(f"#{pane}-response .token").nth(1).hover()
-        shown = page.locator("#tooltip tr.picked .number").inner_text()
-        assert float(shown) == pytest.approx(traces.read(folder, 5).tokens["values"][0, 1].item(), rel=1e-3)
+        expected = traces.read(folder, 3).tokens["values"][0, 1].item()
+        assert number_of(page, "values") == pytest.approx(expected, abs=5e-4)
+
+
+def test_the_first_screen_says_what_happened(opened, tmp_path):
+    """Words and not a folder's name; score and judge before and after; one query and its answers; curves."""
+    folder = make_run(tmp_path, "a")
+    for_each = {"base": "worse", "base score": 0.5}
+    rows = [for_each | {"query": f"query {i}", "policy": f"better {i}", "policy score": i} for i in (1, 2, -3)]
+    write_rows(folder / "comparison.jsonl", *rows)
+    write_report(folder)
+    page = opened(folder / "report.html", viewport={"width": 1280, "height": 900})
+    assert page.title() == page.locator("h1").inner_text() == "PPO on tales, against a reward model"
+    metrics = list(csv.DictReader((folder / "metrics.csv").open()))
+    for title, name in {"Score": "scores", "Gold score": "gold_scores", "KL": "kl"}.items():
+        column = [float(row[f"objective/{name}"]) for row in metrics]
+        tile = page.locator(".tile", has=page.get_by_text(title, exact=True))
+        before, after = tile.locator("b").inner_text().split(" → ")
+        assert (float(before), float(after)) == pytest.approx((column[0], sum(column) / 6), abs=0.006)
+    example = page.locator(".example").inner_text()
+    assert "query 1" in example and "worse" in example and "better 1" in example and "score 0.50" in example
+    assert "Of 3 held-out queries, 2 score higher than before and 1 lower" in example
+    assert page.locator("#outcome .plot").count() == 2
+    below = page.locator("#outcome").bounding_box()
+    assert below["y"] + below["height"] < 900
+    sections = page.locator("section").evaluate_all("sections => sections.map(x => x.id)")
+    assert sections[:2] == ["outcome", "tokens"] and sections[-1] == "run"
+
+
+def test_the_judge_has_one_colour_and_what_is_trained_on_another(tmp_path):
+    """As in the pictures of the pages."""
+    for chapter in (1, 3):
+        figures = data_of(write_report(make_run(tmp_path, str(chapter), chapter)))["figures"]
+        color_of = {line["name"]: line["color"] for figure in figures for line in figure["data"]}
+        assert color_of["objective/gold_scores"] == "#0072b2" and color_of["objective/scores"] == "#d55e00"
+
+
+def test_a_curve_of_evaluations_has_a_point_for_each(tmp_path):
+    folder = make_run(tmp_path, "a", chapter=3)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"results": {"eval/pass@2": 0.75}}))
+    (folder / "metrics.csv").write_text("step,eval/pass@2\n0,0.25\n1,0.25\n2,0.5\n3,0.5\n")
+    [line] = data_of(write_report(folder))["figures"][0]["data"]
+    assert (line["x"], line["y"]) == ([0, 2, 4], [0.25, 0.5, 0.75])
+
+
+def test_tables_are_saved_with_all_their_digits(opened, tmp_path):
+    folder = make_run(tmp_path, "a", chapter=3)
+    write_report(folder)
+    page = opened(folder / "report.html")
+    page.locator("#all-numbers > summary").click()
+    for table in ("episode", "others", "table-arguments"):
+        if table == "table-arguments":
+            page.locator("#run details", has=page.locator(f"#{table}")).locator("summary").click()
+        with page.expect_download() as download:
+            page.locator(f'[data-table="{table}"]').click()
+        assert download.value.suggested_filename == f"report-{table}.csv"
+        rows = list(csv.reader(Path(download.value.path()).read_text("utf-8").splitlines(keepends=True)))
+        if table == "episode":
+            trace, titles = traces.read(folder, 3), rows[0]
+            written = [float(row[titles.index("advantage")]) for row in rows[1:]]
+            assert written == pytest.approx(trace.tokens["advantages"][0, :3].tolist(), rel=1e-7)
+            assert [row[1] for row in rows[1:]] == trace.responses[0][:3]
+        elif table == "others":
+            assert [float(row[rows[0].index("score")]) for row in rows[1:]] == [0.25, -1.0]
+            assert rows[2][-1] == (EVIL + "\n b c").replace("\x1b", "␛").strip()
+        else:
+            assert ["rewards.verifier", "sums"] in rows
+
+
+def test_on_a_phone_the_derivation_is_below_the_token_that_was_tapped(opened, tmp_path):
+    folder = make_run(tmp_path, "a")
+    write_report(folder)
+    page = opened(folder / "report.html", viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page.locator("#left-response .token").nth(1).scroll_into_view_if_needed()
+    page.locator("#left-response .token").nth(1).tap()
+    token, panel = (page.locator(name).bounding_box() for name in ("#left-response .token.chosen", "#panel"))
+    assert token["y"] > 0 and token["y"] + token["height"] <= panel["y"]
+    assert panel["y"] + panel["height"] <= 845 and page.locator("#lines .line").first.is_visible()
 
 
 @pytest.mark.parametrize(("chapter", "width", "scheme"), [(2, 360, "dark"), (3, 1280, "dark"), (3, 360, "light")])

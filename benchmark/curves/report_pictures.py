@@ -40,6 +40,7 @@ def draw_derivation(page: Page, args: Args) -> None:
     page.locator("#left-response .token").nth(args.token - 1).click()
     page.mouse.move(0, 0)
     page.evaluate(SHORTEN, TITLES)
+    page.locator("#derivation").evaluate("panel => document.body.replaceChildren(panel)")
     page.locator("#derivation").screenshot(path=STATIC / "derivation.png")
 
 

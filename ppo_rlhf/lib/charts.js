@@ -39,7 +39,7 @@ function span(numbers, withZero) {
 const closest = (numbers, wanted) => numbers.reduce((best, x) => Math.abs(x - wanted) < Math.abs(best - wanted) ? x : best, numbers[0]);
 
 // A chart in `box`. figure: `data`, a list of {name, x, y, color, dotted}, where y may hold null; `targets`, numbers
-// with a dashed line; `bars`, whether to draw bars. title: of an x, as text. action: gives a button for an x, or null.
+// with a dashed line; `bars`, whether to draw bars; `labels`, a function x -> text below it. title: of an x, as text. action: gives a button for an x, or null.
 // A drag zooms, a double click or Escape shows all again; a click or the arrow keys choose a point.
 function chart(box, figure, title, action = () => null) {
   const state = box.chart ??= {zoom: null, cursor: null, pinned: false, width: 0};
@@ -56,8 +56,9 @@ function chart(box, figure, title, action = () => null) {
 }
 
 function redraw(state) {
-  const {svg, figure} = state, width = state.width = svg.clientWidth, height = svg.clientHeight;
-  const area = {left: 46, right: width - 8, top: 8, bottom: height - 20};
+  const {svg, figure} = state, width = state.width = svg.clientWidth;
+  svg.classList.toggle("tall", Boolean(figure.labels));
+  const height = svg.clientHeight, area = {left: 46, right: width - 8, top: 8, bottom: height - (figure.labels ? 75 : 20)};
   state.places = [...new Set(figure.data.flatMap(series => series.x))].sort((a, b) => a - b);
   const half = figure.bars ? 0.5 : 0, places = state.places, last = places[places.length - 1];
   let [first, final] = state.zoom || [places[0] - half, last + half];
@@ -73,7 +74,12 @@ function redraw(state) {
     svg.append(shape("line", {class: "grid", x1: area.left, x2: area.right, y1: up(y), y2: up(y)}),
       shape("text", {x: area.left - 4, y: up(y) + 4, "text-anchor": "end"}, tickText(y)));
   }
-  for (const x of ticksOf(first, final, Math.max(2, width / 90)))
+  if (figure.labels && across(1) - across(0) >= 11) {
+    for (const x of places.filter(x => x >= first && x <= final)) {
+      const place = {x: across(x) + 4, y: area.bottom + 8}, text = figure.labels(x).trim();
+      svg.append(shape("text", {...place, "text-anchor": "end", transform: `rotate(-60 ${place.x} ${place.y})`}, text.length > 10 ? `${text.slice(0, 9)}…` : text));
+    }
+  } else for (const x of ticksOf(first, final, Math.max(2, width / 90)))
     if (Number.isInteger(x)) svg.append(shape("text", {x: across(x), y: height - 5, "text-anchor": "middle"}, tickText(x)));
   for (const y of figure.targets || [])
     svg.append(shape("line", {class: "target", x1: area.left, x2: area.right, y1: up(y), y2: up(y)}),

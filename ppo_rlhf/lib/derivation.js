@@ -246,11 +246,24 @@ function whatIf(episodes, s, changes, epoch) {
 
 const ROUNDING = 2e-5;  // of the largest number in a line, and of 0.1 at least
 
-function written(value) {  // four digits, in brackets if negative
-  if (Array.isArray(value)) return value.map(written).join(" + ");
-  const size = Math.abs(value);
-  const text = size && (size < 1e-4 || size >= 1e6) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+function decimals(value, digits) {
+  return Math.abs(value) > 1e-12 ? Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value)))) : 0;
+}
+
+function decimal(value, digits, places = 0) {
+  const text = value.toFixed(Math.min(Math.max(decimals(value, digits), places), decimals(value, 8)));
+  return String(text.includes(".") ? text.replace(/\.?0+$/, "") : text).replace(/^-0$/, "0");
+}
+
+function written(value, places = 0) {
+  if (Array.isArray(value)) return value.map(one => written(one, places)).join(" + ");
+  const text = decimal(value, 5, places);
   return text.startsWith("-") ? `(${text})` : text;
+}
+
+function digitsOf(value, used, adds, divisor) {
+  if (adds && Math.abs(value) < 1e-6 * Math.max(...used.map(Math.abs))) return ["0", 0];
+  return [decimal(value, 4), adds ? decimals(value, 5) + decimals(Math.min(Math.abs(divisor), 1), 1) : 0];
 }
 
 function numbersOf(found, s, t) {
@@ -275,8 +288,11 @@ function explainToken(steps, episode, s, epoch, t, group, found = derive(episode
     const told = row ? row[t] : null;
     const size = Math.max(...used.map(Math.abs), Math.abs(value), 0.1) / Math.min(numbers[step.divisor] ?? 1, 1);
     const difference = told === null || told === undefined ? null : value - told;
-    lines.push({step, value, difference, told, wrong: difference !== null && !(Math.abs(difference) <= ROUNDING * size),
-      numbers: step.numbers.replace(/{(\w+)}/g, (_, name) => written(numbers[name]))});
+    const [, divisor] = step.numbers.match(/\/ \(?{(\w+)}/) || [];
+    const [result, places] = digitsOf(value, used, / [−+] /.test(step.numbers), divisor ? numbers[divisor] : 1);
+    lines.push({step, value, result, difference, told,
+      wrong: difference !== null && !(Math.abs(difference) <= ROUNDING * size),
+      numbers: step.numbers.replace(/{(\w+)}/g, (_, name) => written(numbers[name], places))});
   }
   return {lines, missing: [...missing]};
 }

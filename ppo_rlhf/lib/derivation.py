@@ -369,6 +369,7 @@ def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
     chosen = ppo.get("whiten_advantages")
     found["whiten_advantages"] = whitened if chosen is None else chosen
     found["kl_estimator"] = shaping.get("kl_estimator", "k1")
+    found["penalised"] = shaping.get("kl_coef", 1.0) > 0
     found["kl_loss_coef"] = shaping.get("kl_loss_coef", 0.0)
     found["kl_loss_estimator"] = shaping.get("kl_loss_estimator", "k3")
     # An older policy may have sampled (rlvr_async.py).
@@ -665,8 +666,7 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
             title="log-prob",
             formula="log π(y_t | x, y_<t)",
             numbers="{logprobs}",
-            sentence="This is how likely the policy found the token when it sampled it. It was read from the model, "
-            "in nats.",
+            sentence="How likely the policy found the token when it sampled it, in nats, read from the model.",
             where=(
                 "train_policy.py make_rollout D25",
                 "tldr_policy.py respond T36",
@@ -678,7 +678,7 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
             title="log-prob, reference",
             formula="log ρ(y_t | x, y_<t)",
             numbers="{ref_logprobs}",
-            sentence="This is how likely the model that training started from finds the same token.",
+            sentence="How likely the model that training started from finds the same token.",
             where=(
                 "train_policy.py response_logprobs D47",
                 "tldr_policy.py reference_logprobs T35",
@@ -698,10 +698,12 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
             title="KL",
             formula=formula,
             numbers=numbers,
-            sentence="It is above 0 where the policy likes the token better than the reference does, and it will be "
-            "penalised."
-            if s["kl_estimator"] != "full"
-            else "The exact divergence is a sum over the whole vocabulary, which the trace does not hold.",
+            sentence=(
+                "The exact divergence is a sum over the whole vocabulary, which the trace does not hold."
+                if s["kl_estimator"] == "full"
+                else "It is above 0 where the policy finds the token likelier than the reference does."
+            )
+            + (" The reward penalises it." if s["penalised"] else " β is 0, so the reward does not penalise it."),
             where=(
                 "train_policy.py compute_rewards D51",
                 "tldr_policy.py compute_rewards T42",
@@ -715,7 +717,9 @@ def steps(settings: Mapping[str, Any]) -> list[Step]:
             title="reward",
             formula="r_t = −β · KL_t",
             numbers="−{kl_coef} · {kl}",
-            sentence="A token that moves the policy away from the reference pays for it.",
+            sentence="A token that moves the policy away from the reference pays for it."
+            if s["penalised"]
+            else "β is 0, so a token before the last has no reward.",
             where=rewards,
             recorded="rewards",
             only="is_inner",
@@ -814,7 +818,7 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
                 title="temporal difference",
                 formula=f"δ_t = {symbol} + γ · V_t+1 − V_t",
                 numbers=f"{reward} + {{gamma}} · {{next_values}} − {{values}}",
-                sentence="The token did this much better than the critic had expected; below 0, worse.",
+                sentence="How much better, or below 0 worse, things went than the critic had expected.",
                 where=gae,
                 only="valued",
             ),
@@ -1133,6 +1137,7 @@ class Line:
 
     step: Step
     numbers: str  # filled in
+    result: str  # the value in digits that follow from those of `numbers`
     value: float
     difference: float  # from the recorded number; 0 if none is recorded
     wrong: bool  # whether the difference is larger than rounding
@@ -1168,12 +1173,16 @@ def explain(
         expected = recorded.get(step.recorded, NAN)
         size = max(map(abs, [*used, value, 0.1])) / min(numbers.get(step.divisor, 1), 1)
         difference = 0.0 if expected != expected else value - expected
-        filled = re.sub(r"{(\w+)}", lambda match: written(numbers[match[1]]), step.numbers)
-        lines.append(
-            Line(
-                step=step, numbers=filled, value=value, difference=difference, wrong=abs(difference) > ROUNDING * size
-            )
+        divisor = re.search(r"/ \(?{(\w+)}", step.numbers)
+        result, places = digits_of(
+            value,
+            used,
+            adds=re.search(" [−+] ", step.numbers) is not None,
+            divisor=numbers[divisor[1]] if divisor else 1.0,
         )
+        filled = step.numbers.format(**{name: written(numbers[name], places) for name in names})
+        wrong = abs(difference) > ROUNDING * size
+        lines.append(Line(step=step, numbers=filled, result=result, value=value, difference=difference, wrong=wrong))
     return lines, list(dict.fromkeys(missing))
 
 
@@ -1192,9 +1201,32 @@ def numbers_of(found: Mapping[str, Any], settings: Mapping[str, Any], t: int) ->
     return numbers | {"equal": equal and numbers["valued"], "differ": not equal and numbers["valued"]}
 
 
-def written(value: float | list[float]) -> str:
-    """Four digits, in brackets if negative."""
+def digits_of(value: float, used: Sequence[float], *, adds: bool, divisor: float) -> tuple[str, int]:
+    """The result of a line in four digits, and how many decimals its numbers need, so that a reader finds these four.
+
+    adds: whether numbers are added or subtracted. Of two that are nearly equal, or if the divisor is small, more
+    digits are shown; a difference that is nothing but rounding is 0.
+    """
+    if adds and abs(value) < 1e-6 * max(map(abs, used)):
+        return "0", 0
+    return decimal(value, 4), decimals(value, 5) + decimals(min(abs(divisor), 1), 1) if adds else 0
+
+
+def decimals(value: float, digits: int) -> int:
+    """The decimals that so many significant digits take."""
+    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if abs(value) > 1e-12 else 0
+
+
+def decimal(value: float, digits: int, places: int = 0) -> str:
+    """So many significant digits, or decimals if these are more; without zeros at the end, and never as 1e-5."""
+    text = f"{value:.{min(max(decimals(value, digits), places), decimals(value, 8))}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text.replace("-0", "0") if float(text) == 0 else text
+
+
+def written(value: float | list[float], places: int = 0) -> str:
+    """Five digits, or more if that many decimals need them; in brackets if negative."""
     if isinstance(value, list):
-        return " + ".join(map(written, value))
-    text = f"{value:.4g}"
+        return " + ".join(written(one, places) for one in value)
+    text = decimal(value, 5, places)
     return f"({text})" if text.startswith("-") else text
