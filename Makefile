@@ -96,7 +96,7 @@ $(VENV)/real: $(VENV)/installed
 # What the tests and benchmark/ need besides.
 $(VENV)/tested: $(VENV)/installed
 	@echo "Installing what the tests need."
-	@$(PIP) --editable '.[math,async,real,dev,benchmark]'
+	@$(PIP) --editable '.[math,async,real,judge,dev,benchmark]'
 	@touch $@
 
 # make demo and make test on a system that has nothing but Python: a fresh Debian in build/debian, without a compiler

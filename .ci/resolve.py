@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 SYSTEMS = ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin", "x86_64-pc-windows-msvc"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 # Those of `make test`. As all versions are pinned, `make demo`, which installs fewer, resolves as well.
-EXTRAS = ["math", "async", "real", "dev", "benchmark"]
+EXTRAS = ["math", "async", "real", "judge", "dev", "benchmark"]
 PURE_PYTHON = ["rouge-score", "rliable", "expt"]  # published as source alone, without anything to compile
 
 
