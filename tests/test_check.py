@@ -121,13 +121,16 @@ def test_a_fault_s_page_is_in_the_checkout_or_on_the_web(tmp_path, monkeypatch):
 
 
 def test_marks_have_entries_and_parts_of_the_text_are_found():
-    """The register has each mark; each edit is of one place, and the numbers of exercises are those of the list."""
+    """The register has each mark, and each text that an edit replaces is in its function exactly once."""
     pages = {path.name: path.read_text() for path in (ROOT / "docs/details").glob("chapter*.md")}
-    for fault in faults.FAULTS:
+    for fault in faults.BOOK:
         page, _, mark = fault.page.removeprefix("docs/details/").partition("#")
-        assert f'<a id="{mark}"></a>' in pages[page], fault
-        assert fault.text != inspect.getsource(getattr(forms, fault.function)) and fault.says.endswith(".")
-    assert len(faults.FAULTS) == len({(fault.function, fault.name) for fault in faults.FAULTS}) > 150
+        assert f'<a id="{mark}"></a>' in pages[page] and fault.says.endswith("."), fault
+        for place, edits in fault.edits.items():
+            assert faults.edited(place, edits) != faults.text_of(place), fault
+    assert len(faults.BOOK) == len({fault.title for fault in faults.BOOK}) > 350 and len(faults.FAULTS) > 250
+    with pytest.raises(ValueError, match="whiten has 0 times 'nothing'"):
+        faults.edited("train_policy.py::whiten", (("nothing", ""),))
 
 
 PUBLISHED = {  # faults that were published, by project and number of the report

@@ -9,6 +9,8 @@ Those entries are the faults that check knows by their numbers, so two of one fu
 exercise is the faulty text. A key such as "small/ppo.py::whiten" has the same mistake in another function, for tests.
 """
 
+import __future__
+
 import ast
 import functools
 import importlib
@@ -44,7 +46,7 @@ class Fault:
     @cached_property
     def page(self) -> str:
         """Where the register explains the mark."""
-        letter = {"X": "T"}.get(self.mark[0], self.mark[0])  # X20 and later are chapter 2's
+        letter = ("D" if int(self.mark[1:]) < 20 else "T") if self.mark[0] == "X" else self.mark[0]
         return f"docs/details/chapter{'DTV'.index(letter) + 1}.md#{self.mark}"
 
     @cached_property
@@ -153,9 +155,10 @@ def holder_of(place: str) -> tuple[Any, str]:
 @cache
 def compiled(place: str, edits: Edits) -> Callable:
     """The function or class with its edits. It sees the rest of its module as it is when it runs."""
-    text, found = f"from __future__ import annotations\n{textwrap.dedent(edited(place, edits))}", {}
-    exec(compile(text, f"<{place} with a fault>", "exec"), vars(module_of(place)), found)
-    return found[place.replace(".", "::").rpartition("::")[2]]
+    name, found = place.rpartition("::")[2], {}
+    text, flags = textwrap.dedent(edited(place, edits)), __future__.annotations.compiler_flag
+    exec(compile(text, f"<{name} with a fault>", "exec", flags), vars(module_of(place)), found)
+    return found[name.rpartition(".")[2]]
 
 
 def of(function: str) -> list[Fault]:

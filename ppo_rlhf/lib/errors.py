@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 
 
@@ -66,6 +65,8 @@ def run_script(main: Callable[[], Any]) -> None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what its encoding lacks must not end a run
+    import transformers  # takes a second that a command without models need not wait for
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     threading.excepthook = thread_failed
