@@ -672,7 +672,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     with cli.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
-        sources = load_sources(args, ids, accelerator)
+        sources = load_sources(args, tokenizer, ids, accelerator)
     setup = Setup(
         typed_args=typed_args,
         args=args,
@@ -805,6 +805,7 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     this_run.write_evaluation("validation", rows)
     info = {"task": dataclasses.asdict(typed_args.task), "monitor": "", "function": typed_args.rewards.verifier}
     info |= {"base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
+    info |= {"label": typed_args.rewards.label}
     info |= {"tool": args.tools.tool} if args.tools else {}
     parts = {"lm_backbone": actor_critic.lm_backbone, "critic": actor_critic.critic, "adapters": setup.adapters}
     parts |= {"tokenizer": setup.tokenizer, "trust_remote_code": args.trust_remote_code}

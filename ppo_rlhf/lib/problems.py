@@ -171,6 +171,22 @@ def render_prompt(
     return prompt + task.response_prefix
 
 
+def reader_of_prompts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[dict[str, str]]]:
+    """A function that makes messages of a rendered prompt again, for models with another template than the policy's.
+
+    They are the system message, if the task has one, and what the user asks, without the examples before it.
+    """
+    mark = "a question of no task"
+    before, _, after = render_prompt(mark, task, tokenizer, read_examples(task)).partition(mark)
+    system = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+
+    def messages_of(prompt: str) -> list[dict[str, str]]:
+        asked = prompt.removeprefix(before).removesuffix(after)
+        return [*system, {"role": "user", "content": asked + task.prompt_suffix}]
+
+    return messages_of
+
+
 def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text is nothing but text."""
     if task.prompt_format == "plain":
