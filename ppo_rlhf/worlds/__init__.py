@@ -135,6 +135,8 @@ def check_name(argument: str, value: str, root: Path) -> None:
         reader("foreign").check_name(str(path))
     elif argument.startswith("rewards."):
         pretrained.find_head(path)
+    elif argument in ("task.problems", "task.test_problems") and reader("problem_rows").is_elsewhere(value):
+        reader("problem_rows").check_name(value, argument.removeprefix("task."))
     elif argument in READERS and not path.exists():
         READERS[argument](str(path))
 
