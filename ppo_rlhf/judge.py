@@ -7,6 +7,7 @@
 
 The rows are JSON lines with "query" (a post that ends in `TL;DR:`), "response" and "reference", and where they are
 known "tokens" and "reference_tokens", the lengths of the two. A run leaves them in its folder as evaluation.jsonl.
+`sample.py --out` writes them for any causal language model, with "policy" for "response".
 
 The language model sees each pair in both orders, because judges tend to prefer what they read first. The result of a
 row is the mean of the two verdicts: 1 if the candidate wins, 0.5 for a tie, 0 if it loses. A row that lacks a verdict
@@ -183,6 +184,8 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
                 f"{flag} {path}: holds solutions of chapter 3, which the verifier of their run has judged; meta.json "
                 f"next to it has the accuracy. Here, summaries are compared: rows with query, response and reference"
             )
+        if "policy" in row:  # of sample.py --out
+            row.setdefault("response", row["policy"])
         if wrong := [name for name, kind in kinds.items() if not files.fits(row.get(name), kind)]:
             raise InputError(f"{flag} {path}: line {number} has no {wrong[0]}, or one of another type")
         lengths = [name for name in ("tokens", "reference_tokens") if row.get(name) is not None]

@@ -245,7 +245,7 @@ class Solutions(Continuations):
                 return None
             prompts = texts.to_texts(self.tokenizer, queries, self.ids.pad)
             # As in evaluations, what the verifier cannot judge is wrong.
-            return (torch.tensor(verifier(prompts, self.as_texts(shown), answers)) > 0).double()
+            return rewards.is_right(torch.tensor(verifier(prompts, self.as_texts(shown), answers)), name).double()
 
         return is_right
 
@@ -368,7 +368,9 @@ class Comparison:
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise, temperature = noise.to(processes.device_of_noise(self.device)), self.temperature or problems.GREEDY
         columns: dict[str, list[Any]] = {"query": texts.to_texts(self.tokenizer, queries, self.pad_id)}
-        columns |= {"answer": references} if isinstance(references, list) else {}
+        if references is not None:
+            as_answers = {"answer": references} if isinstance(references, list) else {}
+            columns |= as_answers or {"reference": self.texts.as_texts(references)}
         counted: dict[str, torch.Tensor] = {}
         for name, model in self.models.items():
             responses = self.texts.respond(model, contexts, noise, temperature)

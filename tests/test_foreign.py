@@ -244,6 +244,15 @@ def test_a_run_of_chapter_1_and_samples_without_the_reward_model(tmp_path, tiny_
         {**row, "base score": 0, "policy score": 0} for row in with_scores
     ]
     assert "policy score" not in without[0]
+    # Any causal language model continues that policy's queries; here it is the base model, which differs in nothing.
+    sampled = ["sample.py", "--policy", str(tiny_world / "model"), "--n", "2", "--out", "any.jsonl"]
+    result = launch(*sampled, folder=tmp_path)
+    assert result.status == 2 and "add --task_of models/<run>/policy" in result.stderr
+    result = launch(*sampled, "--task_of", policy, folder=tmp_path)
+    assert result.status == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "any.jsonl").read_text().splitlines()]
+    assert [row["query"] for row in rows] == [row["query"] for row in without]
+    assert [row["policy"] for row in rows] == [row["base"] for row in without] and not any(row["kl"] for row in rows)
 
 
 def test_a_run_of_chapter_2(tmp_path, tiny_posts):
@@ -265,8 +274,9 @@ def test_a_run_of_chapter_3(tmp_path, tiny_sums):
     """Its critic starts as the base model, and the score is the verifier's value plus three times the logit."""
     words_of(tiny_sums / "model", "llama", tmp_path / "theirs", ["LABEL_0"])
     words = ["--preset", "sums", "--base_model", str(tiny_sums / "model"), "--task.problems", str(tiny_sums)]
-    words += "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.samples_per_prompt 2 --ppo.nminibatches 1".split()
-    words += "--rewards.trained_model theirs --rewards.trained_weight 3 --eval_samples 0".split()
+    sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.samples_per_prompt 2 --ppo.nminibatches 1"
+    theirs = "--rewards.trained_model theirs --rewards.trained_weight 3 --eval_samples 0"
+    words += f"{sizes} {theirs}".split()
     result = launch("rlvr_policy.py", *words, folder=tmp_path)
     assert result.status == 0, result.stderr
     (row,) = metrics_of(only(tmp_path, "runs/*"))

@@ -867,6 +867,12 @@ def test_the_length_controlled_win_rate_is_that_of_the_rows():
     assert report["length_controlled_win_rate_high"] == pytest.approx(high)
 
 
+def test_rows_of_sample_py_are_rows_of_its_policy():
+    rows = [{"query": "aTL;DR:", "base": "x", "policy": "a a", "reference": "a", "policy score": 1.0}]
+    write_rows("rows.jsonl", rows)
+    assert judge(Args(candidate="rows.jsonl", gold="test_judge:count_of_query"))["candidate_score"] == 2
+
+
 def test_a_function_with_three_parameters_gets_the_references():
     rows = [row("a", " x<|endoftext|>", "x "), row("b", "x", "y"), row("c", "z", "z")]
     write_rows("run/evaluation.jsonl", rows)
