@@ -36,7 +36,6 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     cli,
     files,
-    foreign,
     lm,
     models,
     passes,
@@ -284,8 +283,8 @@ class Comparison:
         for argument, judge in judges.items():
             if argument == "reward_model" and not args.reward_model:
                 continue  # the policy can be sampled without it
-            if foreign.is_foreign(judge):
-                foreign.check_name(judge, argument)
+            if models.foreign.is_foreign(judge):
+                models.foreign.check_name(judge, argument)
             elif judge:
                 models.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
         base_model = meant("base_model", args.base_model, info["base_model"], root)
@@ -341,11 +340,11 @@ class Comparison:
     def judge(self, args: Args, argument: str, model: str, label: str) -> Callable[..., torch.Tensor]:
         """What a reward model says of queries and what is scored of responses. label: of one from elsewhere."""
         length, trust = self.task.query_length + self.task.response_length, args.trust_remote_code
-        if foreign.is_foreign(model):
+        if models.foreign.is_foreign(model):
             kind = {"dtype": torch.float32, "device": self.device, "trust_remote_code": trust, "field": argument}
-            classifier = foreign.Classifier(model, label, **kind)
+            classifier = models.foreign.Classifier(model, label, **kind)
             read = problems.reader_of_prompts(self.task, self.tokenizer) if hasattr(self.task, "problems") else None
-            return foreign.scorer_of(classifier, self.tokenizer, self.pad_id, length, read)
+            return models.foreign.scorer_of(classifier, self.tokenizer, self.pad_id, length, read)
         scorer = models.load_reward_model(Path(model), torch.float32, trust).to(self.device)
         models.check_vocabulary(model, f"--{argument} {model}", args.policy, trust)
         models.check_size(scorer.lm_backbone, f"--{argument} {model}", length, self.pad_id)

@@ -49,7 +49,6 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     cli,
-    foreign,
     lm,
     models,
     networks,
@@ -1112,9 +1111,9 @@ def load_scorers(
     if args.rewards.function:
         return of_texts(args.rewards.function, "rewards.function"), monitor
     pad_id = models.vocabulary_size(tokenizer)
-    if foreign.is_foreign(args.rewards.trained_model):
+    if models.foreign.is_foreign(args.rewards.trained_model):
         dtype = models.dtype_of_weights(args, frozen=True)
-        return foreign.load_scorer(args, tokenizer, pad_id, dtype=dtype, device=accelerator.device), monitor
+        return models.foreign.load_scorer(args, tokenizer, pad_id, dtype=dtype, device=accelerator.device), monitor
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
     models.place(reward_model, accelerator)

@@ -159,7 +159,7 @@ def render_prompt(
 
     examples: as read_examples gives them.
     """
-    given = [] if isinstance(question, str) else question[:-1]
+    earlier = [] if isinstance(question, str) else question[:-1]
     # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
     content = (question if isinstance(question, str) else question[-1]["content"]) + task.prompt_suffix
     # An example looks as a question and a correct response do.
@@ -167,7 +167,7 @@ def render_prompt(
     if task.prompt_format == "plain":
         if task.system_prompt is not None:
             raise InputError(f"{flag('task.system_prompt')} is a message of a chat; the prompts here are plain")
-        content = "\n".join([*(message["content"] for message in given), content])
+        content = "\n".join([*(message["content"] for message in earlier), content])
         return "".join(f"{asked}{answer}\n\n" for asked, answer in shown) + content + task.response_prefix
     if tokenizer.chat_template is None:
         raise InputError(
@@ -178,9 +178,9 @@ def render_prompt(
     # [V01] One message of the user's, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
     turns = [text for example in shown for text in example]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*turns, content])]
-    if any(message["role"] == "system" for message in given):
-        system = []  # the row has its own
-    messages[-1:-1] = given
+    if own := [message for message in earlier if message["role"] == "system"]:
+        system = own  # the row has its own
+    messages[-1:-1] = [message for message in earlier if message["role"] != "system"]
     try:
         prompt = tokenizer.apply_chat_template([*system, *messages], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program, and may raise anything
