@@ -345,7 +345,8 @@ def test_think_and_answer_blocks(response, form, tags):
 
 # ---- Any text --------------------------------------------------------------------------------------------------
 
-NUMBERS = st.from_regex(r"[-+\u2212]?\$?([0-9][0-9,]{0,5}(\.[0-9]{1,3})?|\.[0-9]{1,3})", fullmatch=True)
+WHOLE = r"([0-9]{1,6}|[0-9]{1,3}(,[0-9]{3}){1,2})"
+NUMBERS = st.from_regex(rf"[-+\u2212]?\$?({WHOLE}(\.[0-9]{{1,3}})?|\.[0-9]{{1,3}})", fullmatch=True)
 PIECES = st.one_of(
     st.sampled_from(
         ["#### ", "####", "Answer: ", r"\boxed{", "}", "{", "\\", "$", ",", ".", "-", "\n", " ", *rewards.TAGS]

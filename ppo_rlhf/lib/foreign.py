@@ -34,7 +34,7 @@ def check_name(model: str, field: str = "rewards.trained_model") -> None:
     folder, what = Path(model), f"{flag(field)} {model}"
     remedy = "give models/<run>/reward, or the folder or the name on the hub of a sequence classifier"
     if not folder.is_dir():
-        if not hub.HUB_NAME.fullmatch(model):
+        if "/" not in model or not hub.HUB_NAME.fullmatch(model):
             raise InputError(f"{what}: no such folder; {remedy}")
         return
     if not (folder / "config.json").is_file():
