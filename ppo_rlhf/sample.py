@@ -281,11 +281,12 @@ class Comparison:
         reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
         judges = {"reward_model": reward_model, "judge": args.judge}
         for argument, judge in judges.items():
-            if argument == "reward_model" and not args.reward_model:
-                continue  # the policy can be sampled without it
+            if argument == "reward_model" and not args.reward_model and not Path(judge).is_dir():
+                continue  # it may be on the hub, or gone, and the policy can be sampled without it
             if models.foreign.is_foreign(judge):
                 models.foreign.check_name(judge, argument)
             elif judge:
+                worlds.check_name("rewards.trained_model", judge, root)
                 models.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
         base_model = meant("base_model", args.base_model, info["base_model"], root)
         worlds.check_name("base_model", base_model, root)
@@ -324,7 +325,7 @@ class Comparison:
             try:
                 self.scorers[name] = self.judge(args, argument, judge, label)
             except InputError as error:
-                if argument == "judge" or args.reward_model:
+                if argument == "judge" or args.reward_model or Path(judge).is_dir():
                     raise
                 run.say(f"the texts get no scores, unless --reward_model says whose: {error}")
         own_name = re.split("[:.]", info["monitor"])[-1]

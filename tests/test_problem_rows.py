@@ -151,7 +151,7 @@ def test_the_audit_names_what_a_verifier_takes_for_another(monkeypatch):
         "an empty answer": [],
         "another problem's answer": ["12 takes 13", "13 takes 12"],
     }
-    assert rewards.audit_line("exact", ["01", "12", "13", "2"]) == (
+    assert problems.audit_line("exact", ["01", "12", "13", "2"]) == (
         "--rewards.verifier exact, of 4 answers: 1 accept 0 (such as 01), 0 accept an empty answer, "
         "2 accept another problem's answer (such as 12 takes 13)"
     )
@@ -163,7 +163,7 @@ def test_the_audit_of_our_verifiers_finds_nothing_in_numbers(verifier):
 
 
 def test_functions_and_formats_have_no_audit():
-    assert rewards.audit_line("mine:function", ["1"]) == rewards.audit_line("think_answer", ["1"]) == ""
+    assert problems.audit_line("mine:function", ["1"]) == problems.audit_line("think_answer", ["1"]) == ""
 
 
 # ---- reasoning-gym ---------------------------------------------------------------------------------------------

@@ -353,6 +353,16 @@ def such_as(answers: list[str]) -> str:
     return f" (such as {', '.join(repr(answer) for answer in [*dict.fromkeys(answers)][:3])})" if answers else ""
 
 
+def audit_line(verifier: str, answers: list[str]) -> str:
+    """The audit in a line for the console; empty if there is nothing to audit."""
+    found, number = rewards.audit(verifier, answers), min(rewards.AUDITED, len({*answers}))
+    parts = []
+    for what, examples in found.items():
+        such = f" (such as {' '.join(examples[0].split())[:60]})" if examples else ""
+        parts.append(f"{len(examples)} accept {what}{such}")
+    return f"{flag('rewards.verifier')} {verifier}, of {number} answers: {', '.join(parts)}" if found else ""
+
+
 def doubts(found: Problems, split: str, verifier: str) -> Iterator[str]:
     """What one should know of the problems before a run: answers that were left out, and the verifier's audit."""
     if found.unscorable:
@@ -361,7 +371,7 @@ def doubts(found: Problems, split: str, verifier: str) -> Iterator[str]:
             f"{found.unscorable} of {rows} problems to {split} on are left out, because {flag('rewards.verifier')} "
             f"{verifier} accepts no response to them{such_as(found.refused)}"
         )
-    if line := rewards.audit_line(verifier, found.answers):
+    if line := audit_line(verifier, found.answers):
         yield line
 
 

@@ -424,16 +424,6 @@ def audit(verifier: str, answers: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def audit_line(verifier: str, answers: Sequence[str]) -> str:
-    """The audit in a line for the console; empty if there is nothing to audit."""
-    found, number = audit(verifier, answers), min(AUDITED, len({*answers}))
-    parts = []
-    for what, examples in found.items():
-        such = f" (such as {' '.join(examples[0].split())[:60]})" if examples else ""
-        parts.append(f"{len(examples)} accept {what}{such}")
-    return f"{flag('rewards.verifier')} {verifier}, of {number} answers: {', '.join(parts)}" if found else ""
-
-
 def load_verifier(
     name: str, field: str, response_prefix: str = "", *, on_all_processes: bool = False
 ) -> Callable[[list[str], list[str], list[str]], list[float]]:
