@@ -7,6 +7,7 @@
 
 The rows are JSON lines with "query" (a post that ends in `TL;DR:`), "response" and "reference", and where they are
 known "tokens" and "reference_tokens", the lengths of the two. A run leaves them in its folder as evaluation.jsonl.
+`sample.py --out` writes them for any causal language model, with "policy" for "response".
 
 The language model sees each pair in both orders, because judges tend to prefer what they read first. The result of a
 row is the mean of the two verdicts: 1 if the candidate wins, 0.5 for a tie, 0 if it loses. A row that lacks a verdict
@@ -26,9 +27,7 @@ Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_detai
 
 import contextlib
 import dataclasses
-import email.utils
 import hashlib
-import http.client
 import json
 import math
 import os
@@ -38,7 +37,6 @@ import re
 import statistics
 import threading
 import time
-import urllib.request
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,9 +55,6 @@ Z_95 = 1.96  # standard deviations on either side of a 95 % interval
 LEAST_ROWS = 10  # of a regression
 EXAMPLES = 2  # printed wins, losses and ties
 RETRIED = {408, 409, 429}  # statuses that may pass, like all from 500 on
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds between two tries; the first doubles each time
-LONGEST_RETRY_AFTER = 600.0  # seconds that a server may ask for
-LONGEST_REPLY = 2**22  # bytes, which is about a million tokens
 FAILURES_IN_A_ROW = 20  # questions after which an endpoint is given up
 LONGEST_TIMEOUT = 86_400.0  # seconds; with far more, the clocks of the system overflow
 LONGEST_NAME = 255  # bytes, of a folder
@@ -87,9 +82,10 @@ class EndpointArgs:
     concurrency: int = 8
     """requests under way at a time"""
     timeout: float = 60.0
-    """seconds for a reply, from the first contact to its last byte; at most a day"""
-    retries: int = 6
-    """further tries of a request that fails for a reason that may be temporary"""
+    """seconds of silence after which a request has failed; at most a day"""
+    retries: int = 10
+    """further tries of a request that fails for a reason that may be temporary; the waits are those of the package
+    openai: the server's Retry-After up to two minutes, else twice the last wait, from 0.5 to 8 seconds"""
     replies: int = 3
     """replies to ask for, at most, until one ends in a verdict"""
     price_input: float = 0.0
@@ -188,6 +184,8 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
                 f"{flag} {path}: holds solutions of chapter 3, which the verifier of their run has judged; meta.json "
                 f"next to it has the accuracy. Here, summaries are compared: rows with query, response and reference"
             )
+        if "policy" in row:  # of sample.py --out
+            row.setdefault("response", row["policy"])
         if wrong := [name for name, kind in kinds.items() if not files.fits(row.get(name), kind)]:
             raise InputError(f"{flag} {path}: line {number} has no {wrong[0]}, or one of another type")
         lengths = [name for name in ("tokens", "reference_tokens") if row.get(name) is not None]
@@ -395,49 +393,7 @@ class Answer:
 
 
 class NoAnswer(Exception):
-    """A request failed in all its tries. The message is the last reason."""
-
-
-class EveryStatus(urllib.request.HTTPErrorProcessor):
-    """Every reply is a response, also an error. No redirect is followed: the key goes to no other address."""
-
-    def http_response(self, request: urllib.request.Request, response: http.client.HTTPResponse) -> Any:
-        return response
-
-    https_response = http_response
-
-
-def body_of(response: http.client.HTTPResponse) -> bytes:
-    """The body, but for what is beyond the longest; of an error's, nothing if the connection ends too early."""
-    try:
-        return response.read(LONGEST_REPLY + 1)
-    except (OSError, http.client.HTTPException):
-        if response.status < 300:
-            raise
-        return b""
-
-
-def error_text(body: bytes) -> str:
-    """The error message of a server, on one line: its message if there is one, else the whole body."""
-    try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
-        said = body.decode(errors="replace")
-    for name in ("error", "message", "detail"):
-        if isinstance(said, dict) and name in said:
-            said = said[name]
-    return " ".join(str(said).split())
-
-
-def seconds_to_wait(retry_after: str | None) -> float:
-    """The header Retry-After, which holds seconds or a date; 0 if there is none that can be read."""
-    if re.fullmatch(r"\d{1,9}(\.\d*)?", retry_after or ""):
-        return min(float(retry_after), LONGEST_RETRY_AFTER)
-    try:
-        seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
-    except (TypeError, ValueError, OverflowError):
-        return 0.0
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
+    """A request has failed in all its tries. The message is the last reason, on one line."""
 
 
 def usage_of(body: dict[str, Any]) -> Counter[str]:
@@ -464,8 +420,19 @@ class Endpoint:
         self.cache = cache
         self.known = self.read_cache()
         self.writing, self.stopping = threading.Lock(), threading.Event()
-        self.opener = urllib.request.build_opener(EveryStatus)
         self.api_key = read_api_key(args.api_key_variable)
+        try:
+            import openai
+        except ImportError as error:
+            raise InputError("a judge at an endpoint needs the package openai: pip install -e '.[judge]'") from error
+        self.openai = openai
+        self.client = openai.OpenAI(
+            base_url=args.url,
+            api_key=self.api_key or "none",  # without one, the header is left out below
+            timeout=args.timeout,
+            max_retries=args.retries,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),  # the key goes to no other address
+        )
 
     def payload(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         sent = {"model": self.args.model, "messages": messages}
@@ -510,70 +477,36 @@ class Endpoint:
         """A server may repeat the key. One below eight characters is a placeholder, and no secret."""
         return text.replace(self.api_key, "***") if len(self.api_key) >= 8 else text
 
-    def exchange(self, request: urllib.request.Request) -> tuple[int, str | None, bytes]:
-        """Status, header Retry-After and body of the server's reply. Raises whatever urllib raises.
-
-        urllib limits every silence, not the reply, and a server may keep sending for ever. So a thread of its own
-        waits for the reply, and is left to itself when the time is over.
-        """
-        outcome = queue.SimpleQueue()
-
-        def receive() -> None:
-            try:
-                with self.opener.open(request, timeout=self.args.timeout) as response:
-                    outcome.put((response.status, response.headers["Retry-After"], body_of(response)))
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                outcome.put(error)
-
-        threading.Thread(target=receive, daemon=True).start()
-        try:
-            received = outcome.get(timeout=self.args.timeout)
-        except queue.Empty as error:
-            raise TimeoutError(f"no whole reply within {self.args.timeout:g} seconds") from error
-        if isinstance(received, Exception):
-            raise received
-        return received
-
-    def read_answer(self, said: bytes) -> dict[str, Any]:
-        """The body of a reply. Raises ValueError if it is no answer."""
-        if len(said) > LONGEST_REPLY:
-            raise ValueError(f"an answer of more than {LONGEST_REPLY:,} bytes")
-        try:
-            body = json.loads(said)
-            content = body["choices"][0]["message"].get("content")
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"an answer without choices: {self.without_key(error_text(said))[:300]}") from error
-        if not isinstance(content, str | None):
-            raise ValueError("an answer whose content is not a text")
-        return body
+    def one_line(self, said: Any) -> str:
+        """What a server said, without the key: the message of an error if there is one, else all of it."""
+        for name in ("error", "message", "detail"):
+            said = said[name] if isinstance(said, dict) and name in said else said
+        return self.without_key(" ".join(str(said).split()))[:300]
 
     def post(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """The server's answer to a conversation, which has a choice; retried where that may help.
+        """The server's answer to a conversation, which has a choice with a text or none.
 
-        Raises NoAnswer when the tries are used up, and InputError if the server will never answer.
+        Raises NoAnswer if there is none, and InputError if the server will never give one.
         """
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        data = json.dumps(self.payload(messages)).encode()
-        request = urllib.request.Request(f"{self.args.url.rstrip('/')}/chat/completions", data, headers)
-        for attempt in range(self.args.retries + 1):
-            wait = min(FIRST_WAIT * 2 ** min(attempt, 30), LONGEST_WAIT) * random.uniform(0.5, 1.0)
-            try:
-                status, retry_after, said = self.exchange(request)
-                answer = self.read_answer(said) if 200 <= status < 300 else None
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = self.without_key(" ".join(str(error).split())) or type(error).__name__
-            else:
-                if answer:
-                    return answer
-                reason = f"status {status}: {self.without_key(error_text(said))[:300]}"
-                if status not in RETRIED and status < 500:
-                    raise InputError(f"--endpoint.url {self.args.url} answers with {reason}")
-                wait = max(wait, seconds_to_wait(retry_after))
-            if attempt < self.args.retries and self.stopping.wait(wait):
-                break
-        raise NoAnswer(reason)
+        try:
+            create = self.client.chat.completions.with_raw_response.create
+            headers = {} if self.api_key else {"Authorization": self.openai.Omit()}
+            reply = create(**self.payload(messages), extra_headers=headers).http_response
+        except self.openai.APIStatusError as error:
+            reason = f"status {error.status_code}: {self.one_line(error.body or '')}"
+            if error.status_code not in RETRIED and error.status_code < 500:
+                raise InputError(f"--endpoint.url {self.args.url} answers with {reason}") from error
+            raise NoAnswer(reason) from error
+        except self.openai.APIConnectionError as error:  # a time-out is one, too
+            raise NoAnswer(self.one_line(error.__cause__ or error) or type(error).__name__) from error
+        try:
+            body = reply.json()
+            content = body["choices"][0]["message"].get("content")
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise NoAnswer(f"an answer without choices: {self.one_line(reply.text)}") from error
+        if not isinstance(content, str | None):
+            raise NoAnswer("an answer whose content is not a text")
+        return body
 
     def ask(self, text: str) -> Answer:
         """Ask one question, and again with a reminder as long as the reply does not end in a verdict."""

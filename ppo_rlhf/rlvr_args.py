@@ -27,7 +27,10 @@ class RewardsArgs:
     format_weight: float = 1.0
     """weight of the second verifier's value in the score"""
     trained_model: str = ""
-    """folder of a reward model, models/<run>/reward, whose score is added; empty: none"""
+    """a reward model whose score is added: models/<run>/reward, or any sequence classifier, in a folder or on the
+    hub; empty: none"""
+    label: str = ""
+    """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
     trained_weight: float = 1.0
     """weight of the reward model's score in the score"""
     value_model: str = ""

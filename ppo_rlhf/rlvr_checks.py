@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from ppo_rlhf import rlvr_args, rlvr_math
-from ppo_rlhf.lib import cli, problems
+from ppo_rlhf.lib import cli, foreign, problems
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -109,7 +109,7 @@ def without_effect(args: rlvr_args.Args) -> Iterator[str]:
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
     of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains"
     lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
-    start = shaping.value_model or shaping.trained_model
+    start = shaping.value_model or ("" if foreign.is_foreign(shaping.trained_model) else shaping.trained_model)
     # [V56] Each row has arguments, whether something reads them, and what would.
     readers = [
         (of_critic, ppo.advantage == "gae", f"{flag('ppo.advantage')} gae"),

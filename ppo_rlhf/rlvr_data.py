@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_args, rlvr_math
-from ppo_rlhf.lib import cli, networks, problems, traces
+from ppo_rlhf.lib import cli, networks, problems, rewards as verifiers, traces
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Steps 1 and 2: what a sampler gets and gives --------------------------------------------------------------
@@ -150,15 +150,23 @@ class Batch(Rows):
 
 
 def make_batch(
-    correction: Correction, rewards: tuple[Tensor, Tensor, Tensor], estimate: tuple[Tensor, Tensor], number: int
+    correction: Correction,
+    rewards: tuple[Tensor, Tensor, Tensor],
+    estimate: tuple[Tensor, Tensor],
+    number: int,
+    verifier: str = "",
 ) -> Batch:
-    """The batch of update `number`. rewards: as compute_rewards gives them; estimate: advantages and returns."""
+    """The batch of update `number`. rewards: as compute_rewards gives them; estimate: advantages and returns.
+
+    verifier: its name says which of its values mean a correct response.
+    """
     episodes, weights = correction.episodes, correction.weights
     found = {part.name: getattr(episodes, part.name) for part in dataclasses.fields(Rows)}
     found |= zip(("rewards", "non_score_rewards", "kl"), rewards, strict=True)
     found |= zip(("advantages", "returns"), estimate, strict=True)
     found |= {"sampler_logprobs": episodes.sampler_logprobs, "fresh": episodes.versions == number}
-    found |= {"right": episodes.parts[:, 0] > 0, "reweigh": correction.reweigh}
+    right = verifiers.is_right(episodes.parts[:, 0], verifier)  # (rows,)
+    found |= {"right": right, "reweigh": correction.reweigh}
     return Batch(**found, weights=torch.ones_like(episodes.logprobs) if weights is None else weights)
 
 

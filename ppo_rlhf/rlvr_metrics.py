@@ -59,7 +59,11 @@ def update_metrics(
     accelerator, generated = setup.accelerator, generated or [episodes]
     names = ("mask", "stopped", "groups", "parts", "raw_scores", "scores", "from_tool", "responses")
     one = {name: torch.cat([getattr(part, name) for part in generated]) for name in names}
-    live, lengths, right = one["mask"].any(1), one["mask"].sum(1), one["parts"][:, 0] > 0
+    live, lengths, right = (
+        one["mask"].any(1),
+        one["mask"].sum(1),
+        rewards.is_right(one["parts"][:, 0], setup.args.rewards.verifier),
+    )
     # [V79] Scores, lengths and the like are of all that was generated, as is the count of episodes.
     of_responses = {
         "objective/scores": one["scores"],

@@ -128,7 +128,8 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             # 7. Optimise, in epochs over minibatches. The ratio says how much more likely a token has become since it
             #    was sampled. The advantages were measured under the old policy and mean less the further the policy
             #    moves away from it. So the loss is clipped: beyond the clip range, nothing is gained by moving on.
-            batch = make_batch(correction, rewards, estimate=estimate, number=number)
+            of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
+            batch = make_batch(correction, rewards, estimate=estimate, **of_batch)
             steps = update(
                 setup,
                 batch,
@@ -636,7 +637,8 @@ def trace_episodes(
             episodes = changed(rollout(setup, samples, actor_critic=actor_critic, reference=reference))
         rewards = token_rewards(episodes, kl_coef, setup.args.rewards.kl_estimator)
         estimate = compute_advantages(episodes, rewards[0], ppo=ppo, reduce=torch.clone)  # whitened among themselves
-        return episodes, make_batch(Correction(episodes=episodes), rewards, estimate=estimate, number=number)
+        of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
+        return episodes, make_batch(Correction(episodes=episodes), rewards, estimate=estimate, **of_batch)
 
     trained = dataclasses.replace(episodes, mask=batch.mask)
     rlvr_metrics.record_trace(
@@ -669,10 +671,12 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
+    for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
+        run.say(doubt)
     with cli.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
-        sources = load_sources(args, ids, accelerator)
+        sources = load_sources(args, tokenizer, ids, accelerator)
     setup = Setup(
         typed_args=typed_args,
         args=args,
@@ -805,6 +809,7 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     this_run.write_evaluation("validation", rows)
     info = {"task": dataclasses.asdict(typed_args.task), "monitor": "", "function": typed_args.rewards.verifier}
     info |= {"base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
+    info |= {"label": typed_args.rewards.label}
     info |= {"tool": args.tools.tool} if args.tools else {}
     parts = {"lm_backbone": actor_critic.lm_backbone, "critic": actor_critic.critic, "adapters": setup.adapters}
     parts |= {"tokenizer": setup.tokenizer, "trust_remote_code": args.trust_remote_code}

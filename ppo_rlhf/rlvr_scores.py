@@ -11,14 +11,15 @@ from collections.abc import Callable
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_args, rlvr_data
-from ppo_rlhf.lib import models, networks, packing, problems, processes, rewards
+from ppo_rlhf.lib import foreign, models, networks, packing, problems, processes, rewards
 from ppo_rlhf.lib.errors import NumericalError
 
 
 def load_sources(
-    args: rlvr_args.Args, ids: problems.TaskIds, accelerator: Accelerator
+    args: rlvr_args.Args, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds, accelerator: Accelerator
 ) -> dict[str, rlvr_data.Source]:
     """What scores, under its name, with its weight; the verifier first."""
     shaping, prefix = args.rewards, args.task.response_prefix
@@ -30,11 +31,21 @@ def load_sources(
     sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
     if shaping.format:
         sources["format"] = of_texts(shaping.format, "rewards.format"), shaping.format_weight
-    if shaping.trained_model:
+    if foreign.is_foreign(shaping.trained_model):
+        score = foreign.load_scorer(
+            args,
+            tokenizer,
+            ids.pad,
+            dtype=models.dtype_of_weights(args, frozen=True),
+            device=accelerator.device,
+            messages_of=problems.reader_of_prompts(args.task, tokenizer),
+        )
+    elif shaping.trained_model:
         reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
         packing.enable(reward_model.lm_backbone)
         models.place(reward_model, accelerator)
         score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
+    if shaping.trained_model:
 
         def of_model(*texts: list[str], queries: Tensor, responses: Tensor) -> Tensor:
             scores = processes.widened(score(queries, responses))  # (rows,)

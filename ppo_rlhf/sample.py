@@ -33,7 +33,20 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, files, lm, models, passes, posts, problems, processes, rewards, run, scorers, texts
+from ppo_rlhf.lib import (
+    cli,
+    files,
+    lm,
+    models,
+    passes,
+    posts,
+    problems,
+    processes,
+    rewards,
+    run,
+    scorers,
+    texts,
+)
 from ppo_rlhf.lib.errors import InputError, NumericalError
 
 SHOWN = 50  # rows that are printed, of more
@@ -42,7 +55,7 @@ SHOWN = 50  # rows that are printed, of more
 @dataclass(frozen=True, kw_only=True)
 class Args:
     policy: str
-    """folder of a trained policy: models/<run>/policy"""
+    """a trained policy, models/<run>/policy; with --task_of, any causal language model, in a folder or on the hub"""
     n: int = 5
     """number of queries"""
     temperature: float | None = None
@@ -57,10 +70,14 @@ class Args:
     """file to write the rows to, as JSON lines"""
     base_model: str = ""
     """model to compare with; empty: the one that the policy started from"""
+    task_of: str = ""
+    """folder of a policy whose task, base model and scorers count; needed if `policy` is any causal language model"""
     reward_model: str = ""
-    """folder of a reward model; empty: the one that the policy was trained with"""
+    """a reward model, also one from elsewhere; empty: the one that the policy was trained with, if it is there"""
     judge: str = ""
-    """folder of another reward model, which judges the texts too; the policy should never have seen it"""
+    """another reward model, which judges the texts too; the policy should never have seen it"""
+    label: str = ""
+    """of a reward model or judge from elsewhere: the label whose logit is the score; empty: as in training"""
     query_dataset: str = ""
     """where queries come from; empty: the texts that the task's data set holds out"""
     trust_remote_code: bool = False
@@ -227,7 +244,7 @@ class Solutions(Continuations):
                 return None
             prompts = texts.to_texts(self.tokenizer, queries, self.ids.pad)
             # As in evaluations, what the verifier cannot judge is wrong.
-            return (torch.tensor(verifier(prompts, self.as_texts(shown), answers)) > 0).double()
+            return rewards.is_right(torch.tensor(verifier(prompts, self.as_texts(shown), answers)), name).double()
 
         return is_right
 
@@ -239,10 +256,16 @@ class Comparison:
 
     def __init__(self, args: Args, trust_functions: bool = False):
         """trust_functions: whether the functions that the policy names may run, and not just those of ppo_rlhf."""
-        folder = Path(args.policy)
+        folder, argument = Path(args.task_of or args.policy), "--task_of" if args.task_of else "--policy"
+        if not args.task_of and not (folder / "ppo_rlhf.json").is_file():
+            worlds.check_name("base_model", args.policy, Path.cwd())
+            raise InputError(
+                f"--policy {folder} was not trained here, so it has no task; add --task_of models/<run>/policy, "
+                f"whose queries it then continues"
+            )
         info = models.read_info(folder)
         if info["kind"] != "policy":
-            raise InputError(f"--policy {folder} is a {info['kind']}, not a policy that was trained here")
+            raise InputError(f"{argument} {folder} is a {info['kind']}, not a policy that was trained here")
         kind = Solutions if "problems" in info["task"] else Summaries if "posts" in info["task"] else Continuations
         for field in ("function", "monitor"):
             ours = info[field].startswith("ppo_rlhf.") or info[field] in kind.own_functions
@@ -254,21 +277,26 @@ class Comparison:
                 scorers.import_function(info[field], f"rewards.{field}")
         if info.get("tool"):
             run.say(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
-        root = run.absolute(args.policy).parent.parent.parent  # where the policy's run looked for what it names
+        root = run.absolute(str(folder)).parent.parent.parent  # where the policy's run looked for what it names
         reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
-        judges = {"--reward_model": reward_model, "--judge": args.judge}
-        for what, judge in judges.items():
-            worlds.check_name("rewards.trained_model", judge, root)
-            if judge:
-                models.check_kind(Path(judge), f"{what} {judge}", "reward model")
+        judges = {"reward_model": reward_model, "judge": args.judge}
+        for argument, judge in judges.items():
+            if argument == "reward_model" and not args.reward_model and not Path(judge).is_dir():
+                continue  # it may be on the hub, or gone, and the policy can be sampled without it
+            if models.foreign.is_foreign(judge):
+                models.foreign.check_name(judge, argument)
+            elif judge:
+                worlds.check_name("rewards.trained_model", judge, root)
+                models.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
         base_model = meant("base_model", args.base_model, info["base_model"], root)
         worlds.check_name("base_model", base_model, root)
         if args.query_dataset:
             with cli.typed_as({f"task.{kind.source}": "query_dataset"}):
                 worlds.check_name(f"task.{kind.source}", args.query_dataset, Path.cwd())
         self.device = processes.default_device()
-        self.tokenizer = models.load_tokenizer(str(folder), args.trust_remote_code)
-        policy = models.load_pretrained(str(folder), torch.float32, args.trust_remote_code).to(self.device)
+        with cli.typed_as({"base_model": "policy"}):
+            self.tokenizer = models.load_tokenizer(args.policy, args.trust_remote_code)
+            policy = models.load_pretrained(args.policy, torch.float32, args.trust_remote_code).to(self.device)
         more = {"generation_config": policy.generation_config} if kind is Solutions else {}
         try:
             self.texts = kind(info["task"], self.tokenizer, source=args.query_dataset, root=root, **more)
@@ -284,24 +312,22 @@ class Comparison:
             "base": models.load_pretrained(base_model, torch.float32, trust).to(self.device),
             "policy": policy,
         }
-        models.check_vocabulary(base_model, f"--base_model {base_model}", str(folder), trust)
+        models.check_vocabulary(base_model, f"--base_model {base_model}", args.policy, trust)
         models.check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
-        models.check_size(self.models["policy"], f"--policy {folder}", length, vocab_size)
+        models.check_size(self.models["policy"], f"--policy {args.policy}", length, vocab_size)
         # Each gets queries, of the responses what is scored and what is shown, and references or None; and may give
         # None, if it has nothing to say.
         self.scorers: dict[str, Callable[..., torch.Tensor | None]] = {}
-        for what, judge in judges.items():
+        for argument, judge in judges.items():
             if not judge:
                 continue
-            name, what = "judge" if what == "--judge" else "score", f"{what} {judge}"
-            scorer = models.load_reward_model(Path(judge), torch.float32, trust).to(self.device)
-            models.check_vocabulary(judge, what, str(folder), trust)
-            models.check_size(
-                scorer.lm_backbone, what, self.task.query_length + self.task.response_length, vocab_size
-            )
-            self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
-                torch.cat([queries, scored], dim=1), self.pad_id
-            )
+            name, label = "judge" if argument == "judge" else "score", args.label or info.get("label", "")
+            try:
+                self.scorers[name] = self.judge(args, argument, judge, label)
+            except InputError as error:
+                if argument == "judge" or args.reward_model or Path(judge).is_dir():
+                    raise
+                run.say(f"the texts get no scores, unless --reward_model says whose: {error}")
         own_name = re.split("[:.]", info["monitor"])[-1]
         taken = own_name in (*self.scorers, self.texts.verdict, "log-prob", "KL")
         monitor = "gold" if own_name == "gold_scores" or taken else own_name
@@ -311,6 +337,19 @@ class Comparison:
                 self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                     queries, shown, references
                 )
+
+    def judge(self, args: Args, argument: str, model: str, label: str) -> Callable[..., torch.Tensor]:
+        """What a reward model says of queries and what is scored of responses. label: of one from elsewhere."""
+        length, trust = self.task.query_length + self.task.response_length, args.trust_remote_code
+        if models.foreign.is_foreign(model):
+            kind = {"dtype": torch.float32, "device": self.device, "trust_remote_code": trust, "field": argument}
+            classifier = models.foreign.Classifier(model, label, **kind)
+            read = problems.reader_of_prompts(self.task, self.tokenizer) if hasattr(self.task, "problems") else None
+            return models.foreign.scorer_of(classifier, self.tokenizer, self.pad_id, length, read)
+        scorer = models.load_reward_model(Path(model), torch.float32, trust).to(self.device)
+        models.check_vocabulary(model, f"--{argument} {model}", args.policy, trust)
+        models.check_size(scorer.lm_backbone, f"--{argument} {model}", length, self.pad_id)
+        return lambda queries, scored, *_: scorer(torch.cat([queries, scored], dim=1), self.pad_id)
 
     @torch.no_grad()
     def rows(
@@ -329,7 +368,9 @@ class Comparison:
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise, temperature = noise.to(processes.device_of_noise(self.device)), self.temperature or problems.GREEDY
         columns: dict[str, list[Any]] = {"query": texts.to_texts(self.tokenizer, queries, self.pad_id)}
-        columns |= {"answer": references} if isinstance(references, list) else {}
+        if references is not None:
+            as_answers = {"answer": references} if isinstance(references, list) else {}
+            columns |= as_answers or {"reference": self.texts.as_texts(references)}
         counted: dict[str, torch.Tensor] = {}
         for name, model in self.models.items():
             responses = self.texts.respond(model, contexts, noise, temperature)

@@ -69,15 +69,17 @@ from ppo_rlhf.lib.networks import AdaptiveKLController
 @dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     trained_model: str = ""
-    """folder of the reward model that tldr_reward.py saved: models/<run>/reward"""
+    """folder of a reward model: models/<run>/reward, or any sequence classifier, also on the hub"""
+    label: str = ""
+    """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
     with a third parameter it also gets the reference answers, here the summaries of the data"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: int = 256
-    """summaries of the base model on which scores of `function` get mean 0 and deviation 1, the scale for which the
-    KL coefficient and the critic are meant; 0: scores stay as the function gives them"""
+    """summaries of the base model on which scores of `function` or a model from elsewhere get mean 0 and deviation 1,
+    the scale for which the KL coefficient and the critic are meant; 0: scores stay as they are"""
     value_model: str = ""
     """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
     kl_coef: float = 0.05
@@ -864,7 +866,7 @@ def update_metrics(
     """
     args, accelerator, seconds = setup.args, setup.accelerator, this_run.seconds()
     objectives = {name: of_each(episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
-    if args.rewards.function:
+    if cli.has_own_scale(args.rewards):
         objectives["function_score"] = setup.scale.undo(episodes.raw_scores)
     shares = {
         f"objective/{name}": processes.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
@@ -1109,6 +1111,9 @@ def load_scorers(
     if args.rewards.function:
         return of_texts(args.rewards.function, "rewards.function"), monitor
     pad_id = models.vocabulary_size(tokenizer)
+    if models.foreign.is_foreign(args.rewards.trained_model):
+        dtype = models.dtype_of_weights(args, frozen=True)
+        return models.foreign.load_scorer(args, tokenizer, pad_id, dtype=dtype, device=accelerator.device), monitor
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
     models.place(reward_model, accelerator)
@@ -1144,7 +1149,8 @@ def start_run(
     state = this_run.resume(actor_critic, optimizer)
     controller.value = state.get("kl_coef", controller.value)
     setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
-    if setup.args.rewards.function and setup.args.rewards.normalize_samples and state["step"] == 0:
+    shaping = setup.args.rewards
+    if cli.has_own_scale(shaping) and shaping.normalize_samples and state["step"] == 0:
         setup.scale.fit(scores_of_base_model(setup, actor_critic), setup.accelerator)
     this_run.start_logging(state["step"])
     return this_run, state["step"], state.get("evaluation", {})
@@ -1195,7 +1201,11 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
     # [T51] Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
     args = setup.typed_args
     info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
-    info |= {"function": args.rewards.function, "reward_model": args.rewards.trained_model}
+    info |= {
+        "function": args.rewards.function,
+        "reward_model": args.rewards.trained_model,
+        "label": args.rewards.label,
+    }
     models.save_policy_and_critic(
         this_run.model_folder,
         lm_backbone=actor_critic.lm_backbone,

@@ -104,16 +104,18 @@ FIXED = cli.AdaptiveKLArgs(target=None)
 @dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     trained_model: str = ""
-    """folder of the reward model that train_reward.py saved: models/<run>/reward; empty: the newest of this preset
-    below models/, unless there is a function"""
+    """a reward model: models/<run>/reward, or any sequence classifier, in a folder or on the hub; empty: the newest
+    of this preset below models/, unless there is a function"""
+    label: str = ""
+    """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
     with a third parameter it also gets the reference answers, here None"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: int = 256
-    """samples of the language model on which scores of `function` get mean 0 and deviation 1, the scale for which
-    the KL coefficient and the critic are meant; 0: scores stay as the function gives them"""
+    """samples of the language model on which scores of `function` or a model from elsewhere get mean 0 and deviation
+    1, the scale for which the KL coefficient and the critic are meant; 0: scores stay as they are"""
     kl_coef: float = 0.15
     """weight of the KL penalty at the start, reward per nat"""
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=lambda: ADAPTIVE)
@@ -237,7 +239,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     models = {"policy": policy, "reference": reference, "reward": reward, "scale": scale, "monitor": monitor}
     roll_out = partial(make_rollout, **models, ids=ids, task=task, rows=fitting["local_rollout_batch"])
     recorder = this_run.recorder_of_groups(tokenizer, ids, stream, roll_out, partial(group_advantages, ppo=ppo))
-    if args.rewards.function and resumed["step"] == 0:
+    if not isinstance(reward, RewardModel) and resumed["step"] == 0:
         scale.fit_samples(this_run, roll_out, stream, ids.pad, keyed_generator(args.seed, "scale of the function"))
     this_run.start_logging(resumed["step"], cli.config_for_plots(typed_args, args), sources.left_out(stream))
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
@@ -1103,9 +1105,9 @@ def load_policy_and_reference(
 def load_reward(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: TaskIds, device: torch.device
 ) -> RewardModel | cli.Scorer:
-    """The reward model that the arguments name, checked to fit the base model; or the function of texts."""
-    if args.rewards.function:
-        return cli.load_function(args.rewards.function, "rewards.function", tokenizer, ids.pad)
+    """The reward model that the arguments name, checked to fit the base model; or a function, or a foreign one."""
+    if cli.has_own_scale(args.rewards):
+        return cli.load_scorer(args, tokenizer, ids.pad, device)
     folder, (_, dtype) = args.rewards.trained_model, cli.weights_dtypes(args)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
     # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
@@ -1124,7 +1126,7 @@ def save_policy(
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
     info = {"kind": "policy", "base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
-    info |= {"function": typed_args.rewards.function, "monitor": typed_args.rewards.monitor}
+    info |= {name: getattr(typed_args.rewards, name) for name in ("function", "monitor", "label")}
     info |= {"vocab_size": vocabulary_size(tokenizer), "task": dataclasses.asdict(typed_args.task)}
     run.describe_model(folder, info)
 

@@ -99,7 +99,7 @@ NEEDS_MORE = "import math\n\nfrom sentiments import score\n"
 NOT_THERE = [
     (train_reward, "", {"label_dataset": "no.json"}, "--label_dataset no.json: no such file"),
     (train_reward, "", {"base_model": "no/model/here"}, "--base_model no/model/here: no such folder"),
-    (train_policy, "", {"rewards.trained_model": "no"}, "reward model no: no such folder"),
+    (train_policy, "", {"rewards.trained_model": "no"}, "--rewards.trained_model no: no such folder"),
     (train_policy, "", {"task.query_dataset": "no.txt", "rewards.function": "math:sqrt"}, "no.txt: No such file"),
     (train_policy, "", {}, "models/ has no reward model of the preset sentiment"),
     (train_policy, "", {"rewards.function": "no:f"}, "No module named 'no'; write package.module:name"),

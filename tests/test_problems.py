@@ -128,8 +128,8 @@ def test_examples_look_as_a_question_and_a_response_do(tmp_path, changes, expect
     [
         (["{"], "examples.jsonl, line 1"),
         ([], "examples.jsonl holds no example"),
-        ([{"question": "Why?"}], "examples.jsonl, line 1 has no text under 'answer'"),
-        ([{"question": "Why?", "answer": 7}], "line 1 has no text under 'answer'"),
+        ([{"question": "Why?"}], "examples.jsonl, line 1 has nothing under 'answer'"),
+        ([{"question": "Why?", "answer": [1, 2]}], "line 1, 'answer', must be a text or a number"),
     ],
 )
 def test_bad_examples_are_named(tmp_path, lines, words):
@@ -217,7 +217,7 @@ def test_answers_are_the_numbers_behind_the_hashes():
         (r"\boxed{}", "boxed", "boxed", None),
         (r"\boxed{}", "boxed", "my_rewards:right", None),
         (r"\frac{", "boxed", "boxed", None),
-        ("12:00", "boxed", "boxed", None),  # 12/0
+        ("12:00", "boxed", "boxed", "12:00"),
         ("12:00", "boxed", "my_rewards:right", "12:00"),
         (" by heart ", "whole", "boxed", "by heart"),
         (" ", "whole", "boxed", None),
@@ -255,8 +255,8 @@ def test_long_prompts_are_left_out_and_counted_and_never_cut(tmp_path):
 
 
 def test_columns_may_have_other_names_and_kinds_are_told_apart(tmp_path):
-    rows = [{"problem": "1+1?", "solution": "#### 2", "level": level} for level in (1, "hard")]
-    names = {"question_column": "problem", "answer_column": "solution", "kind_column": "level"}
+    rows = [{"asked": "1+1?", "says": "#### 2", "level": level} for level in (1, "hard")]
+    names = {"question_column": "asked", "answer_column": "says", "kind_column": "level"}
     found = read(written(tmp_path, rows).parent, **names)
     assert found.answers == ["2", "2"] and found.kinds == ["1", "hard"]
     assert "'question'" in error_line(tmp_path)
@@ -272,7 +272,7 @@ def test_of_a_single_file_every_50th_row_is_held_out(tmp_path):
     assert read(file, "test", test_problems=str(GSM8K)).answers[0] == "18"
     rows = sums(61)
     rows[60] = {"question": "60+60?"}  # the 60th of those that are trained on
-    assert f"--task.problems {file}, line 61 has no text" in error_line(written(tmp_path, rows, "sums.jsonl"))
+    assert f"--task.problems {file}, line 61 has nothing" in error_line(written(tmp_path, rows, "sums.jsonl"))
 
 
 def test_a_limit_takes_the_first_rows(tmp_path):
@@ -284,10 +284,10 @@ def test_a_limit_takes_the_first_rows(tmp_path):
     [
         (["{"], "problems_train.jsonl, line 1"),
         (["[1]"], "is not a JSON object"),
-        ([{"question": "Why?"}], "problems_train.jsonl, line 1 has no text under 'answer'"),
-        ([*sums(1), "", {"question": 5, "answer": "#### 5"}], "line 3 has no text under 'question'"),
+        ([{"question": "Why?"}], "problems_train.jsonl, line 1 has nothing under 'answer'"),
+        ([*sums(1), "", {"question": None, "answer": "#### 5"}], "line 3 has nothing under 'question'"),
         ([{"question": "\ud83d", "answer": "#### 5"}], "is not valid Unicode"),
-        ([{"question": "Why?", "answer": "5"}], "none of its train rows can be used: 1 give no answer"),
+        ([{"question": "Why?", "answer": "five"}], "none of its train rows can be used: 1 give no answer"),
         ([], "none of its train rows can be used"),
     ],
 )

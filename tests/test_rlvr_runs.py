@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from benchmark.experiments import forgetting
 from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_scores, rlvr_tools, sample
-from ppo_rlhf.lib import cli, lm, models, plots, pretrained, problems, run, traces
+from ppo_rlhf.lib import cli, foreign, lm, models, plots, pretrained, problems, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr_args import PRESETS
 from ppo_rlhf.rlvr_math import ESTIMATORS, IN_GROUPS
@@ -438,7 +438,8 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
     args = dataclasses.replace(
         args, rewards=dataclasses.replace(args.rewards, trained_model=str(folder), trained_weight=3.0), ppo=few
     )
-    score, weight = rlvr_scores.load_sources(args, ids, SimpleNamespace(device=torch.device("cpu")))["reward_model"]
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    score, weight = rlvr_scores.load_sources(args, None, ids, accelerator)["reward_model"]
     queries = torch.tensor([[400, 400, 5], [6, 7, 8], [400, 9, 10], [11, 12, 13], [400, 400, 14]])
     responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400], [4, 5, 6], [7, 8, 0]])
     model = models.load_reward_model(folder, torch.float64)
@@ -709,6 +710,7 @@ def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments
         raise InputError(f"shorten {cli.flag('task.query_length')}")
 
     monkeypatch.setattr(pretrained, "find_head", lambda _: None)  # as if there were a reward model x
+    monkeypatch.setattr(foreign, "is_foreign", lambda _: False)
     monkeypatch.setattr(models, "load_scalar_model", too_short)
     words = [*sums_arguments(tiny_sums), *RLOO.split(), "--rewards.trained_model", "x"]
     with pytest.raises(InputError, match=r"shorten --task\.prompt_length"):

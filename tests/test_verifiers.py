@@ -22,10 +22,13 @@ TABLES = load_json("verl/scorers")
 # ---- Numbers ---------------------------------------------------------------------------------------------------
 
 
+OTHERWISE = ("#### **72**", "Answer: 72.")  # marks of bold text and a full stop count as part of the answer in verl
+
+
 @pytest.mark.parametrize("row", TABLES["gsm8k"], ids=lambda row: row["response"][:20])
 def test_the_table_of_scorers(row):
     given = row["response"], row["answer"]
-    assert rewards.gsm8k_strict(*given) == row["strict"]
+    assert rewards.gsm8k_strict(*given) == (row["strict"] if row["response"] not in OTHERWISE else 1)
     assert rewards.gsm8k_flexible(*given) == row["flexible"]
 
 
@@ -53,7 +56,7 @@ def test_all_reference_solutions_of_gsm8k_are_right(split, rows):
         ("####  72", "72", 0, 1),  # one space, as all published scorers have it
         ("#### 72\n#### none", "72", 1, 1),
         ("#### 72\n#### 73", "72", 0, 0),
-        ("#### 72e3", "72", 1, 0),
+        ("#### 72e3", "72", 0, 0),
         ("#### 72", "seventy-two", 0, 0),
         ("#### 72", "", 0, 0),
         ("#### 72", " 72\n", 1, 1),
@@ -67,7 +70,6 @@ def test_all_reference_solutions_of_gsm8k_are_right(split, rows):
         ("#### -$.50", "-.5", 1, 1),
         ("The answer is .5", "5", 0, 0),
         ("The answer is $.75", "75", 0, 0),
-        ("It is 1,.5.", "1.5", 0, 1),
         ("so...5", "5", 0, 1),  # a dot that ends something else
         ("see no.5", "5", 0, 1),
         ("(a).5", "5", 0, 1),
@@ -109,7 +111,7 @@ def test_the_table_of_boxes(row):
         (r"\\boxed{\\frac{1}{2}}", "0.5", 1),
         (r"\boxed{10 \bmod 3}", "1", 1),
         (r"\boxed{1}", r"11 \bmod 3", 0),
-        (r"\boxed{12:00}", "12:00", 0),  # 12/0
+        (r"\boxed{12:00}", "12:00", 1),  # math-verify alone reads 12/0
         # Words are no products of their letters.
         (r"\boxed{seat}", "east", 0),
         (r"\boxed{on}", "no", 0),
@@ -234,10 +236,19 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(rewards, "MATH_VERIFY", rewards.MathVerify())
     with pytest.raises(InputError) as caught:
-        rewards.boxed(r"\boxed{3}", "3 + 0, which was not asked before")
+        rewards.boxed(r"\boxed{3}", "3+0+0+0+0")
     assert str(caught.value) == (
         "boxed answers need math-verify (ImportError: No module named math_verify): pip install -e '.[math]'"
     )
+
+
+CASES = (Path(__file__).parent / "verifier_cases.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("verifier", "response", "answer", "expected"), map(json.loads, CASES))
+def test_what_users_of_other_verifiers_report(verifier, response, answer, expected):
+    """Wrong answers that count as correct, and correct ones that don't: reports about verl, TRL and math-verify."""
+    assert rewards.VERIFIERS[verifier](response, answer) == expected
 
 
 # ---- Formats ---------------------------------------------------------------------------------------------------
@@ -245,7 +256,8 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("row", TABLES["dapo"], ids=lambda row: row["response"])
 def test_the_table_of_answer_lines(row):
-    assert rewards.answer_line(row["response"], row["answer"]) == row["score"]
+    expected = row["score"] if row["response"] not in OTHERWISE else 1
+    assert rewards.answer_line(row["response"], row["answer"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -268,7 +280,9 @@ def test_the_table_of_answer_lines(row):
         (r"5 \mbox{ and } 6", "5,6", 1),
         (r"\textbf{(B)}", "(B)", 1),
         ("43 dollars", "42", -1),
-        ("42.", "42", -1),
+        ("42.", "42", 1),  # the next rows are not as in DAPO
+        ("**42**", "42", 1),
+        ("\u221242", "-42", 1),
         ("it is 42", "42", -1),
         ("-5", "5", -1),
         ("1/2", "0.5", -1),
@@ -292,7 +306,8 @@ def test_answers_are_compared_as_dapo_compares_them(line, answer, expected):
         ("gsm8k_flexible", ".5", True),
         ("gsm8k_flexible", "5 or 6", False),
         ("boxed", "seven", True),
-        ("boxed", "12:00", False),
+        ("boxed", "12:00", True),
+        ("exact", "12:00", True),
         ("boxed", r"\frac{", False),
         ("answer_line", "x = 7 cm", True),
         ("answer_line", "1\n2", False),
@@ -330,7 +345,8 @@ def test_think_and_answer_blocks(response, form, tags):
 
 # ---- Any text --------------------------------------------------------------------------------------------------
 
-NUMBERS = st.from_regex(r"[-+\u2212]?\$?([0-9][0-9,]{0,5}(\.[0-9]{1,3})?|\.[0-9]{1,3})", fullmatch=True)
+WHOLE = r"([0-9]{1,6}|[0-9]{1,3}(,[0-9]{3}){1,2})"
+NUMBERS = st.from_regex(rf"[-+\u2212]?\$?({WHOLE}(\.[0-9]{{1,3}})?|\.[0-9]{{1,3}})", fullmatch=True)
 PIECES = st.one_of(
     st.sampled_from(
         ["#### ", "####", "Answer: ", r"\boxed{", "}", "{", "\\", "$", ",", ".", "-", "\n", " ", *rewards.TAGS]

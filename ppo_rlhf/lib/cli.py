@@ -499,11 +499,20 @@ def checkpoint_layers(network: nn.Module) -> None:
 Scorer = Callable[..., Tensor]  # token ids of queries and truncated responses -> scores (batch,)
 
 
-def load_function(name: str, field: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> Scorer:
-    """The user's function `package.module:name`, which all processes call together. See lib/scorers.py."""
-    from ppo_rlhf.lib import scorers
+def has_own_scale(shaping: Any) -> bool:
+    """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
+    from ppo_rlhf.lib import foreign
 
-    return scorers.text_scorer(name, field, tokenizer, pad_id, on_all_processes=True)
+    return bool(shaping.function) or foreign.is_foreign(shaping.trained_model)
+
+
+def load_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, pad_id: int, device: Any) -> Scorer:
+    """The user's function `package.module:name`, which all processes call together, or a model from elsewhere."""
+    from ppo_rlhf.lib import foreign, scorers
+
+    if name := args.rewards.function:
+        return scorers.text_scorer(name, "rewards.function", tokenizer, pad_id, on_all_processes=True)
+    return foreign.load_scorer(args, tokenizer, pad_id, dtype=weights_dtypes(args)[1], device=device)
 
 
 def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, Scorer]:
@@ -512,5 +521,5 @@ def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> 
         return {}
     from ppo_rlhf.lib import scorers
 
-    of_texts = functools.partial(load_function, tokenizer=tokenizer, pad_id=pad_id)
+    of_texts = functools.partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
     return scorers.load_monitor(name, OBJECTIVES, of_texts)

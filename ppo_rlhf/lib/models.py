@@ -25,7 +25,17 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ppo_rlhf.lib import errors, files, lm, packing, passes, precision, pretrained, processes
+from ppo_rlhf.lib import (
+    errors,
+    files,
+    foreign,  # noqa: F401 scripts find it here
+    lm,
+    packing,
+    passes,
+    precision,
+    pretrained,
+    processes,
+)
 from ppo_rlhf.lib.classifier import save_reward_model
 from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.lib.layers import checkpoint_layers, layers  # noqa: F401 scripts find them here

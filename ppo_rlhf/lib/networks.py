@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ppo_rlhf.lib import lm, models, passes, processes
+from ppo_rlhf.lib import foreign, lm, models, passes, processes
 
 
 class AdaptiveKLController:
@@ -56,7 +56,8 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> lm.Re
 
     zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
     """
-    if args.rewards.value_model or args.rewards.trained_model:
+    trained = args.rewards.trained_model
+    if args.rewards.value_model or (trained and not foreign.is_foreign(trained)):
         name = "value_model" if args.rewards.value_model else "trained_model"
         critic = models.load_scalar_model(args, name, vocab_size)
     else:

@@ -394,7 +394,7 @@ def config_for_plots(typed: Any, args: Any) -> dict[str, Any]:
     were typed; args: with the paths that they mean.
     """
     folder = args.rewards.trained_model
-    info = read_info(Path(folder)) if folder else {}
+    info = read_info(Path(folder)) if (Path(folder) / "ppo_rlhf.json").is_file() else {}
     return {"rewards": dataclasses.asdict(typed.rewards) | {"label_dataset": info.get("label_dataset")}}
 
 

@@ -4,8 +4,10 @@
     gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
     sums               a built-in world of worlds/sums.py; others are sums-long and sums-tools
     arithmetic         sums and differences of two small numbers, worlds/arithmetic.py
+    reasoning_gym:<task>  a generator of reasoning-gym, an extra; see lib/problem_rows.py, also for the forms of rows
+    <owner>/<name>     a data set on the hub, or <owner>/<name>:<configuration>
     <folder>           problems_train.jsonl and problems_test.jsonl
-    <file>.jsonl       one file; each 50th row is held out, unless --task.test_problems says what is
+    <file>             .jsonl, .parquet or .csv; each 50th row is held out, unless --task.test_problems says what is
 
 A row is an object with a question and an answer, which holds what a response must say:
 
@@ -14,8 +16,8 @@ A row is an object with a question and an answer, which holds what a response mu
 Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +26,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import hub_files, lm, models, posts, processes, rewards, run, sources, texts
+from ppo_rlhf.lib import hub_files, lm, models, posts, problem_rows, processes, rewards, run, sources, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 GSM8K_FILES = hub_files.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
@@ -36,18 +38,20 @@ SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
 @dataclass(frozen=True, kw_only=True)
 class TaskArgs:
     problems: str = "gsm8k"
-    """where problems come from: gsm8k, sums, arithmetic, a folder with problems_<split>.jsonl, or a .jsonl file"""
+    """where problems come from: gsm8k, sums, arithmetic, reasoning_gym:<task>, a data set on the hub, a folder with
+    problems_<split>.jsonl, or a file: .jsonl, .parquet or .csv"""
     test_problems: str = ""
     """where the held-out problems come from; empty: the test split of the same"""
     question_column: str = "question"
-    """key of a row's question"""
+    """key of a row's question; where it isn't there, prompt or problem"""
     answer_column: str = "answer"
-    """key of a row's answer"""
+    """key of a row's answer, with dots for nested ones; where it isn't there, reward_model.ground_truth, solution or
+    completion"""
     kind_column: str = ""
     """key by whose values evaluations group problems, such as steps; empty: no groups"""
     answer_format: Literal["hashes", "boxed", "whole"] = "hashes"
-    """the part of an answer that a response must give: the number after ####, the content of its last box (all of it,
-    if it has none), or the whole text"""
+    """the part of an answer that a response must give: the number after ####, or all of it if that is a number; the
+    content of its last box, or all of it if it has none; or the whole text"""
     prompt_format: Literal["chat", "plain"] = "chat"
     """whether the tokenizer's chat template is put around a question"""
     system_prompt: str | None = None
@@ -132,25 +136,38 @@ def read_examples(task: TaskArgs) -> list[tuple[str, str]]:
     """Questions and answers of task.examples."""
     if not task.examples:
         return []
-    rows, keys = posts.read_jsonl(Path(task.examples), "examples"), (task.question_column, task.answer_column)
-    for where, row in rows:
-        posts.check_row(row, keys, f"{flag('task.examples')} {where}")
+    rows = posts.read_jsonl(Path(task.examples), "examples")
     if not rows:
         raise InputError(f"{flag('task.examples')} {task.examples} holds no example")
-    return [tuple(row[key] for key in keys) for _, row in rows]
+    found = []
+    for where, row in rows:
+        what = f"{flag('task.examples')} {where}"
+        question = problem_rows.question_of(row, task.question_column, what)
+        if not isinstance(question, str):
+            raise InputError(f"{what}: an example is a question and an answer; it has {len(question)} messages")
+        found.append((question, problem_rows.answer_of(row, task.answer_column, what)))
+    return found
 
 
 def render_prompt(
-    question: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, examples: Iterable[tuple[str, str]] = ()
+    question: str | list[dict[str, str]],
+    task: TaskArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Iterable[tuple[str, str]] = (),
 ) -> str:
-    """The text that a response continues. examples: as read_examples gives them."""
+    """The text that a response continues. question: a text, or messages, of which the last is the user's.
+
+    examples: as read_examples gives them.
+    """
+    earlier = [] if isinstance(question, str) else question[:-1]
     # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
-    content = question + task.prompt_suffix
+    content = (question if isinstance(question, str) else question[-1]["content"]) + task.prompt_suffix
     # An example looks as a question and a correct response do.
     shown = [(asked + task.prompt_suffix, task.response_prefix + answer) for asked, answer in examples]
     if task.prompt_format == "plain":
         if task.system_prompt is not None:
             raise InputError(f"{flag('task.system_prompt')} is a message of a chat; the prompts here are plain")
+        content = "\n".join([*(message["content"] for message in earlier), content])
         return "".join(f"{asked}{answer}\n\n" for asked, answer in shown) + content + task.response_prefix
     if tokenizer.chat_template is None:
         raise InputError(
@@ -161,6 +178,9 @@ def render_prompt(
     # [V01] One message of the user's, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
     turns = [text for example in shown for text in example]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*turns, content])]
+    if own := [message for message in earlier if message["role"] == "system"]:
+        system = own  # the row has its own
+    messages[-1:-1] = [message for message in earlier if message["role"] != "system"]
     try:
         prompt = tokenizer.apply_chat_template([*system, *messages], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program, and may raise anything
@@ -169,6 +189,22 @@ def render_prompt(
             f"{flag('task.prompt_format')} plain does without a template"
         ) from error
     return prompt + task.response_prefix
+
+
+def reader_of_prompts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[dict[str, str]]]:
+    """A function that makes messages of a rendered prompt again, for models with another template than the policy's.
+
+    They are the system message, if the task has one, and what the user asks, without the examples before it.
+    """
+    mark = "a question of no task"
+    before, _, after = render_prompt(mark, task, tokenizer, read_examples(task)).partition(mark)
+    system = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+
+    def messages_of(prompt: str) -> list[dict[str, str]]:
+        asked = prompt.removeprefix(before).removesuffix(after)
+        return [*system, {"role": "user", "content": asked + task.prompt_suffix}]
+
+    return messages_of
 
 
 def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -192,6 +228,7 @@ class Problems:
     too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
     unscorable: int  # problems that were left out, because no response to them can be correct
     empty: int  # problems that were left out, because their prompt has no token
+    refused: list[str] = field(default_factory=list)  # the answers of those that are unscorable
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -221,12 +258,14 @@ def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
     path = Path(source)
     if path.is_dir():
         return posts.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
-    if path.suffix != ".jsonl":
+    if problem_rows.is_elsewhere(source):
+        return problem_rows.load(source, field, split or "test")
+    if path.suffix not in problem_rows.FILES:
         raise InputError(
-            f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, folders with "
-            f"problems_<split>.jsonl, and .jsonl files"
+            f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, reasoning_gym:<task>, data "
+            f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(problem_rows.FILES)}"
         )
-    rows = posts.read_jsonl(path, field)
+    rows = problem_rows.read_file(path, field)
     if split == "test" and len(rows) < sources.HELD_OUT:
         raise InputError(
             f"{flag(f'task.{field}')} {source} has {len(rows)} rows; every {sources.HELD_OUT}th row of a file is "
@@ -239,10 +278,13 @@ def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
 
 def answer_of(solution: str, answer_format: str) -> str:
     """The text that a correct response must contain; empty if the solution doesn't give it in this format."""
+    if isinstance(solution, rewards.Gold):
+        return solution
     match answer_format:
         case "hashes":
             # [V04] The number after the hashes, without commas.   examples/data_preprocess/gsm8k.py#L30-L35
-            return rewards.hashed_number(solution) or ""
+            #       Where more is there than a number, as in 3/4 or 12:30, nothing of it is the answer.
+            return rewards.hashed_answer(solution if "####" in solution else f"#### {solution}")
         case "boxed":
             content = rewards.last_boxed(solution)
             return solution.strip() if content is None else content
@@ -261,7 +303,7 @@ def read_problems(
     source, field = task.problems, "problems"
     if split == "test" and task.test_problems:
         source, field, split = task.test_problems, "test_problems", ""
-    elif split == "train" and task.test_problems and Path(source).suffix == ".jsonl":
+    elif split == "train" and task.test_problems and Path(source).suffix in problem_rows.FILES:
         split = ""  # nothing of it is held out
     examples = read_examples(task)
     before = len(encode_prompt(render_prompt("", task, tokenizer, examples), task, tokenizer)) if examples else 0
@@ -270,16 +312,19 @@ def read_problems(
             f"{flag('task.examples')} {task.examples}: a prompt with its {len(examples)} examples has {before} "
             f"tokens before its question; give fewer, or a {flag('task.prompt_length')} above {before}"
         )
-    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "answers", "kinds")}
+    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "answers", "kinds", "refused")}
     too_long = unscorable = empty = 0
     for where, row in islice(load_rows(source, field, split), limit or None):
-        posts.check_row(row, (task.question_column, task.answer_column), f"{flag(f'task.{field}')} {where}")
-        answer = answer_of(row[task.answer_column], task.answer_format)
+        what = f"{flag(f'task.{field}')} {where}"
+        question = problem_rows.question_of(row, task.question_column, what)
+        solution = problem_rows.answer_of(row, task.answer_column, what)
+        answer = answer_of(solution, task.answer_format)
         # [V04] [V19] The verifier must accept the answer itself. It never accepts 12:00, for example, in a box.
         if not answer or not rewards.can_be_right(verifier, answer):
             unscorable += 1
+            kept["refused"].append(solution.rpartition("####")[2].strip()[-40:])
             continue
-        prompt = render_prompt(row[task.question_column], task, tokenizer, examples)
+        prompt = render_prompt(question, task, tokenizer, examples)
         tokens = encode_prompt(prompt, task, tokenizer)
         if not tokens:  # there is nothing that the first token could follow
             empty += 1
@@ -296,10 +341,38 @@ def read_problems(
         by = f" that {flag('rewards.verifier')} {verifier} can accept" if verifier else ""
         raise InputError(
             f"{flag(f'task.{field}')} {source}: none of its {split or 'test'} rows can be used: {unscorable} give no "
-            f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}, {empty} have a prompt of "
+            f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}{such_as(kept['refused'])}, "
+            f"{empty} have a prompt of "
             f"no tokens, and {too_long} one of more than {flag('task.prompt_length')} {task.prompt_length}"
         )
     return Problems(**kept, too_long=too_long, unscorable=unscorable, empty=empty)
+
+
+def such_as(answers: list[str]) -> str:
+    """Examples of answers for a message."""
+    return f" (such as {', '.join(repr(answer) for answer in [*dict.fromkeys(answers)][:3])})" if answers else ""
+
+
+def audit_line(verifier: str, answers: list[str]) -> str:
+    """The audit in a line for the console; empty if there is nothing to audit."""
+    found, number = rewards.audit(verifier, answers), min(rewards.AUDITED, len({*answers}))
+    parts = []
+    for what, examples in found.items():
+        such = f" (such as {' '.join(examples[0].split())[:60]})" if examples else ""
+        parts.append(f"{len(examples)} accept {what}{such}")
+    return f"{flag('rewards.verifier')} {verifier}, of {number} answers: {', '.join(parts)}" if found else ""
+
+
+def doubts(found: Problems, split: str, verifier: str) -> Iterator[str]:
+    """What one should know of the problems before a run: answers that were left out, and the verifier's audit."""
+    if found.unscorable:
+        rows = len(found) + found.too_long + found.empty + found.unscorable
+        yield (
+            f"{found.unscorable} of {rows} problems to {split} on are left out, because {flag('rewards.verifier')} "
+            f"{verifier} accepts no response to them{such_as(found.refused)}"
+        )
+    if line := audit_line(verifier, found.answers):
+        yield line
 
 
 def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torch.Tensor:
@@ -361,7 +434,9 @@ def solve(
         )
         prompts, answers = ([texts[i] for i in rows] for texts in (held_out.texts, held_out.answers))
         texts = to_texts(tokenizer, responses, ids)
-        right = torch.tensor([verifier(prompts, texts, answers) for verifier in verifiers]).T > 0  # (rows, verifiers)
+        values = [torch.tensor(verifier(prompts, texts, answers)) for verifier in verifiers]
+        names = [getattr(verifier, "verifier", "") for verifier in verifiers]
+        right = torch.stack([rewards.is_right(*pair) for pair in zip(values, names, strict=True)], 1)
         return responses.unflatten(0, (-1, n)), processes.widened(right.to(responses.device)).unflatten(0, (-1, n))
 
     found = processes.map_rows(of_rows, len(held_out), max(1, local_batch // n), accelerator)

@@ -11,9 +11,11 @@ import json
 import math
 import re
 import signal
+import string
 import subprocess
 import sys
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -32,25 +34,47 @@ Verifier = Callable[[str, str], float]  # response, answer -> value
 # [V16] A sign, dollars, digits with commas, decimals; a full stop at the end isn't part of the number. It may begin
 #       with its point, as .5 does, unless the point ends something else, as in `so...5` or `no.5`.
 #       reward_score/gsm8k.py#L20-L70
-NUMBER = r"[-+\u2212]?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<![\w.)\]}])\.[0-9]+)"
+DASHES = "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d"  # that people and models write for a minus
+NUMBER = rf"[-+{DASHES}]?\$?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|(?<![\w.)\]}}])\.[0-9]+)"
+# What makes another thing of a number before it: 3/4, 12:30, 2024-05-01, 10-15, 72e3, 1.234.567, 1 234.
+GOES_ON = rf"(?![0-9]| ?[/:^] ?[0-9]|[-{DASHES}.][0-9]|[eE][-+]?[0-9]|[ \u00a0\u202f][0-9])"
+AFTER = re.compile(r"[0-9](?: ?[/:^] ?|[eE][-+]?)?\Z")  # of a number that goes on with this one
+IN_GROUPS = r"[0-9]+|[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}"  # the whole part: 1234567, 1,234,567, 12,34,567
+
+
+def plain_number(text: str) -> str | None:
+    """A number in plain digits, -1234.50 for `\u2212$1,234.50`; None if the text is another thing, such as 1,2."""
+    digits = text.translate({ord("$"): None} | dict.fromkeys(map(ord, DASHES), "-"))
+    whole = digits.lstrip("+-").partition(".")[0]
+    return digits.replace(",", "") if not whole or re.fullmatch(IN_GROUPS, whole) else None
 
 
 def last_number(pattern: str, text: str) -> str | None:
-    """The last number that a pattern finds in a text, in plain digits: -1,234.50 for `\u2212$1,234.50`."""
-    found = re.findall(pattern, text)
-    return found[-1].translate({ord("\u2212"): "-", ord("$"): None, ord(","): None}) if found else None
+    """The last number that a pattern finds in a text, in plain digits; None if there is none, or it goes on."""
+    found = [*re.finditer(pattern, text)]
+    if not found or not re.compile(GOES_ON).match(text, found[-1].end(1)):
+        return None
+    if AFTER.search(text[max(0, found[-1].start(1) - 9) : found[-1].start(1)]):
+        return None
+    return plain_number(found[-1][1])
 
 
 def hashed_number(text: str) -> str | None:
     """The last number after four hashes and a space, which is how GSM8K's solutions end; None if there is none."""
-    # [V16] The last one counts, because a response may correct itself.
-    return last_number(f"#### ({NUMBER})", text)
+    # [V16] The last one counts, because a response may correct itself. It may be bold, or its dollar escaped.
+    return last_number(rf"#### (?:\*\*)?\\?({NUMBER})", text)
+
+
+def hashed_answer(solution: str) -> str:
+    """The number after the hashes of a solution; empty if what is there is no number, or more than one."""
+    said = solution.rpartition("#### ")[2].strip() if "#### " in solution else ""
+    return (plain_number(said) or "") if re.fullmatch(NUMBER, said) else ""
 
 
 def equal_numbers(number: str | None, answer: str) -> float:
     """1 if both are the same number, such as 72, 72.00 and 072; 0 if they differ or one of them is no number."""
     answer = answer.strip()
-    gold = last_number(NUMBER, answer) if re.fullmatch(NUMBER, answer) else None
+    gold = plain_number(answer) if re.fullmatch(NUMBER, answer) else None
     return float(number is not None and gold is not None and Decimal(number) == Decimal(gold))
 
 
@@ -62,7 +86,7 @@ def gsm8k_strict(response: str, answer: str) -> float:
 def gsm8k_flexible(response: str, answer: str) -> float:
     """1 if the last number in the response is the answer, else 0."""
     # [V17] The text before and after it doesn't matter.   reward_score/gsm8k.py#L20-L70
-    return equal_numbers(last_number(NUMBER, response), answer)
+    return equal_numbers(last_number(rf"({NUMBER})", response), answer)
 
 
 def gsm8k_format(response: str, answer: str) -> float:
@@ -163,6 +187,49 @@ def letters(text: str) -> str:
     return joined.casefold() if joined.isalpha() else ""
 
 
+FRACTIONS = {
+    chr(code): f"{{{unicodedata.normalize('NFKC', chr(code))}}}"
+    for code in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
+}
+POWERS = {raised: f"^{{{digit}}}" for raised, digit in zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)}
+
+
+def tidy(text: str) -> str:
+    """A text of mathematics as keyboards write it: signs for themselves, thin spaces gone, 3e5 as 300000."""
+    text = text.translate(dict.fromkeys(map(ord, DASHES), "-")).translate(str.maketrans(FRACTIONS | POWERS))
+    text = re.sub(r"\\[,;:! ]|\u202f|\u00a0|\$", "", text.replace("\u2044", "/")).strip().rstrip(".")
+    if wrapped := re.fullmatch(r"\\(?:text|textbf|mathrm|mbox)\s*{([^{}]*)}", text):
+        text = wrapped[1].strip()
+    powers = re.fullmatch(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})", text)
+    return f"{Decimal(powers[0]):f}" if powers else text
+
+
+FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "or", "and", "mod"}
+NOT_A_VALUE = (
+    r"[0-9]\s*:\s*[0-9]",  # times and ratios
+    r"[0-9][-/.][0-9]+[-/.][0-9]",  # dates, versions, addresses
+    r"^[0-9]+ ?- ?[0-9]+$",  # scores and ranges
+    r"[0-9]\s+[0-9]",  # rows of numbers
+    r"0[xXbBoO][0-9a-fA-F]",  # numbers in other bases
+    r"[0-9]\s*_",
+    r"(?<![\\A-Za-z])[A-Z][A-Za-z]*[0-9]",  # formulas of chemistry, codes
+    r"[0-9]!|\^\s*{?\s*-\s*[0-9]{2}|0\.0000",  # what math-verify rounds to 0
+)
+
+
+def is_no_value(text: str) -> bool:
+    """Whether math-verify would compute where people only read: times, dates, rows, codes, words."""
+    if any(re.search(pattern, text) for pattern in NOT_A_VALUE):
+        return True
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+\s*{[A-Za-z ]*}", "", text))
+    return "\\" not in text and any(word.lower() not in FUNCTIONS for word in words)
+
+
+def names_in(text: str) -> set[str]:
+    """The letters of variables and units."""
+    return set(re.sub(r"\\(?!text|mathrm)[A-Za-z]+|\\(?:text|mathrm)", " ", text)) & set(string.ascii_letters)
+
+
 def boxed(response: str, answer: str) -> float:
     """1 if the content of the last \\boxed{...} equals the answer, else 0. Raises an InputError without math-verify.
 
@@ -172,9 +239,21 @@ def boxed(response: str, answer: str) -> float:
     gold = answer if gold is None else gold
     if content is None:
         return 0.0
+    content, gold = tidy(content), tidy(gold)
+    if (
+        content
+        and "".join(content.split()) == "".join(gold.split())
+        and not re.search(r"[0-9]\s+[0-9]", gold + content)
+    ):
+        return 1.0
     # [V19] Words are compared letter by letter. As mathematics they would be products, and `on` would equal `no`.
     if letters(content) and letters(gold):
         return float(letters(content) == letters(gold))
+    # [V19] math-verify takes 1:15 for 2:30, 0x18 for 0, and 5 m for 5 s: what isn't a value is compared as text.
+    if is_no_value(gold) or is_no_value(content):
+        return float(bool(content) and content.split() == gold.split())
+    if names_in(gold) and names_in(content) and names_in(gold) != names_in(content):
+        return 0.0
     # [V19] An answer that isn't mathematics, or takes too long, is wrong.   reward_score/math_verify.py#L20-L40
     return float(same_mathematics(gold, content))
 
@@ -215,9 +294,29 @@ def answer_line(response: str, answer: str) -> float:
     """1 if the x of the last `Answer: x` is the answer, else -1. Both are compared as bare_answer gives them."""
     # [V20] The scale of -1 and 1 is DAPO's. A longer line is never correct there, because DAPO reads only the last
     #       300 characters of a response.   reward_score/math_dapo.py#L220-L272
-    found = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response)
-    said = bare_answer(found[-1]) if found and len(found[-1]) <= LONGEST_LINE else ""
-    return 1.0 if said and said == bare_answer(answer) else -1.0
+    found = re.findall(r"(?i)answer[*_]*\s*:\s*([^\n]+)", response)
+    said = plain_line(found[-1]) if found and len(found[-1]) <= LONGEST_LINE else ""
+    return 1.0 if said and said == plain_line(answer) else -1.0
+
+
+def plain_line(text: str) -> str:
+    """As bare_answer, of a text without the marks of bold, a full stop at its end, and dashes for a minus."""
+    text = text.translate(dict.fromkeys(map(ord, DASHES), "-")).strip()
+    return bare_answer(re.sub(r"^[*_]+|[*_]+$", "", text).strip().rstrip(".").strip("*_"))
+
+
+# ---- The text itself -------------------------------------------------------------------------------------------
+
+
+def answer_text(response: str) -> str:
+    """The answer of a response: its last answer block, or else the whole response, without space around."""
+    found = re.findall(r"<answer>((?:(?!</?answer>).)*)</answer>", response, re.DOTALL)
+    return (found[-1] if found else response).strip()
+
+
+def exact(response: str, answer: str) -> float:
+    """1 if the last <answer>...</answer>, or else the whole response, is the answer letter by letter; else 0."""
+    return float(answer_text(response) == answer.strip() != "")
 
 
 # ---- Format ----------------------------------------------------------------------------------------------------
@@ -228,9 +327,9 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 def think_answer(response: str, answer: str) -> float:
     """1 if the response is a think block and an answer block, with nothing but space between them; else 0."""
-    # [V21] The pattern must match the whole response.
+    # [V21] The pattern must match the whole response, but for space around it.
     form = BLOCK.format("think") + r"\s*" + BLOCK.format("answer")
-    return float(re.fullmatch(form, response, re.DOTALL) is not None)
+    return float(re.fullmatch(form, response.strip(), re.DOTALL) is not None)
 
 
 def think_answer_tags(response: str, answer: str) -> float:
@@ -240,6 +339,34 @@ def think_answer_tags(response: str, answer: str) -> float:
 
 # ---- Verifiers by name -----------------------------------------------------------------------------------------
 
+
+class Gold(str):
+    """The answer of a problem of reasoning-gym, and how that scores another: a function from a text to 0 to 1."""
+
+    score: Callable[[str], float]
+
+
+def reasoning_gym(response: str, answer: str) -> float:
+    """The score that the problem's own generator gives the answer of a response, 0 to 1; of other problems, as exact.
+
+    answer: a Gold. Less than 1 is a share for what is nearly correct, or only has the form.
+    """
+    if not isinstance(answer, Gold):
+        return exact(response, answer)
+    try:
+        return float(answer.score(answer_text(response)))
+    except Exception:  # some scorers fail on what is no answer of theirs at all
+        return 0.0
+
+
+RIGHT_FROM = {"reasoning_gym": 1.0}  # verifiers whose values between 0 and this are no correct responses
+
+
+def is_right(values: torch.Tensor, verifier: str) -> torch.Tensor:
+    """Which of a verifier's values mean a correct response: those above 0, where nothing else is said."""
+    return values >= RIGHT_FROM[verifier] if verifier in RIGHT_FROM else values > 0
+
+
 VERIFIERS: dict[str, Verifier] = {
     function.__name__: function
     for function in (
@@ -248,6 +375,8 @@ VERIFIERS: dict[str, Verifier] = {
         gsm8k_format,
         boxed,
         answer_line,
+        exact,
+        reasoning_gym,
         think_answer,
         think_answer_tags,
     )
@@ -259,6 +388,8 @@ ANSWER_FORMS = {
     "gsm8k_flexible": "{}",
     "boxed": r"\boxed{{{}}}",
     "answer_line": "Answer: {}",
+    "exact": "{}",
+    "reasoning_gym": "{}",
 }
 
 
@@ -266,6 +397,31 @@ def can_be_right(verifier: str, answer: str) -> bool:
     """Whether any response can be correct: one that gives only the answer must score 1."""
     form = ANSWER_FORMS.get(verifier)
     return form is None or VERIFIERS[verifier](form.format(answer), answer) == 1
+
+
+AUDITED = 100  # answers of an audit
+OTHERS = 3  # other answers that each of them is compared with
+
+
+def audit(verifier: str, answers: Sequence[str]) -> dict[str, list[str]]:
+    """What a verifier of ours takes for correct that isn't: answers that accept 0, nothing, or another answer.
+
+    Returns examples for each kind of mistake, all that were found among the first AUDITED different answers; an empty
+    dictionary for verifiers that check only the form, and for functions of the user's.
+    """
+    if (form := ANSWER_FORMS.get(verifier)) is None:
+        return {}
+    accepts, golds = VERIFIERS[verifier], [*dict.fromkeys(answers)][:AUDITED]
+    found: dict[str, list[str]] = {"0": [], "an empty answer": [], "another problem's answer": []}
+    for i, gold in enumerate(golds):
+        if gold.strip() != "0" and accepts(form.format("0"), gold) == 1:
+            found["0"].append(gold)
+        if accepts(form.format(""), gold) == 1:
+            found["an empty answer"].append(gold)
+        others = [golds[(i + step) % len(golds)] for step in range(1, min(OTHERS, len(golds) - 1) + 1)]
+        if taken := [other for other in others if accepts(form.format(other), gold) == 1]:
+            found["another problem's answer"].append(f"{gold} takes {taken[0]}")
+    return found
 
 
 def load_verifier(
@@ -303,6 +459,7 @@ def load_verifier(
 
     with contextlib.chdir("."):
         score(["A prompt."] * 2, ["A response.", r"Another one: \boxed{5}"], ["4", "5"])
+    score.verifier = name
     return score
 
 

@@ -115,6 +115,8 @@ def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collecti
             check_name(argument, value, root)
     if hasattr(shaping, "function") and bool(shaping.function) == bool(shaping.trained_model):
         raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
+    if getattr(shaping, "label", "") and not reader("foreign").is_foreign(shaping.trained_model):
+        raise InputError(f"{flag('rewards.label')} {shaping.label}: only a reward model from elsewhere has labels")
     if hasattr(shaping, "verifier"):
         reader("rewards").import_functions(shaping)
     elif hasattr(shaping, "function"):
@@ -129,8 +131,12 @@ def check_name(argument: str, value: str, root: Path) -> None:
     if argument == "base_model" and (path.is_dir() or not hub.HUB_NAME.fullmatch(value)):
         with pretrained.model_errors(str(path) if value else ""):
             pass
+    elif argument == "rewards.trained_model" and reader("foreign").is_foreign(str(path)):
+        reader("foreign").check_name(str(path))
     elif argument.startswith("rewards."):
         pretrained.find_head(path)
+    elif argument in ("task.problems", "task.test_problems") and reader("problem_rows").is_elsewhere(value):
+        reader("problem_rows").check_name(value, argument.removeprefix("task."))
     elif argument in READERS and not path.exists():
         READERS[argument](str(path))
 
