@@ -535,6 +535,8 @@ def bad_info(*keys: str, to: Any = KeyError, words: tuple[str, ...] = ()) -> Row
 SAMPLES = {
     "no such policy": sample("--policy nowhere", "nowhere"),
     "a reward model": sample("--policy reward", "--policy reward", "reward model"),
+    "no queries": sample("--n 0", "--n 0", "at least 1"),
+    "temperature below 0": sample("--temperature -1", "--temperature -1.0", "at least 0"),
     "empty prompt": sample("--prompt ''", "--prompt", "at least one token"),
     "half a character": sample("--prompt 'Mara \udcff'", "--prompt", "Unicode"),
     "out in a missing folder": sample("--out nowhere/rows.jsonl", "nowhere/rows.jsonl"),
