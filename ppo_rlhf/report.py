@@ -644,8 +644,21 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]
                     x, values = evaluated(x, values, one_run.meta.get("results", {}).get(name))
                 y = [value if math.isfinite(value) else None for value in values]
                 curves.append({"name": label, "x": x, "y": y, "color": color_of[name], "dotted": number == 1})
-        drawn.append((panel, {"data": curves, "targets": targets if panel["metrics"] == ["objective/kl"] else []}))
+        targets_here = targets if panel["metrics"] == ["objective/kl"] else []
+        drawn.append((panel, {"data": joined(curves), "targets": targets_here}))
     return drawn
+
+
+def joined(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Curves with the same points, unless they are flat, are one with the names of all: only one would be seen."""
+    kept: list[dict[str, Any]] = []
+    for curve in curves:
+        same = [one for one in kept if all(one[key] == curve[key] for key in ("x", "y", "dotted"))]
+        if same and len(set(curve["y"])) > 1:
+            same[0]["name"] += f" = {curve['name']}"
+        else:
+            kept.append(curve)
+    return kept
 
 
 def evaluated(steps: list[int], values: list[float], final: float | None) -> tuple[list[int], list[float]]:

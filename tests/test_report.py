@@ -143,6 +143,15 @@ def test_a_run_that_is_not_long_is_drawn_whole(tmp_path):
     assert "Points are left out" not in page
 
 
+def test_curves_that_are_the_same_are_drawn_once():
+    def curve(name: str, *y: float, dotted: bool = False) -> dict:
+        return {"name": name, "x": [0, 1], "y": list(y), "color": "", "dotted": dotted}
+
+    curves = [curve("a", 1, 2), curve("b", 1, 3), curve("c", 1, 2), curve("d", 1, 2, dotted=True)]
+    curves += [curve("e", 0, 0), curve("f", 0, 0)]
+    assert [one["name"] for one in report.joined(curves)] == ["a = c", "b", "d", "e", "f"]
+
+
 def test_what_shows_the_danger_of_sampling_ahead_has_a_panel(tmp_path):
     """Each metric of rlvr_async.py, and what rlvr_policy.py says of sampler and staleness."""
     names = [name for name in explained_metrics(3) if name.startswith(("async/", "time/"))]

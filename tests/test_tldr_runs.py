@@ -295,6 +295,7 @@ def test_sample_shows_what_the_evaluations_have(sft, policy, tiny_posts, monkeyp
         logprobs = [text_logprob(path, row["query"], ids, 0.7) for path in (folder, sft.model("sft"))]
         assert row["kl"] == pytest.approx(logprobs[0] - logprobs[1], abs=1e-3)
         assert row["policy log-prob"] == pytest.approx(logprobs[1] / len(ids), abs=1e-3)
+        assert row.pop("reference") == trained["reference"]
         assert set(row) == {"query", "kl"} | {
             f"{name}{what}" for name in ("base", "policy") for what in ("", " score", " gold", " log-prob")
         }
