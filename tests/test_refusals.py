@@ -358,7 +358,7 @@ def bad_scores(expression: str, *words: str) -> Row:
 FUNCTIONS = {
     "unknown module": bad_function("", "No module named 'yours'", name="yours:scores"),
     "no colon": bad_function("def scores(queries, responses): ...", "as in mine:name", name="mine.py"),
-    "relative module": bad_function("", "package.module:name", name=".mine:scores"),
+    "relative module": bad_function("", "as in mine:scores", name=".mine:scores"),
     "not in the module": bad_function("def score(queries, responses): ...", "scores"),
     "not a function": bad_function("scores = [1.0, 2.0]", "no function"),
     "a syntax error in the module": bad_function("def scores(queries, responses) return 1", "SyntaxError", "line 1"),

@@ -12,6 +12,7 @@ questions (forgetting.py), and answers.jsonl has answers before and after.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, A
     for name, column in CURVES.items():
         found |= {f"{name} before": table[column].iloc[0], f"{name} after": table[column].tail(LAST).mean()}
     solved = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
-    numbers = [rewards.last_number(rewards.NUMBER, row["response"]) is not None for row in solved]
+    numbers = [re.search(rewards.NUMBER, row["response"]) is not None for row in solved]
     lost = what_is_forgotten(run, meta["args"]["base_model"])
     found |= {"a number after": sum(numbers) / len(numbers)}
     found |= {f"own answers {when}": lost[when] for when in ("before", "after")}

@@ -93,8 +93,8 @@ def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
     module, _, path = name.partition(":")
     module = MOVED.get(module, module)
-    if not path or module.endswith(".py"):
-        module = ".".join(Path(module.removesuffix(".py")).parts)
+    if not path or module.endswith(".py") or module.startswith("."):
+        module = ".".join(Path(module.removesuffix(".py")).parts).lstrip(".")
         wanted = f"{module}:{path or 'name'}"
         raise InputError(f"{flag(field)} {name}: write a module and the name of a function in it, as in {wanted}")
     try:
