@@ -3,10 +3,10 @@
 Forms of a row, of which the first columns that are there count:
 
     question         a text, a number, or messages of a chat, the last of them the user's. Columns: the one that
-                     --task.question_column names, else prompt (TRL, verl) or problem
+                     --task.question_column names, else prompt (TRL 1.16, verl at b178a3c) or problem
     answer           a text, a number, a list of one of these, or messages, of which the last counts. Columns: the one
-                     that --task.answer_column names, else reward_model.ground_truth (verl), solution or completion
-                     (TRL). A name with dots is that of a column within another
+                     that --task.answer_column names, else reward_model.ground_truth (verl at b178a3c), solution or
+                     completion (TRL 1.16). A name with dots is that of a column within another
 
 reasoning_gym:<task>,<setting>=<number>,... makes problems: size of them to train on, 10,000 if it isn't given, by the
 given seed, and HELD_OUT others. A problem that is held out is not trained on.
