@@ -6,8 +6,8 @@
     python ppo_rlhf/judge.py --candidate runs/<run> --baseline runs/<sft run> --gold ppo_rlhf.worlds.posts:gold_scores
 
 The rows are JSON lines with "query" (a post that ends in `TL;DR:`), "response" and "reference", and where they are
-known "tokens" and "reference_tokens", the lengths of the two. A run leaves them in its folder as evaluation.jsonl. Those
-of any causal language model come from `sample.py --out`, with "policy" for "response".
+known "tokens" and "reference_tokens", the lengths of the two. A run leaves them in its folder as evaluation.jsonl.
+Those of any causal language model come from `sample.py --out`, with "policy" for "response".
 
 The language model sees each pair in both orders, because judges tend to prefer what they read first. The result of a
 row is the mean of the two verdicts: 1 if the candidate wins, 0.5 for a tie, 0 if it loses. A row that lacks a verdict
