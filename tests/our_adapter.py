@@ -67,7 +67,8 @@ def reward_to_go(rewards, mask, gamma):
     return rlvr_math.reinforce_pp(rewards, mask, torch.arange(len(mask)), gamma=gamma)[0]
 
 
-def group_advantages(scores, groups, name):
+def group_advantages(scores, groups=None, group_size=None, name="grpo"):
+    groups = torch.arange(len(scores)) // group_size if groups is None else groups
     mask = torch.ones(len(scores), 1, dtype=torch.bool)
     return rlvr_math.ESTIMATORS[name](scores.unsqueeze(1), mask, groups)[0].squeeze(1)
 

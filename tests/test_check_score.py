@@ -124,7 +124,7 @@ def test_an_adapter_may_change_what_it_likes_when_it_is_imported(tmp_path):
 
 
 # A function may do without these, or nothing that they change is compared.
-NEEDLESS = {("kl_estimate", "mask"), ("group_advantages", "group_size"), ("accumulate", "generation_tokens")}
+NEEDLESS = {("kl_estimate", "mask"), ("accumulate", "generation_tokens")}
 ARGUMENTS = [
     (name, key)
     for name in cases.NAMES

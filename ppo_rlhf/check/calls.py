@@ -189,6 +189,7 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
         names = [p.name for p in takes if p.kind is not p.VAR_POSITIONAL]
     strange = [p.name for p in takes or [] if p.name in names and p.name not in form and p.default is p.empty]
     positional = {p.name for p in takes or [] if p.kind is p.POSITIONAL_ONLY}
+    optional = {p.name for p in takes or [] if p.default is None}
 
     def given(x: Any) -> Any:
         if as_arrays:
@@ -202,6 +203,9 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
 
     def call(**arguments: Any) -> Any:
         arguments = defaults | arguments  # the function's own defaults may be others
+        by_size = "group_size" in names and ("groups" not in names or "groups" in optional)
+        if "groups" in arguments and arguments["groups"] is None and not by_size:
+            raise LeftOut("no group_size alone")
         if strange:
             raise Wrong(f"it takes {', '.join(strange)}; the arguments of {name} are {', '.join(form)}")
         for key in arguments.keys() - set(names):

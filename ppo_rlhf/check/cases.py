@@ -651,6 +651,7 @@ def other_properties() -> list[Case]:
     for name in ("grpo", "dr_grpo", "rloo"):
         for what, x, groups, size in (
             ("consecutive groups", scores, consecutive, 4),
+            ("groups by their size alone", scores, None, 4),
             ("groups of two", scores, pairs, 2),
             ("mixed groups", scores, mixed, None),
             ("groups of different sizes, one of one", scores, sizes, None),
