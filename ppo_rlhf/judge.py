@@ -135,6 +135,8 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "--endpoint.", endpoint, "retries", "max_tokens", "price_input", "price_output")
     cli.at_least(1, "--endpoint.", endpoint, "concurrency", "replies")
     cli.above_zero("--endpoint.", endpoint, "timeout")
+    if endpoint.temperature is not None:
+        cli.at_least(0, "--endpoint.", endpoint, "temperature")
     if endpoint.timeout > LONGEST_TIMEOUT:
         raise InputError(
             f"--endpoint.timeout is {endpoint.timeout:g}; it must be at most {LONGEST_TIMEOUT:g}, which is a day"

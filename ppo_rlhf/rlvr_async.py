@@ -62,7 +62,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from ppo_rlhf import rlvr_args, rlvr_data, rlvr_math, rlvr_policy
+from ppo_rlhf import rlvr_args, rlvr_checks, rlvr_data, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import checkpoints, cli, engine, errors, processes, run
 from ppo_rlhf.lib.errors import InputError
 
@@ -121,6 +121,7 @@ PRESETS = {name: preset(args) for name, args in rlvr_args.PRESETS.items()}
 def train(args: Args) -> Path:
     """As `train` of rlvr_policy.py, with samplers in processes of their own."""
     processes.make_accelerator()
+    rlvr_checks.check_arguments(args)  # before Ray starts
     check_arguments(args)
     with connected(args) as ray:
         return rlvr_policy.train(args, partial(SamplerAhead, ray=ray))

@@ -953,7 +953,7 @@ VALUES = {int: (0, -1, 2**63, 10**400), float: (0.0, -1.0, math.nan, math.inf, 1
 MAY_BE_0 = """
     seed max_memory log_interval save_interval trace_interval eval_interval eval_problems eval_samples lora.rank
     rewards.kl_coef rewards.kl_loss_coef rewards.missing_stop_penalty rewards.min_response_length
-    rewards.missing_eos_penalty rewards.overlong_buffer rewards.overlong_factor
+    rewards.missing_eos_penalty rewards.overlong_buffer rewards.overlong_factor endpoint.temperature
     ppo.beta2 ppo.critic_lam ppo.critic_warmup ppo.entropy_coef ppo.gamma ppo.lam ppo.lr_warmup ppo.nll_coef
     ppo.prompts_per_round ppo.weight_decay
     ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size
@@ -963,7 +963,7 @@ MAY_BE_0 = """
     local_micro_batch_size local_micro_batch_tokens rewards.normalize_samples ppo.vf_coef task.truncate_after
     eval_posts weight_decay
 """
-MAY_BE_BELOW_0 = "task.penalty_reward_value rewards.verifier_weight rewards.format_weight endpoint.temperature"
+MAY_BE_BELOW_0 = "task.penalty_reward_value rewards.verifier_weight rewards.format_weight"
 ONLY_HERE = {name: {"local_rollout_batch_size", "normalize_samples"} for name in ("train_reward", "train_both")}
 ONLY_HERE |= {name: {"num_train", "normalize_posts"} for name in ("tldr_sft", "tldr_reward", "tldr_all")}
 
