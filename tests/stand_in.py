@@ -117,10 +117,6 @@ def on_device(numbers: Any) -> bool:
     return isinstance(numbers, StandInTensor)
 
 
-def is_tensor(numbers: Any) -> bool:
-    return isinstance(numbers, Tensor)
-
-
 library_attention = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -166,7 +162,8 @@ def compute(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
     count(function, name, args, to_cpu=to_cpu)
     if to_cpu:
         return args[0] if name == "copy_" else result
-    if NAME in launch.WITHOUT_FLOAT64 and any(x.dtype == torch.float64 for x in tree_leaves(result) if is_tensor(x)):
+    made = [x.dtype for x in tree_leaves(result) if isinstance(x, Tensor)]
+    if NAME in launch.WITHOUT_FLOAT64 and torch.float64 in made:
         raise RuntimeError(f"{name} makes float64, which the device does not have")
     return tree_map_only(Tensor, lambda x: wrapped[id(x)] if id(x) in wrapped else StandInTensor(x), result)
 

@@ -175,6 +175,18 @@ def gym():
     problem_rows.generate.cache_clear()
 
 
+def test_a_generator_that_fails_on_a_response_gives_it_nothing():
+    """But one that fails on its own answer, too, has no problem that can be used."""
+
+    def score(answer: str) -> float:
+        return {"42": 1.0}[answer]
+
+    gold, unreadable = rewards.Gold("42"), rewards.Gold("43")
+    gold.score = unreadable.score = score
+    assert (rewards.reasoning_gym("42", gold), rewards.reasoning_gym("(", gold)) == (1.0, 0.0)
+    assert rewards.can_be_right("reasoning_gym", gold) and not rewards.can_be_right("reasoning_gym", unreadable)
+
+
 SPELL = "reasoning_gym:spell_backward,size=600,max_word_len=3,min_word_len=3"
 
 

@@ -449,7 +449,7 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
             below = trace[5].tokens[name][0, token] < middle
             assert background(page, token).startswith("rgba(213, 94, 0" if below else "rgba(0, 114, 178")
 
-    # Pointing at a token, or walking to it, shows its numbers beside the text. After that, those of the chosen one.
+    # The panel shows the token under the pointer or the keyboard's focus, and otherwise the chosen token.
     page.locator("#left-response .token").nth(2).hover()
     assert number_of(page, "advantages") == pytest.approx(trace[5].tokens["advantages"][0, 2].item(), abs=5e-4)
     assert "three5" in page.locator("#numbers").inner_text()

@@ -20,6 +20,7 @@ from ppo_rlhf.lib import hub, pretrained
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed_as
 
 TOKENS_AT_A_TIME = 2**13  # of a pass, with padding
+POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")  # the first position of a text is padding's id + 1
 Messages = list[dict[str, str]]
 
 
@@ -78,11 +79,7 @@ class Classifier:
         self.pad_id = getattr(text_config, "pad_token_id", None)
         places = getattr(text_config, "max_position_embeddings", None)
         self.longest = min(places or 2**31, self.tokenizer.model_max_length)
-        if text_config.model_type in (
-            "roberta",
-            "xlm-roberta",
-            "camembert",
-        ):  # their positions begin after the padding
+        if text_config.model_type in POSITIONS_AFTER_PADDING:
             self.longest = min(self.longest, places - (self.pad_id or 0) - 1)
 
     def find_label(self, label: str, argument: str) -> int:

@@ -62,11 +62,10 @@ def as_messages(value: Any, what: str) -> Messages | None:
     """The messages of a chat, or None if the value is another thing."""
     if not (isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value)):
         return None
-    messages = [
+    return [
         {name: as_text(one.get(name), f"{what}, a message's {name},") for name in ("role", "content")}
         for one in value
     ]
-    return messages
 
 
 def question_of(row: Mapping[str, Any], column: str, what: str) -> str | Messages:

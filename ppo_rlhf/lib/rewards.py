@@ -38,7 +38,7 @@ DASHES = "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d"  # that people and m
 NUMBER = rf"[-+{DASHES}]?\$?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|(?<![\w.)\]}}])\.[0-9]+)"
 # What makes another thing of a number before it: 3/4, 12:30, 2024-05-01, 10-15, 72e3, 1.234.567, 1 234.
 GOES_ON = rf"(?![0-9]| ?[/:^] ?[0-9]|[-{DASHES}.][0-9]|[eE][-+]?[0-9]|[ \u00a0\u202f][0-9])"
-AFTER = re.compile(r"[0-9](?: ?[/:^] ?|[eE][-+]?)?\Z")  # of a number that goes on with this one
+BEFORE = re.compile(r"[0-9](?: ?[/:^] ?|[eE][-+]?)?\Z")  # a number may end a longer one, as the 4 does in 3/4
 IN_GROUPS = r"[0-9]+|[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}"  # the whole part: 1234567, 1,234,567, 12,34,567
 
 
@@ -54,7 +54,7 @@ def last_number(pattern: str, text: str) -> str | None:
     found = [*re.finditer(pattern, text)]
     if not found or not re.compile(GOES_ON).match(text, found[-1].end(1)):
         return None
-    if AFTER.search(text[max(0, found[-1].start(1) - 9) : found[-1].start(1)]):
+    if BEFORE.search(text[max(0, found[-1].start(1) - 9) : found[-1].start(1)]):
         return None
     return plain_number(found[-1][1])
 
@@ -349,13 +349,15 @@ class Gold(str):
 def reasoning_gym(response: str, answer: str) -> float:
     """The score that the problem's own generator gives the answer of a response, 0 to 1; of other problems, as exact.
 
-    answer: a Gold. Less than 1 is a share for what is nearly correct, or only has the form.
+    answer: a Gold. Less than 1 is a share for what is nearly correct, or only has the form. A response that the
+    generator cannot read gets 0. A generator that cannot even read its own answer has no problem that can be used.
     """
     if not isinstance(answer, Gold):
         return exact(response, answer)
     try:
         return float(answer.score(answer_text(response)))
-    except Exception:  # some scorers fail on what is no answer of theirs at all
+    except Exception:
+        # A model's text may make a foreign parser fail in any way. One that always fails is found by can_be_right.
         return 0.0
 
 
