@@ -489,6 +489,7 @@ def test_a_slider_changes_the_numbers_beside_the_recorded_ones(trained, opened):
     report.report(report.Args(run=str(folder)))
     page = opened(folder / "report.html")
     page.locator("#what-if > summary").click()
+    page.locator("#what-lam").wait_for()  # a browser draws what is folded away a moment after the click
     assert "no number of this episode differs" in page.locator("#summary").inner_text()
     assert page.locator("#compared tr").count() == 0
     page.locator("#what-lam").press("Home")  # to 0
