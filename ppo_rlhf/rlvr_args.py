@@ -1,6 +1,6 @@
 """Arguments of chapter 3: what they mean, presets, and how a batch is divided. rlvr_checks.py refuses bad values.
 
-Marks like [V99] name an implementation detail; see docs/details. verl is verl-project/verl at commit b178a3c.
+Marks like [V99] name an implementation detail; see docs/reference. verl is verl-project/verl at commit b178a3c.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ SUMS = Args(
     ),
 )
 SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
-# [V99] Arguments of verl's logged run, of its recipes and of TRL 1.16; docs/details says what differs.
+# [V99] Arguments of verl's logged run, of its recipes and of TRL 1.16; docs/reference says what differs.
 PRESETS = {
     "gsm8k": Args(dtype="bfloat16", ppo=PpoArgs(entropy_coef=0.001)),
     "gsm8k-grpo": Args(

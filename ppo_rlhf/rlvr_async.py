@@ -32,7 +32,7 @@ for bit.
 The loop is `train` of rlvr_policy.py; `SamplerAhead` below is its step 2.
 
 Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-next to marks are the original's. See docs/details.
+next to marks are the original's. See docs/reference.
 
     pip install -e '.[async]'
     python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64

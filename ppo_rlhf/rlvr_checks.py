@@ -1,7 +1,7 @@
 """Checks of the arguments of chapter 3: refused values, and values that are probably a mistake.
 
 Marks like [V56] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-next to marks are the original's. See docs/details.
+next to marks are the original's. See docs/reference.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """What the steps of chapter 3 hand to each other: samples, batches, how samples fill a batch, the state of a run.
 
-Marks like [V78] name an implementation detail; see docs/details.
+Marks like [V78] name an implementation detail; see docs/reference.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Tensors are (batch, response_length) unless a docstring says otherwise. A mask i
 its stop id included. Other entries, even NaN, reach no result and no gradient; results are 0 there.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-next to marks are the original's. See docs/details.
+next to marks are the original's. See docs/reference.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 None of this changes what is learned.
 
 Marks like [V55] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-next to marks are the original's. See docs/details.
+next to marks are the original's. See docs/reference.
 """
 
 from __future__ import annotations

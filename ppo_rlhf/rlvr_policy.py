@@ -20,7 +20,7 @@ come after `train()` in its order, then traces, loading and saving. rlvr_async.p
 another step 2. small/grpo.py is one setting of this script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-next to marks are the original's. See docs/details.
+next to marks are the original's. See docs/reference.
 
     python ppo_rlhf/rlvr_policy.py --preset sums                # no network: a world of word problems, in minutes
     python ppo_rlhf/rlvr_policy.py --preset gsm8k-grpo --ppo.advantage rloo

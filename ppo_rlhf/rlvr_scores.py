@@ -1,7 +1,7 @@
 """Step 4 of chapter 3: what scores responses, the weighted sum of what it says, and punishments.
 
 Marks like [V22] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-beside marks are the original's. See docs/details.
+beside marks are the original's. See docs/reference.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ differs from one that was not interrupted. Evaluations call it, too.
     python ppo_rlhf/rlvr_tools.py --preset sums-tools --tools.tool my_tools:calculate
     python ppo_rlhf/rlvr_tools.py --resume runs/<run>           # resume after an interruption
 
-Marks like [V101] name an implementation detail; see docs/details.
+Marks like [V101] name an implementation detail; see docs/reference.
 """
 
 from __future__ import annotations

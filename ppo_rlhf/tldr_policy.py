@@ -22,7 +22,7 @@ algorithm after it in its order, and metrics, loading and saving last.
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
 ee77a9a, which reproduced OpenAI's; files and lines next to marks are the original's. Marks like [D54] are details of
 chapter 1, too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577.
-Where we differ on purpose, there is a mark like [X20]; see docs/details.
+Where we differ on purpose, there is a mark like [X20]; see docs/reference.
 
     python ppo_rlhf/tldr_all.py --preset posts                  # no network: all three stages, in minutes
     python ppo_rlhf/tldr_policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward

@@ -9,7 +9,7 @@ model of `tldr_sft.py` with a scalar head in place of the output layer, read at 
 
 Next: `tldr_policy.py`. Marks like [T25] name an implementation detail. The original is
 vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files and lines next to marks
-are the original's. [X20] and the like are places where we differ on purpose; see docs/details.
+are the original's. [X20] and the like are places where we differ on purpose; see docs/reference.
 
     python ppo_rlhf/tldr_reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
     python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8

@@ -9,7 +9,7 @@ and that a summary ends with the end-of-text token:
 
 Next: `tldr_reward.py` and `tldr_policy.py`; `tldr_all.py` runs all three. Marks like [T21] name an implementation
 detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files
-and lines next to marks are the original's. Marks like [X20] are places where we differ on purpose; see docs/details.
+and lines next to marks are the original's. Marks like [X20] are places where we differ on purpose: docs/reference.
 
     python ppo_rlhf/tldr_sft.py --preset posts                            # no network, two minutes
     python ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU

@@ -18,7 +18,7 @@ whitens its own rewards and advantages. Four modules of ours are imported, and y
 folder and logs), cli (command line, checks, memory), worlds (small worlds by name), sources (where texts come from).
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
-and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose; see docs/details.
+and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose: docs/reference.
 
     python ppo_rlhf/train_both.py --preset tales                    # no network: reward model, then this, in minutes
     python ppo_rlhf/train_policy.py                         # GPT-2, one GPU, the newest reward model in models/

@@ -11,7 +11,7 @@ Four modules of ours are imported, and you can skip them: run (the run's folder 
 memory), worlds (small worlds by name), sources (where texts and labels come from).
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/details.
+file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/reference.
 
     python ppo_rlhf/train_reward.py --preset tales                                   # no network, a minute or two
     python ppo_rlhf/train_reward.py                                                  # sentiment, GPT-2, one GPU

@@ -1,8 +1,8 @@
-"""The register docs/details: for every detail, why it exists, where our code has it and which tests prove it.
+"""The register docs/reference: for every detail, why it exists, where our code has it and which tests prove it.
 
     python tests/register.py
 
-updates docs/details/*.md: the line numbers of our code from the marks in ppo_rlhf/**/*.py, those of the tests from
+updates docs/reference/*.md: the line numbers of our code from the marks in ppo_rlhf/**/*.py, those of the tests from
 the test files, and the effects of ablations from their tables, whose new rows it adds. In README.md it updates how
 many lines a script has, to the nearest fifty. It prints what it changed and what only a person can fix, and exits
 with 1 if there is any of the latter.
@@ -26,7 +26,7 @@ may lack its first folders.
 The two-line form names repository and commit itself. It belongs to the marks on its line and on the lines above, back
 to the previous such reference.
 
-docs/details/README.md describes the entries. Their measured numbers are compared with the pages of results.
+docs/reference/README.md describes the entries. Their measured numbers are compared with the pages of results.
 """
 
 import ast
@@ -44,7 +44,7 @@ from posixpath import normpath
 
 ROOT = Path(__file__).parent.parent
 README = "README.md"
-PAGES = "docs/details/"
+PAGES = "docs/reference/"
 GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
@@ -115,7 +115,8 @@ def ours(files: Files) -> list[str]:
 
 
 def pages(files: Files) -> list[str]:
-    return [path for path in files if path.startswith(PAGES)]
+    names = ("README", "chapter1", "chapter2", "chapter3")
+    return [path for path in (f"{PAGES}{name}.md" for name in names) if path in files]
 
 
 @cache
@@ -281,7 +282,7 @@ def quotes(files: Files) -> dict[str, dict[str, str]]:
                 continue
             against = f", compared with {row['compared with']}" if "compared with" in row else ""
             shown = [f"{name} {text.strip('*')}" for i, (name, text) in enumerate(effects) if i < 2 or text[0] == "*"]
-            start = f"[{row['ablation']}](../atlas.md#{world}-{row['ablation'].strip('`')})"
+            start = f"[{row['ablation']}](atlas.md#{world}-{row['ablation'].strip('`')})"
             seeds = " seeds, ".join(row["seeds"].split(", ")) if ", " in row["seeds"] else f"{row['seeds']} seeds"
             found.setdefault(detail[1], {})[start] = f" ({seeds}{against}): {', '.join(shown)}"
     return found
@@ -373,7 +374,7 @@ def measurement_problems(files: Files) -> Iterator[str]:
     for row in entries.values():
         measured = row.fields.get("measured", "")
         targets = [normpath(PAGES + target) for _, target in LINK.findall(measured)]
-        if measured and not any(target.startswith((*RESULTS, "docs/atlas.md")) for target in targets):
+        if measured and not any(target.startswith((*RESULTS, "docs/reference/atlas.md")) for target in targets):
             yield f"{row.id} is measured, but links to no result"
         figures += [(row.id, figure) for figure in re.findall(f"{INTERVAL}|{SHARE}", measured)]
         figures += [

@@ -122,11 +122,11 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def explained_metrics(chapter: int) -> set[str]:
-    """Metrics that docs/metrics.md explains: a row names one in full, or after another of its kind by its last part.
+    """Metrics that docs/reference/metrics.md explains: a row names one in full, or, after its kind, the last part.
 
     What stands between < and > is any text.
     """
-    page = (Path(__file__).parent.parent / "docs/metrics.md").read_text()
+    page = (Path(__file__).parent.parent / "docs/reference/metrics.md").read_text()
     named, part = set(), page.partition(f"## Chapter {chapter}\n")[2].partition("\n## ")[0]
     for row in re.findall(r"^\| (`[^|]+`[^|]*) \|", part, re.MULTILINE):
         folder = ""

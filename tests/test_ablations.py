@@ -242,7 +242,7 @@ def test_lines_of_chapter_2(name, tiny_posts, tmp_path):
 def test_details_exist():
     for kind, name in EVERY:
         world = ablations.WORLDS[kind]
-        page = (ablations.ROOT / f"docs/details/chapter{world.chapter}.md").read_text()
+        page = (ablations.ROOT / f"docs/reference/chapter{world.chapter}.md").read_text()
         assert name == "baseline" or f'id="{world.ablations[name].detail}"' in page, name
 
 
@@ -328,7 +328,7 @@ def test_report(tmp_path):
     count = sum(len(world.ablations) - 1 for world in ablations.WORLDS.values())
     assert "what was here" not in page and f"\n1 of {count} changes have been run, 1 of them with two" in page
     (row,) = [line for line in page.splitlines() if 'id="tales-one-epoch"' in line]
-    assert "| **+0.50 ± 0.00** |" in row and "[D62](details/chapter1.md#D62)" in row
+    assert "| **+0.50 ± 0.00** |" in row and "[D62](chapter1.md#D62)" in row
     assert "not yet run" in next(line for line in page.splitlines() if 'id="sums-group-2"' in line)
     # The rows of the CSV stay when the runs are gone, and a newer run takes the place of its row.
     before = (tmp_path / "out/ablations.csv").read_text()
@@ -379,7 +379,7 @@ def test_bad_input(words, message, tmp_path):
 # ------------------------------------------------------------------------------------------------ the committed pages
 
 RESULTS = ablations.ROOT / "benchmark/results/ablations"
-ATLAS = (ablations.ROOT / "docs/atlas.md").read_text()
+ATLAS = (ablations.ROOT / "docs/reference/atlas.md").read_text()
 
 
 def test_tables_and_atlas_follow_from_the_committed_effects(tmp_path):
@@ -450,9 +450,9 @@ def test_rewards_of_the_baselines():
 
 def test_the_ten_are_those_of_the_register():
     part = ATLAS.partition("## The ten that matter")[2].partition("\n## ")[0]
-    register = (ablations.ROOT / "docs/details/README.md").read_text().partition("## The ten that decide")[2]
+    register = (ablations.ROOT / "docs/reference/README.md").read_text().partition("## The ten that decide")[2]
     ten = re.findall(r"^\d+\. \[(\w+)\]", register.partition("\n## ")[0], re.MULTILINE)
-    assert sorted(re.findall(r"\(\[(\w+)\]\(details/", part)) == sorted(ten)
+    assert sorted(re.findall(r"\(\[(\w+)\]\(chapter", part)) == sorted(ten)
 
 
 # ------------------------------------------------------------------------------------------------ over-optimisation

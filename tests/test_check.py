@@ -124,9 +124,9 @@ def test_a_fault_s_page_is_in_the_checkout_or_on_the_web(tmp_path, monkeypatch):
 
 def test_marks_have_entries_and_parts_of_the_text_are_found():
     """The register has each mark, and each text that an edit replaces is in its function exactly once."""
-    pages = {path.name: path.read_text() for path in (ROOT / "docs/details").glob("chapter*.md")}
+    pages = {path.name: path.read_text() for path in (ROOT / "docs/reference").glob("chapter*.md")}
     for fault in faults.BOOK:
-        page, _, mark = fault.page.removeprefix("docs/details/").partition("#")
+        page, _, mark = fault.page.removeprefix("docs/reference/").partition("#")
         assert f'<a id="{mark}"></a>' in pages[page] and fault.says.endswith("."), fault
         for place, edits in fault.edits.items():
             assert faults.edited(place, edits) != faults.text_of(place), fault

@@ -184,7 +184,7 @@ def test_engines():
 
 
 def test_sampling_with_a_repetition_penalty():
-    assert "only one token in seven has a ratio of 1" in (ROOT / "docs/details/chapter3.md").read_text()
+    assert "only one token in seven has a ratio of 1" in (ROOT / "docs/reference/chapter3.md").read_text()
     check("May I sample", "penalty of 1.1 in Qwen2.5's generation config, only one token in seven has a ratio of 1")
 
 

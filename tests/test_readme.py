@@ -607,10 +607,16 @@ def test_links_lead_somewhere(page):
 
 def test_broken_links_are_found():
     page = ROOT / "docs/results.md"
-    good = ["results.md", "../README.md#where-to-begin", "details/chapter1.md#D54", "#ten-seeds", "https://x.org/y#z"]
-    good += ["../benchmark/results", "../tests/register.py#L3", "details/README.md"]
-    bad = ["result.md", "LICENSE", "../README.md#where-to-write", "details/chapter1.md#D89", "#eleven-seeds"]
-    bad += ["../tests/register.py#L99999", "details/chapter1.md#d54", "/etc/hostname", "../../.."]
+    good = [
+        "results.md",
+        "../README.md#where-to-begin",
+        "reference/chapter1.md#D54",
+        "#ten-seeds",
+        "https://x.org/y#z",
+    ]
+    good += ["../benchmark/results", "../tests/register.py#L3", "reference/README.md"]
+    bad = ["result.md", "LICENSE", "../README.md#where-to-write", "reference/chapter1.md#D89", "#eleven-seeds"]
+    bad += ["../tests/register.py#L99999", "reference/chapter1.md#d54", "/etc/hostname", "../../.."]
     links = " ".join(f"[x]({link})" for link in good + bad)
     assert broken_links(page, f"## Ten seeds\n{links}\n```\n[x](y)\n```\n") == bad
     assert anchors("# A\n## A b, c\n## A\n```\n# d\n```\n") == {"a", "a-1", "a-b-c"}
@@ -629,7 +635,7 @@ def numbers_without_a_source(page: Path, text: str) -> list[str]:
     missing = []
     for entry in text.split("\n- ")[1:]:
         entry = " ".join(entry.split())
-        links = re.findall(r"\]\(([\w.]*)#([\w-]+)\)", entry)
+        links = re.findall(r"\]\(([\w.]*|reference/atlas\.md)#([\w-]+)\)", entry)
         sources = " ".join(section(page.parent / path if path else page, anchor) for path, anchor in links)
         plain = re.sub(r"\]\([^)]*\)|`[^`]*`|[λγ] = [\d.]*\d", "", entry)
         for number in re.findall(r"(?<![\w.])\d+(?:[.,]\d+)*(?!\w)", plain):

@@ -1,4 +1,4 @@
-"""docs/details agrees with the marks in the code, the tests, the golden files and the results."""
+"""docs/reference agrees with the marks in the code, the tests, the golden files and the results."""
 
 import re
 
@@ -11,7 +11,7 @@ from register import ABLATIONS, README, TO_ROOT, Files, pages, problems, read_fi
 
 FILES = read_files()
 PROBLEMS = {*problems(FILES)}
-CHAPTER1 = "docs/details/chapter1.md"
+CHAPTER1 = "docs/reference/chapter1.md"
 
 
 def test_nothing_differs():
@@ -24,7 +24,7 @@ def test_line_numbers_are_current():
 
 @pytest.mark.parametrize(("chapter", "page"), [(1, test_golden), (2, test_golden_tldr), (3, test_golden_verl)])
 def test_the_mistakes_are_those_of_the_negative_controls(chapter, page):
-    text = FILES[f"docs/details/chapter{chapter}.md"]
+    text = FILES[f"docs/reference/chapter{chapter}.md"]
     table = re.findall(r"^\| (\w+: [^|]+) \| [^|]+ \| (`check_[^|]+`) \|$", text, re.MULTILINE)
     assert len(table) == len(dict(table))
     assert {mistake: set(re.findall(r"`(\w+)`", checks)) for mistake, checks in table} == {
@@ -169,7 +169,7 @@ def test_a_reference_may_lack_the_first_folders(reference, same):
 
 # ---- Negative controls: each damage to a copy is named ---------------------------------------------------------
 
-CODE, GOLDEN, DETAILS = "ppo_rlhf/train_policy.py", "tests/test_golden.py", "docs/details/README.md"
+CODE, GOLDEN, DETAILS = "ppo_rlhf/train_policy.py", "tests/test_golden.py", "docs/reference/README.md"
 TALES = f"{ABLATIONS}ablations.md"
 
 
@@ -218,7 +218,7 @@ DAMAGE = {
     ),
     "one of the ten without a star": ("D51", "★ ", "", "D51 has a star or is one of the ten"),
     "a star too many": ("D54", "**D54** ", "**D54** ★ ", "D54 has a star or is one of the ten"),
-    "nine of the ten": (DETAILS, "4. [D51]", "4. D51", "docs/details/README.md lists 9 entries"),
+    "nine of the ten": (DETAILS, "4. [D51]", "4. D51", "docs/reference/README.md lists 9 entries"),
     "another id in bold": ("D54", "**D54**", "**D55**", "D54 does not have its fields"),
     "a mark that has moved": (CODE, '"""PPO', '"""\nPPO', "D54 is marked at [train_policy.py#L"),
     "a wrong line": ("D54", "/ppo_rlhf/train_policy.py#L", "/ppo_rlhf/train_policy.py#L1", "D54 is marked at"),
@@ -313,7 +313,7 @@ def test_shifted_lines_are_updated():
     """Each line of our code and of the tests changes, and none of the original."""
     ours = re.compile(rf"(\({re.escape(TO_ROOT)}(?:ppo_rlhf|tests)/[\w/]+\.py#L)(\d+)")
     shifted = with_pages(lambda text: ours.sub(lambda link: f"{link[1]}{int(link[2]) + 7}", text))
-    for page, least in ((CHAPTER1, 200), ("docs/details/chapter2.md", 150)):
+    for page, least in ((CHAPTER1, 200), ("docs/reference/chapter2.md", 150)):
         assert len(ours.findall(shifted[page])) > least and shifted[page] != FILES[page]
     assert updated(shifted) == FILES
 
@@ -344,7 +344,7 @@ def test_effects_of_ablations_are_updated():
     cells = "| `x-1.5` | y | 4, 1 failed | `x` | +1.25 ± 2.50 | **-3.00 ± 1.00** | **+0.75 ± 0.25** |"
     table = f"{head}\n| [D65](z) {cells}\n| [D51](z) {cells}\n| | `x` | | 5 | | 3 | 4 | 5 |"
     new = updated(damaged(TALES, "+58.60 ± 35.18", "+5.86 ± 3.52") | {f"{ABLATIONS}posts-settings.md": table})
-    quote = "[`x-1.5`](../atlas.md#posts-x-1.5) (4 seeds, 1 failed, compared with `x`): gold score +1.25"
+    quote = "[`x-1.5`](atlas.md#posts-x-1.5) (4 seeds, 1 failed, compared with `x`): gold score +1.25"
     quote += " ± 2.50, KL -3.00 ± 1.00, length +0.75 ± 0.25."
     rows = {row.id: row for row in register.rows(new)}
     assert rows["D65"].complete and rows["D65"].fields["measured"] == f"On posts, {quote}"

@@ -13,7 +13,7 @@ class Ablation:
     """One change: arguments, or lines of the training scripts."""
 
     detail: str
-    """id in docs/details"""
+    """id in docs/reference"""
     what: str
     """what is different, in words"""
     policy: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
     python benchmark/experiments/ablations.py run --workers 2     # all three worlds; repeat it to resume
     python benchmark/experiments/ablations.py run --world sums --only group-2 critic-lambda-0 --seeds 3    # a part
-    python benchmark/experiments/ablations.py report     # tables, docs/atlas.md and pictures of what has finished
+    python benchmark/experiments/ablations.py report     # tables and pictures of what has finished
     python benchmark/experiments/ablations.py list       # what there is, what has run, how long the rest takes
     # one ablation in a training script, here chapter 1's on GPT-2
     python benchmark/experiments/ablations.py with torch-adam ppo_rlhf/train_both.py --preset sentiment
@@ -249,7 +249,7 @@ class Args:
     """where runs are kept"""
     output: Path = ROOT / "benchmark" / "results" / "ablations"
     """folder that gets a CSV and a table for each world"""
-    atlas: Path = ROOT / "docs" / "atlas.md"
+    atlas: Path = ROOT / "docs/reference/atlas.md"
     """page whose generated tables are replaced; it must exist"""
     pictures: Path = ROOT / "static"
     """folder that gets ablations.png and atlas.png"""
@@ -409,7 +409,7 @@ def row_of(world: World, name: str, effects: dict[str, Any] | None, failed: int)
     """An ablation's row of the table. effects: its row of `differences`; None if no seed is finished."""
     ablation = world.ablations[name]
     cells = {
-        "detail": f"[{ablation.detail}](../../../docs/details/chapter{world.chapter}.md#{ablation.detail})",
+        "detail": f"[{ablation.detail}](../../../docs/reference/chapter{world.chapter}.md#{ablation.detail})",
         "ablation": f"`{name}`",
         "what is different": ablation.what,
         "seeds": f"{effects['seeds'] if effects else 0}{f', {failed} failed' if failed else ''}",
@@ -514,7 +514,7 @@ def atlas_rows(kind: str, table: pd.DataFrame | None, every: pd.DataFrame) -> li
             continue
         row, own = finished.get(name), f'<a id="{kind}-{name}"></a>`{name}`: {ablation.what}'
         cells = {
-            "detail": f"[{ablation.detail}](details/chapter{world.chapter}.md#{ablation.detail})",
+            "detail": f"[{ablation.detail}](chapter{world.chapter}.md#{ablation.detail})",
             "change": own if ablation.against == "baseline" else f"{own}, compared with `{ablation.against}`",
             "why": ablation.why or world.ablations[ablation.against].why,
         }

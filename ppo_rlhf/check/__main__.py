@@ -284,9 +284,9 @@ def explained(fault: faults.Fault) -> str:
 
 def place_of(fault: faults.Fault) -> str:
     """Where the register explains it: in the checkout, or on the web, because a wheel has no pages."""
-    if Path("docs/details").is_dir():
+    if Path("docs/reference").is_dir():
         return fault.page
-    if (PACKAGE.parent / "docs/details").is_dir():
+    if (PACKAGE.parent / "docs/reference").is_dir():
         return str(PACKAGE.parent / fault.page)
     return f"{home()}/{fault.page}" if home() else f"{fault.page} of the repository"
 

@@ -1,7 +1,7 @@
 """The book of mistakes: faults.toml, and the one way in which its edits are applied.
 
-An entry is named after the function that it breaks. It says what is wrong, with its mark in docs/details. `source` is
-a published report, or the project and release in which the mistake was read. With `choice = true` it isn't a mistake
+An entry is named after the function that it breaks. It says what is wrong, with its mark in docs/reference. `source`
+is a published report, or the project and release in which the mistake was read. With `choice = true` it isn't a mistake
 but another project's convention, with other numbers.
 
 `edit` is a list: a part of that function of forms.py, what the wrong one has in its place, and so on for more parts.
@@ -47,7 +47,7 @@ class Fault:
     def page(self) -> str:
         """Where the register explains the mark."""
         letter = ("D" if int(self.mark[1:]) < 20 else "T") if self.mark[0] == "X" else self.mark[0]
-        return f"docs/details/chapter{'DTV'.index(letter) + 1}.md#{self.mark}"
+        return f"docs/reference/chapter{'DTV'.index(letter) + 1}.md#{self.mark}"
 
     @cached_property
     def text(self) -> str:

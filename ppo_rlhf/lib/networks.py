@@ -1,7 +1,7 @@
 """The other parts that PPO needs in chapters 2 and 3: a critic, a reference, a reward model, a KL controller.
 
 Marks like [D69] name an implementation detail. OAI is openai/lm-human-preferences at commit cbfd210; verl is
-verl-project/verl at commit b178a3c. See docs/details.
+verl-project/verl at commit b178a3c. See docs/reference.
 """
 
 import contextlib
