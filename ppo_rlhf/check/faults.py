@@ -1,7 +1,7 @@
 """The book of mistakes: faults.toml, and the one way in which its edits are applied.
 
 An entry is named after the function that it breaks. It says what is wrong, with its mark in docs/reference. `source`
-is a published report, or the project and release in which the mistake was read. With `choice = true` it isn't a mistake
+is a published report, or project and release in which the mistake was read. With `choice = true` it isn't a mistake
 but another project's convention, with other numbers.
 
 `edit` is a list: a part of that function of forms.py, what the wrong one has in its place, and so on for more parts.
