@@ -303,16 +303,23 @@ PRESETS = {
     ),
     "sums": SUMS,
     "sums-grpo": dataclasses.replace(SUMS, ppo=SUMS_GRPO),
-    # A real language model, on two CPU cores in minutes. Without a KL penalty it forgets how to answer anything else.
+    # A real language model, on two CPU cores in minutes. Without a KL penalty it forgets how to answer anything else,
+    # and if only the number counted, it would talk on behind it.
     "arithmetic": Args(
         base_model="smollm2-135m",
         save_interval=0,
         eval_samples=4,
         eval_temperature=0.7,
         task=problems.TASKS["arithmetic"],
-        rewards=RewardsArgs(verifier="gsm8k_flexible", kl_coef=0.0, kl_loss_coef=0.001),
+        rewards=RewardsArgs(
+            verifier="gsm8k_flexible",
+            missing_stop="replace",
+            missing_stop_penalty=0.0,
+            kl_coef=0.0,
+            kl_loss_coef=0.001,
+        ),
         ppo=PpoArgs(
-            total_episodes=40 * 64,
+            total_episodes=30 * 64,
             batch_size=64,
             samples_per_prompt=8,
             nminibatches=1,

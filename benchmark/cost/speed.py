@@ -7,14 +7,15 @@
     python benchmark/cost/speed.py --query_length 64 --shortest_query 24 --peer trl
     python benchmark/cost/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 \\
         --batch_size 256 --minibatches 2 --epochs 1 --peer trl --share_prefixes False True
+    python benchmark/cost/speed.py --base_model smollm2-135m --batch_size 32 --query_length 8 --peer trl
     python benchmark/cost/speed.py --processes 1 2
     python benchmark/cost/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 \\
         --dtype bfloat16 --compile --output speed.json
 
 Everyone trains the same model on the same queries for the same number of episodes, minibatches and epochs, in
-processes of their own, by turns: ours, the peers, ours, the peers. Its weights are random, but for that of sums. The
-first update of a run warms up and does not count. Each figure is the median of all runs, with its range. What remains
-different is said below the table.
+processes of their own, by turns: ours, the peers, ours, the peers. Its weights are random, but for those of sums and
+of smollm2-135m, the real model. The first update of a run warms up and does not count. Each figure is the median of
+all runs, with its range. What remains different is said below the table.
 
 A ratio compares runs of the same turn. Model FLOP utilisation is the share of the device's rate of matrix products
 that the products of the model itself make up. The product of (n, k) and (k, m) has 2 n k m FLOPs; so a forward pass
@@ -53,12 +54,15 @@ import torch
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.pytorch_utils import Conv1D
@@ -69,7 +73,7 @@ from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.lm import RewardModel
 from ppo_rlhf.lib.models import save_reward_model
 from ppo_rlhf.lib.run import commit, cpu_name
-from ppo_rlhf.worlds import sums
+from ppo_rlhf.worlds import smollm, sums
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
@@ -110,7 +114,9 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "pythia-160m": lambda: GPTNeoXConfig(
         **PYTHIA, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
     ),
+    "smollm2-135m": lambda: AutoConfig.from_pretrained(smollm.find_model()),
 }
+REAL = "smollm2-135m"  # its weights are not random
 REMARKS = {
     1: {
         "trl": "TRL runs in float32; it also trains a value network of the same size as the policy, which "
@@ -129,8 +135,9 @@ REMARKS = {
 class Args:
     chapter: Literal[1, 3] = 1
     """1: train_policy.py; 3: rlvr_policy.py with GRPO"""
-    base_model: Literal["tales", "gpt2", "pythia-160m", "sums", "qwen2.5-0.5b"] = "tales"
-    """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world"""
+    base_model: Literal["tales", "gpt2", "pythia-160m", "sums", "qwen2.5-0.5b", "smollm2-135m"] = "tales"
+    """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world;
+    smollm2-135m: the real model"""
     query_length: int = 24
     """tokens of a query, or of the longest; sums: that a problem may have"""
     shortest_query: int = 0
@@ -219,8 +226,11 @@ def make_inputs(args: Args) -> dict[str, str]:
     return make_problems(args)
 
 
-def random_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A model of this shape with random weights, and a tokenizer whose tokens are words."""
+def the_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model of this shape with random weights, and a tokenizer whose tokens are words; or the real model."""
+    if base_model == REAL:
+        folder = smollm.find_model()
+        return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     config = SHAPES[base_model]()
     return AutoModelForCausalLM.from_config(config), word_tokenizer(config.vocab_size)
@@ -234,14 +244,16 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
-def random_texts(args: Args, shortest: int, longest: int) -> list[str]:
-    """Texts of so many random words."""
+def random_texts(args: Args, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int) -> list[str]:
+    """Texts of so many random words, each of them one token."""
+    space = "Ġ" if args.base_model == REAL else ""  # a real tokenizer has words with a space in front
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    words = [token.removeprefix(space) for token in tokens if token.startswith(space)]
+    words = [word for word in words if word.isascii() and word.isalnum()]
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, SHAPES[args.base_model]().vocab_size, (4096, longest), generator=generator)
-    lengths = spread_lengths(shortest, longest, mean_query(args), 4096)
-    return [
-        " ".join(f"w{i}" for i in row[:length]) for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)
-    ]
+    rows = torch.randint(len(words), (4096, longest), generator=generator).tolist()
+    lengths = spread_lengths(shortest, longest, mean_query(args), 4096).tolist()
+    return [" ".join(words[i] for i in row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
@@ -253,7 +265,7 @@ def make_queries(args: Args) -> dict[str, str]:
     folder = args.folder / args.base_model
     paths = {name: str(folder / name) for name in ("model", "reward")}
     if not (folder / "reward" / "config.json").exists():
-        model, tokenizer = random_model(args.base_model)
+        model, tokenizer = the_model(args.base_model)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         info = {"kind": "reward model", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
@@ -261,7 +273,8 @@ def make_queries(args: Args) -> dict[str, str]:
     texts = folder / f"texts-{args.shortest_query}-{args.query_length}.jsonl"
     if not texts.exists():
         longest = args.query_length if args.shortest_query else 256
-        write_jsonl(texts, random_texts(args, args.shortest_query or longest, longest))
+        tokenizer = AutoTokenizer.from_pretrained(paths["model"])
+        write_jsonl(texts, random_texts(args, tokenizer, args.shortest_query or longest, longest))
     return paths | {"texts": str(texts)}
 
 
@@ -269,12 +282,12 @@ def make_problems(args: Args) -> dict[str, str]:
     """Chapter 3: a model with random weights that ends its responses now and then, and problems of random words."""
     folder = args.folder / args.base_model / f"{args.shortest_query}-{args.query_length}-{args.mean_response:g}"
     if not (folder / "problems_train.jsonl").exists():
-        model, tokenizer = random_model(args.base_model)
-        if args.mean_response:
+        model, tokenizer = the_model(args.base_model)
+        if args.mean_response and args.base_model != REAL:
             end_after(model, args.mean_response)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        texts = random_texts(args, args.shortest_query or args.query_length, args.query_length)
+        texts = random_texts(args, tokenizer, args.shortest_query or args.query_length, args.query_length)
         rows = [{"question": text, "answer": "#### 1"} for text in texts]
         write_jsonl(folder / "problems_test.jsonl", rows[:8])
         write_jsonl(folder / "problems_train.jsonl", rows[8:])
