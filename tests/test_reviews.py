@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import metrics_of, only
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ppo_rlhf import sample, tldr_all, tldr_policy, train_reward, worlds
 from ppo_rlhf.lib import cli, posts
@@ -127,6 +127,91 @@ def test_the_model_comes_from_the_index(stand_in):
     assert worlds.find_value("base_model", "smollm2-135m", Path()) == str(model)
     for argument in ("task.query_dataset", "task.posts", "task.comparisons"):
         assert worlds.find_value(argument, "reviews", Path()) == str(world)
+
+
+# A file of llama.cpp: the names of its weights; those of its attention stand in another order (see `write_gguf`).
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.layers": "blk",
+    "self_attn.": "attn_",
+    "mlp.": "ffn_",
+    "_proj": "",
+    "attn_o.": "attn_output.",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+GGUF_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh", "Ġ", "ab", "cd", "Ġab"]
+GGUF_TOKENS += [f"w{i}" for i in range(32 - len(GGUF_TOKENS))]
+
+
+def quantisable_llama() -> LlamaForCausalLM:
+    """A small model whose weights are -8/64 to 7/64, both in every 32 of them: what 4 bits hold without rounding."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": len(GGUF_TOKENS), "num_hidden_layers": 2, "max_position_embeddings": 128}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            levels = torch.randint(0, 16, (weight.numel() // 32, 32), generator=generator)
+            levels[:, 0], levels[:, 1] = 0, 15
+            weight.copy_((levels.view_as(weight) - 8 + 64 * (weight.dim() == 1)) / 64)
+    return model
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
+    gguf, sizes = pytest.importorskip("gguf"), model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(sizes.max_position_embeddings)
+    writer.add_embedding_length(sizes.hidden_size)
+    writer.add_block_count(sizes.num_hidden_layers)
+    writer.add_feed_forward_length(sizes.intermediate_size)
+    writer.add_head_count(sizes.num_attention_heads)
+    writer.add_head_count_kv(sizes.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(sizes.rms_norm_eps)
+    writer.add_rope_dimension_count(sizes.head_dim)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(sizes.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(GGUF_TOKENS)
+    writer.add_token_types([3] * 3 + [1] * (len(GGUF_TOKENS) - 3))
+    writer.add_token_merges(["a b", "c d", "Ġ ab"])
+    writer.add_bos_token_id(sizes.bos_token_id)
+    writer.add_eos_token_id(sizes.eos_token_id)
+    four_bits = gguf.GGMLQuantizationType.Q4_1
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":  # it is that of the embeddings
+            continue
+        values = weight.numpy()
+        # llama.cpp turns neighbours by an angle, transformers the two halves of a head.
+        for part, heads in (("q_proj", sizes.num_attention_heads), ("k_proj", sizes.num_key_value_heads)):
+            if part in name:
+                values = values.reshape(heads, 2, -1, sizes.hidden_size).swapaxes(1, 2).reshape(values.shape)
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        if values.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(values, four_bits), raw_dtype=four_bits)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_quantised_file_becomes_an_ordinary_folder(tmp_path):
+    """4 bits a weight, grouped queries, tied embeddings: the weights that were written come back, bit for bit."""
+    written, place = quantisable_llama(), tmp_path / "model"
+    place.mkdir()
+    write_gguf(tmp_path / "small.gguf", written)
+    smollm.convert(tmp_path / "small.gguf", place)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    assert model.config.tie_word_embeddings and not hasattr(model.config, "quantization_config")
+    assert model.state_dict().keys() == written.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, written.state_dict()[name]) and weight.dtype == torch.float32, name
+    assert tokenizer("ab cd<|im_end|>").input_ids == [12, 11, 13, 2]
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 2
 
 
 @pytest.mark.parametrize("local", ["wheel", "gguf"])
