@@ -219,6 +219,7 @@ def gdpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, parts: Tensor, weight
     weights: of the sources.
     """
     # [V112] GRPO of the sum takes 1 + 0 for 0 + 1, whichever of the two is rare in the group.
+    #        NVlabs/GDPO verl-GDPO/verl/trainer/ppo/ray_trainer.py#L175-L202 @b080e63
     live = mask.any(1, keepdim=True)  # (batch, 1)
     each = zip(parts.to(rewards.dtype).split(1, dim=1), weights, strict=True)
     return to_tokens(sum(weight * grpo(part, live, groups)[0] for part, weight in each)[:, 0], mask), None
@@ -347,6 +348,7 @@ def token_losses(
     if loss in ("ipo", "dppo"):
         # [V113] A bound of the ratio is tight for rare tokens and loose for likely ones: 0.001 may not become 0.002,
         #        but 0.8 may become 0.96. What matters to the distribution is the difference.
+        #        PrimeIntellect-ai/prime-rl src/prime_rl/trainer/rl/loss.py#L109-L161, loss.py#L164-L196 @559b447
         moved = new_logprobs.detach().exp() - logprobs.exp()
         left_out = ((moved.abs() if loss == "ipo" else moved * advantages.sign()) > trust_region) & mask
         return (-advantages * ratio).masked_fill(left_out, 0), left_out, nothing

@@ -8,7 +8,7 @@
                style that three in ten samples have at first
     loss       ppo, which clips the ratio, and ipo, with 16 optimiser steps on each batch, so that a bound matters
 
-Runs are short: 10 and 6 updates of 64 episodes, in groups of eight. What is measured are the samples of training, whose
+Runs are short: 10 and 6 updates of 64 episodes, in groups of eight. The samples of training are measured, whose
 problems are new. Runs of a seed have the same problems in the same order, and the same sampling noise.
 """
 
