@@ -276,9 +276,9 @@ function branches(episode, settings, epochs, t, group) {
 // ---- Token view: what if? ----
 
 const whatIfSettings = {run: null, changes: {}};
-const FORMS = {estimator: ["gae", "grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"],
-  loss: ["ppo", "gspo", "cispo", "reinforce"], kl_estimator: ["k1", "abs", "k2", "k3"]};
-const WHITENED = ["gae", "reinforce++", "reinforce++-baseline"];
+const FORMS = {estimator: ["gae", "grpo", "dr_grpo", "maxrl", "gdpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"],
+  loss: ["ppo", "gspo", "cispo", "ipo", "dppo", "reinforce"], kl_estimator: ["k1", "abs", "k2", "k3"]};
+const WHITENED = ["gae", "gdpo", "reinforce++", "reinforce++-baseline"];
 
 function makeWhatIf(pane, settings, coefficient) {
   const {changes} = whatIfSettings, box = find("settings");

@@ -94,7 +94,7 @@ class PpoArgs:
     max_grad_norm: float = 1.0
     """the gradients of policy and critic are each scaled down to this norm"""
     advantage: Literal[
-        "gae", "grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"
+        "gae", "grpo", "dr_grpo", "maxrl", "gdpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"
     ] = "gae"
     """estimator of the advantages; only gae has a critic"""
     whiten_advantages: bool | None = None
@@ -107,7 +107,7 @@ class PpoArgs:
     """lambda of the critic's targets; None: lam"""
     lam_alpha: float | None = None
     """the policy's lambda is 1 - 1 / (this x the tokens of the response), in place of lam; None: lam"""
-    loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    loss: Literal["ppo", "gspo", "cispo", "ipo", "dppo", "reinforce"] = "ppo"
     """loss of the policy; see token_losses"""
     loss_aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -119,6 +119,8 @@ class PpoArgs:
     """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
     dual_clip: float | None = None
     """a token of a bad response whose ratio exceeds this is no longer pushed down; None: no such bound"""
+    trust_region: float = 0.3
+    """with ipo and dppo, a token has no loss once its probability is further than this from the old one"""
     cliprange_value: float | None = 0.5
     """new values are clipped to old values +- this, in units of reward; None: not clipped"""
     entropy_coef: float = 0.0
@@ -144,9 +146,10 @@ class PpoArgs:
 
     @property
     def bounds(self) -> dict[str, float | None]:
-        """The bounds of the ratio, for token_losses."""
+        """How far a token may move, for token_losses."""
         low = rlvr_math.lower_clip_range(self.loss, self.cliprange_low)
-        return {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
+        found = {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
+        return found | {"trust_region": self.trust_region}
 
     @property
     def limits_of_a_pass(self) -> dict[str, int]:

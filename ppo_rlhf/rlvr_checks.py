@@ -25,7 +25,7 @@ def check_arguments(args: rlvr_args.Args) -> None:
     cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
     cli.at_least(0, "ppo.", ppo, "beta2", "nll_coef", *(["critic_lam"] if ppo.critic_lam is not None else []))
     cli.at_least(0, "lora.", args.lora, "rank")
-    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "max_grad_norm")
+    cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "trust_region", "max_grad_norm")
     may_be_none = ("cliprange_low", "dual_clip", "cliprange_value", "lam_alpha", "critic_explains")
     cli.above_zero("ppo.", ppo, *(name for name in may_be_none if getattr(ppo, name) is not None))
     cli.above_zero("lora.", args.lora, "alpha")
@@ -45,6 +45,25 @@ def impossible(args: rlvr_args.Args) -> Iterator[str]:
             f"{flag('ppo.advantage')} {ppo.advantage} compares the responses to a prompt; "
             f"{of_prompt} {n} must be at least 2"
         )
+    # [V112] Nothing but the sources enters these advantages. Where there is only one, GDPO's code does plain GRPO.
+    if ppo.advantage == "gdpo":
+        if not (shaping.format or shaping.trained_model):
+            yield (
+                f"{flag('ppo.advantage')} gdpo scales each of several sources of the score alone; there is only the "
+                f"verifier. Add {flag('rewards.format')} or {flag('rewards.trained_model')}, or take grpo"
+            )
+        in_score = ("rewards.kl_coef", shaping.kl_coef), ("rewards.overlong_buffer", shaping.overlong_buffer)
+        for name, value in (*in_score, ("rewards.missing_stop", shaping.missing_stop != "none")):
+            if value:
+                yield (
+                    f"{flag(name)} {attrgetter(name)(args)} does nothing with {flag('ppo.advantage')} gdpo, which "
+                    f"compares what each source says; {flag('rewards.kl_loss_coef')} penalises the KL in the loss"
+                )
+        if ppo.filter_groups:
+            yield (
+                f"{flag('ppo.filter_groups')} leaves out groups whose sums are all equal, but their sources may "
+                f"differ, from which {flag('ppo.advantage')} gdpo learns; leave one of the two out"
+            )
     if ppo.filter_groups and n < 2:
         yield f"{flag('ppo.filter_groups')} needs {of_prompt} 2 or more"
     # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
@@ -108,6 +127,7 @@ def without_effect(args: rlvr_args.Args) -> Iterator[str]:
     usual = rlvr_args.PRESETS.get(args.preset, rlvr_args.Args())
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
     of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains"
+    clips = ("ppo", "gspo", "cispo")
     lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
     start = shaping.value_model or ("" if foreign.is_foreign(shaping.trained_model) else shaping.trained_model)
     # [V56] Each row has arguments, whether something reads them, and what would.
@@ -116,7 +136,8 @@ def without_effect(args: rlvr_args.Args) -> Iterator[str]:
         (new_head, ppo.advantage == "gae" and not start, f"a new head of a critic, {flag('ppo.advantage')} gae"),
         ("ppo.lam", lam_is_read, f"{flag('ppo.lam_alpha')} None or {flag('ppo.critic_lam')} None"),
         ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
-        ("ppo.cliprange_low ppo.cliprange_high", ppo.loss != "reinforce", f"a {flag('ppo.loss')} that has a ratio"),
+        ("ppo.cliprange_low ppo.cliprange_high", ppo.loss in clips, f"{flag('ppo.loss')} ppo, gspo or cispo"),
+        ("ppo.trust_region", ppo.loss in ("ipo", "dppo"), f"{flag('ppo.loss')} ipo or dppo"),
         ("ppo.prompts_per_round ppo.max_generation_rounds", ppo.filter_groups, flag("ppo.filter_groups")),
         ("rewards.format_weight", shaping.format, flag("rewards.format")),
         ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),

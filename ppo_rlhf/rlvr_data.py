@@ -263,6 +263,11 @@ class Setup:
     adapters: nn.Module | None  # peft's handle of the policy's adapters
     accelerator: Accelerator
 
+    @property
+    def weights(self) -> list[float]:
+        """Of the sources."""
+        return [weight for _, weight in self.sources.values()]
+
 
 @dataclass(kw_only=True)
 class Progress:

@@ -14,7 +14,7 @@ next to marks are the original's. See docs/reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -106,10 +106,10 @@ def compute_rewards(
 
 # ---- Step 6: advantages ----------------------------------------------------------------------------------------
 
-# An estimator takes rewards, mask and groups, and what it needs of values, baselines, gamma and lambdas. It returns
-# advantages, which are not yet whitened, and the critic's targets if there is a critic. groups (batch,) are equal for
-# responses to one prompt; baselines (batch,) is a number for each row; everything else is (batch, response_length).
-# A row without a valid token counts nowhere.
+# An estimator takes rewards, mask and groups, and what it needs of values, baselines, parts, gamma and lambdas. It
+# returns advantages, which are not yet whitened, and the critic's targets if there is a critic. groups (batch,) are
+# equal for responses to one prompt; baselines (batch,) is a number for each row; parts (batch, sources) is what each
+# source of the score says; everything else is (batch, response_length). A row without a valid token counts nowhere.
 Estimate = tuple[Tensor, Tensor | None]
 
 
@@ -213,6 +213,18 @@ def maxrl(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     return to_tokens((centred / (mean + 1e-6)).masked_fill(mean <= 1e-5 * absolute, 0), mask), None
 
 
+def gdpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, parts: Tensor, weights: Sequence[float], **_) -> Estimate:
+    """GRPO of each source of the score alone, then their weighted sum, to be whitened over the tokens of the batch.
+
+    weights: of the sources.
+    """
+    # [V112] GRPO of the sum takes 1 + 0 for 0 + 1, whichever of the two is rare in the group.
+    #        NVlabs/GDPO verl-GDPO/verl/trainer/ppo/ray_trainer.py#L175-L202 @b080e63
+    live = mask.any(1, keepdim=True)  # (batch, 1)
+    each = zip(parts.to(rewards.dtype).split(1, dim=1), weights, strict=True)
+    return to_tokens(sum(weight * grpo(part, live, groups)[0] for part, weight in each)[:, 0], mask), None
+
+
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """R minus the mean of the others in the group, which is n / (n - 1) * (R - mean)."""
     # [V38] Leave one out.   core_algos.py#L477-L524
@@ -261,16 +273,17 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "maxrl": maxrl,
+    "gdpo": gdpo,
     "rloo": rloo,
     "opo": opo,
     "reinforce++": reinforce_pp,
     "reinforce++-baseline": reinforce_pp_baseline,
     "remax": remax,
 }
-IN_GROUPS = ("grpo", "dr_grpo", "maxrl", "rloo", "opo", "reinforce++-baseline")
+IN_GROUPS = ("grpo", "dr_grpo", "maxrl", "gdpo", "rloo", "opo", "reinforce++-baseline")
 # [V47] These are whitened by default. After GRPO, subtracting the mean over tokens would give an advantage to groups
-#       without a signal. In reinforce++-baseline it does so, here as in verl and OpenRLHF.
-WHITENED = ("gae", "reinforce++", "reinforce++-baseline")
+#       without a signal. In gdpo and reinforce++-baseline it does so, here as in the originals.
+WHITENED = ("gae", "gdpo", "reinforce++", "reinforce++-baseline")
 
 
 def whiten(
@@ -304,8 +317,9 @@ def token_losses(
     low: float,
     high: float,
     dual_clip: float | None = None,
+    trust_region: float = 0.3,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The policy's loss per token, which tokens a bound of the clip changed, and which the dual clip changed.
+    """The policy's loss per token, which tokens a bound changed or left out, and which the dual clip changed.
 
     All tensors are (batch, response_length). With the ratio r = exp(new - old) and its bounds 1 - low and 1 + high:
 
@@ -314,6 +328,8 @@ def token_losses(
                     bounds are 3e-4 and 4e-4 where those of ppo are 0.2
         cispo       -clip(r) A log p, with no gradient through the clip: no token ever loses its gradient. With
                     low = 1 there is only an upper bound, and this is REINFORCE with a truncated importance weight
+        ipo         -A r if the token's probability is at most trust_region from the old one, and 0 otherwise
+        dppo        the same, but only tokens that have moved the way that A pushes them get 0
         reinforce   -A log p
     """
     new_logprobs, logprobs, advantages = (x.masked_fill(~mask, 0) for x in (new_logprobs, logprobs, advantages))
@@ -329,6 +345,13 @@ def token_losses(
     else:
         log_ratio = log_ratio.clamp(-20, 20)
     ratio = torch.exp(log_ratio)
+    if loss in ("ipo", "dppo"):
+        # [V113] A bound of the ratio is tight for rare tokens and loose for likely ones: 0.001 may not become 0.002,
+        #        but 0.8 may become 0.96. What matters to the distribution is the difference.
+        #        PrimeIntellect-ai/prime-rl src/prime_rl/trainer/rl/loss.py#L109-L161, loss.py#L164-L196 @559b447
+        moved = new_logprobs.detach().exp() - logprobs.exp()
+        left_out = ((moved.abs() if loss == "ipo" else moved * advantages.sign()) > trust_region) & mask
+        return (-advantages * ratio).masked_fill(left_out, 0), left_out, nothing
     clipped_ratio = ratio.clamp(1 - low, 1 + high)
     if loss == "cispo":
         # [V66] The bounds are distances from 1.   core_algos.py#L1722-L1780

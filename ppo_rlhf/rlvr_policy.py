@@ -12,7 +12,7 @@ Each update does eight things, the steps of `train()` below:
     4. score: verifiers, punishments of responses that do not end or are too long
     5. per-token rewards: KL penalty on every token, score on the last
     6. advantages, by one of ESTIMATORS, and returns
-    7. epochs over minibatches: one of four losses, one of four ways to aggregate it
+    7. epochs over minibatches: one of six losses, one of four ways to aggregate it
     8. adapt the KL coefficient and log
 
 The arguments are in rlvr_args.py, the formulas of steps 5 to 7 in rlvr_math.py. Here the functions of the algorithm
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,9 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             #    usually does on this problem. That is good enough where the score comes only at the end.
             ppo, policy_learns = ppo_of_update(args.ppo, progress.explained, number)
             correction = sampler.correct(episodes, number)  # of a sampler that is not the policy
-            estimate = compute_advantages(correction.episodes, rewards[0], ppo=ppo, reduce=reduce)
+            estimate = compute_advantages(
+                correction.episodes, rewards[0], ppo=ppo, reduce=reduce, weights=setup.weights
+            )
 
             # 7. Optimise, in epochs over minibatches. The ratio says how much more likely a token has become since it
             #    was sampled. The advantages were measured under the old policy and mean less the further the policy
@@ -350,21 +352,30 @@ def ppo_of_update(ppo: PpoArgs, explained: float, number: int) -> tuple[PpoArgs,
 
 
 def compute_advantages(
-    episodes: Rollout, rewards: Tensor, ppo: PpoArgs, reduce: Callable[[Tensor], Tensor]
+    episodes: Rollout,
+    rewards: Tensor,
+    ppo: PpoArgs,
+    reduce: Callable[[Tensor], Tensor],
+    weights: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic."""
-    advantages, returns = estimate_advantages(episodes, rewards, ppo)
+    """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic.
+
+    weights: of the sources of the score, which only gdpo needs.
+    """
+    advantages, returns = estimate_advantages(episodes, rewards, ppo, weights)
     if ppo.whitens:
         advantages = rlvr_math.whiten(advantages, episodes.mask, keep_mean=False, reduce=reduce)
     return advantages, torch.zeros_like(advantages) if returns is None else returns
 
 
-def estimate_advantages(episodes: Rollout, rewards: Tensor, ppo: PpoArgs) -> tuple[Tensor, Tensor | None]:
+def estimate_advantages(
+    episodes: Rollout, rewards: Tensor, ppo: PpoArgs, weights: Sequence[float]
+) -> tuple[Tensor, Tensor | None]:
     """Advantages, not whitened, and returns if there is a critic."""
     # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
-    estimate = partial(rlvr_math.ESTIMATORS[ppo.advantage], values=episodes.values, baselines=episodes.baselines)
+    known = {"values": episodes.values, "baselines": episodes.baselines, "parts": episodes.parts, "weights": weights}
     numbers = {"gamma": ppo.gamma, "lam": ppo.lam, "critic_lam": ppo.critic_lam, "lam_alpha": ppo.lam_alpha}
-    return estimate(rewards, episodes.mask, episodes.groups, **numbers)
+    return rlvr_math.ESTIMATORS[ppo.advantage](rewards, episodes.mask, episodes.groups, **known, **numbers)
 
 
 # ---- Step 7: update --------------------------------------------------------------------------------------------
@@ -636,7 +647,8 @@ def trace_episodes(
             samples = Sampler.sample(sampler, draw)
             episodes = changed(rollout(setup, samples, actor_critic=actor_critic, reference=reference))
         rewards = token_rewards(episodes, kl_coef, setup.args.rewards.kl_estimator)
-        estimate = compute_advantages(episodes, rewards[0], ppo=ppo, reduce=torch.clone)  # whitened among themselves
+        settings = {"ppo": ppo, "reduce": torch.clone, "weights": setup.weights}  # whitened among themselves
+        estimate = compute_advantages(episodes, rewards[0], **settings)
         of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
         return episodes, make_batch(Correction(episodes=episodes), rewards, estimate=estimate, **of_batch)
 
@@ -647,7 +659,7 @@ def trace_episodes(
         number,
         episodes=episodes,
         batch=batch,
-        raw_advantages=lambda: estimate_advantages(trained, batch.rewards, ppo)[0],
+        raw_advantages=lambda: estimate_advantages(trained, batch.rewards, ppo, sampler.setup.weights)[0],
         kl_coef=kl_coef,
         ppo=ppo,
         network=actor_critic,

@@ -48,7 +48,7 @@ PAGES = "docs/reference/"
 GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
 DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
-DETAILS += [f"V{number:02d}" for number in range(1, 112)]
+DETAILS += [f"V{number:02d}" for number in range(1, 114)]
 FIELDS = ["why", "without it", "measured", "original", "here", "proven by"]
 OPTIONAL = ("without it", "measured")
 ABLATIONS = "benchmark/results/ablations/"
@@ -58,6 +58,8 @@ ORIGINALS = {
     "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
     "huggingface/trl": "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
     "verl-project/verl": "b178a3cd56f58b2d502255daba591e92833930a7",
+    "NVlabs/GDPO": "b080e63d0126870ad08acc8ebc3f04b728175a9e",
+    "PrimeIntellect-ai/prime-rl": "559b44772e471d1538537b8805cc77f3824a5e64",
 }
 
 MARK = re.compile(r"\[([DTVX]\d{2,3})\]")

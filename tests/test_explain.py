@@ -35,6 +35,9 @@ RUNS = {
     "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k3 --ppo.loss_aggregation seq-mean-token-mean",
     "dr_grpo": "--ppo.advantage dr_grpo --ppo.loss cispo --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator k2 "
     "--ppo.loss_aggregation seq-mean-token-sum-norm",
+    "gdpo": "--ppo.advantage gdpo --rewards.format test_explain:long --rewards.format_weight 0.5 --ppo.loss ipo "
+    "--ppo.trust_region 0.001",
+    "dppo": "--ppo.advantage dr_grpo --ppo.loss dppo --ppo.trust_region 0.001",
     "rloo": "--ppo.advantage rloo --rewards.kl_coef 0.1 --rewards.kl_estimator k2 --ppo.loss reinforce "
     "--ppo.loss_aggregation seq-mean-token-sum --trace_episodes 10",
     "opo": "--ppo.advantage opo --rewards.kl_coef 0.1 --rewards.kl_estimator abs --ppo.loss gspo "
@@ -61,6 +64,10 @@ SUMMARIES = (
 def odd(prompts, responses, answers):
     """A verifier that even an untrained model satisfies now and then."""
     return [float(sum(map(str.isalnum, response)) % 2) for response in responses]
+
+
+def long(prompts, responses, answers):
+    return [float(len(response) > 30) for response in responses]
 
 
 def script_of(name: str):
@@ -165,6 +172,7 @@ MISTAKES = {  # in the text of derivation.js
     ),
     "a biased deviation": ("grpo", "Math.max(totals.length - 1, 1)", "totals.length"),
     "without leaving one out": ("rloo", "n / (n - 1) * ", ""),
+    "a weight that is forgotten": ("gdpo", "weight * scaled[", "scaled["),
     "lengths forgotten": ("opo", "x * lengths[i]", "x"),
     "another estimate": ("grpo", "Math.expm1(Math.min(-d, 20)) + d", "Math.expm1(Math.min(d, 20)) - d"),
     "a baseline that is forgotten": ("remax", "x - less", "x"),
@@ -334,7 +342,8 @@ CHANGES = [
     for name in rlvr_math.ESTIMATORS
 ]
 CHANGES += [
-    {"loss": loss, "low": 0.1, "high": 0.3, "dual_clip": 1.4} for loss in ("ppo", "gspo", "cispo", "reinforce")
+    {"loss": loss, "low": 0.1, "high": 0.3, "dual_clip": 1.4}
+    for loss in ("ppo", "gspo", "cispo", "ipo", "dppo", "reinforce")
 ]
 CHANGES += [{"kl_estimator": name, "kl_coef": 0.4} for name in ("k1", "abs", "k2", "k3")]
 CHANGES += [{"critic_lam": 1.0, "lam": 0.8}, {"lam_alpha": 0.6, "gamma": 0.9}, {"critic_lam": 0.7, "lam_alpha": 0.2}]
@@ -366,6 +375,7 @@ def episodes_of(x: dict[str, torch.Tensor], critic_lam: float = 0.95) -> list[di
         shared = {"kl_coef": 0.2, "baselines": x["baselines"][i].item(), "tokens": int(x["scored"].sum())}
         shared["critic_lam"] = critic_lam
         numbers = {"scores": x["scores"][i].item(), "groups": int(x["groups"][i])}
+        numbers |= {"verifier": x["scores"][i].item(), "format": x["baselines"][i].item()}
         found.append({"places": places, "tokens": tokens | marks, "epochs": epochs, "statistics": shared})
         found[-1] |= {"numbers": numbers, "again": False}
     return found
@@ -378,15 +388,17 @@ def with_tensors(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]
     rewards, _, kl = rlvr_math.compute_rewards(*told)
     estimate = rlvr_math.ESTIMATORS[s["estimator"]]
     more = {"values": x["values"], "baselines": x["baselines"]}
+    more |= {"parts": torch.stack([x["scores"], x["baselines"]], 1), "weights": [1.0, 0.5]}
     more |= {name: s[name] for name in ("gamma", "lam", "critic_lam", "lam_alpha")}
     advantages, returns = estimate(rewards, mask, x["groups"], **more)
     if s["whiten_advantages"]:
         advantages = rlvr_math.whiten(advantages, mask, keep_mean=False)
     told = (x["new_logprobs"], x["logprobs"], advantages, mask, s["loss"])
-    loss, clipped, dual = rlvr_math.token_losses(*told, low=s["low"], high=s["high"], dual_clip=s["dual_clip"])
+    bounds = {name: s[name] for name in ("low", "high", "dual_clip", "trust_region")}
+    loss, clipped, dual = rlvr_math.token_losses(*told, **bounds)
     found = {"rewards": rewards, "kl": kl, "advantages": advantages, "loss": loss, "is_dual": dual.double()}
     found["share"] = loss / mask.sum()
-    if s["loss"] in ("ppo", "gspo"):
+    if s["loss"] in ("ppo", "gspo", "ipo", "dppo"):
         found["is_clipped"] = (clipped & ~dual).double()
     if returns is not None:
         told = (x["new_values"], x["values"], returns, mask, s["cliprange_value"])
@@ -401,6 +413,7 @@ def test_what_if_computes_what_the_scripts_compute(changes, trained, opened):  #
     page = opened(folder / "report.html")
     settings = derivation.settings_of({"ppo": {"cliprange_value": 0.2, "cliprange_low": None}}, "rlvr_policy")
     settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None}
+    settings["sources"] = {"verifier": 1.0, "format": 0.5}
     for seed in range(4):
         x = invented(seed)
         theirs = page.evaluate("([...told]) => whatIf(...told)", [episodes_of(x), settings, changes, 0])

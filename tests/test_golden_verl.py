@@ -1,6 +1,7 @@
 """Chapter 3 against numbers that verl computed (check/golden/verl): those to match, and those that differ on purpose.
 
-NeMo-RL and MaxRL's authors computed those of the newer lambdas and of maxrl (golden/nemo_rl, golden/maxrl).
+NeMo-RL computed those of the newer lambdas, prime-rl those of ipo and dppo, and the authors of MaxRL and of GDPO
+those of their estimators (golden/nemo_rl, golden/prime_rl, golden/maxrl, golden/gdpo).
 
 As in test_golden.py each check is a plain function that reads ours from its module when it runs: a negative control
 puts a wrong one there.
@@ -287,7 +288,7 @@ def test_numbers_of_verl(name):
     MATCHED[name]()
 
 
-# ---- To be matched: lambdas of NeMo-RL, and MaxRL --------------------------------------------------------------
+# ---- To be matched: lambdas of NeMo-RL, MaxRL, GDPO, and prime-rl's losses --------------------------------------
 
 OF_NEMO_RL = {"gae_lambda_value": "critic_lam", "gae_gamma": "gamma", "length_adaptive_alpha": "lam_alpha"}
 
@@ -326,6 +327,45 @@ def check_maxrl() -> None:
 
 def test_numbers_of_maxrl():
     check_maxrl()
+
+
+def check_gdpo() -> None:
+    x = load_json("gdpo/advantages")
+    mask, groups, said = torch.tensor(x["mask"]).bool(), torch.tensor(x["groups"]), x["sources"]
+    zeros, tokens = torch.zeros(mask.shape, dtype=torch.float64), mask.sum()
+
+    def estimate(names: list[str], weights: list[float]) -> Tensor:
+        parts = torch.tensor([said[name] for name in names], dtype=torch.float64).T
+        return rlvr_math.ESTIMATORS["gdpo"](zeros, mask, groups, parts=parts, weights=weights)[0]
+
+    for names, expected in x["verl"].items():
+        whitened = rlvr_math.whiten(estimate(names.split(", "), [1.0, 1.0]), mask, keep_mean=False)
+        same(whitened * ((tokens - 1) / tokens).sqrt(), torch.tensor(expected).double(), AVERAGE)
+    before = torch.tensor(x["trl"]["before the whitening"], dtype=torch.float64)
+    same(estimate([*said], x["weights"])[:, 0], before, 1e-3)  # TRL adds 1e-4 to the deviation
+
+
+def test_numbers_of_gdpo():
+    check_gdpo()
+
+
+def check_prime_rl(loss: str) -> None:
+    stored = load_json("prime_rl/losses")
+    names = ("new_logprobs", "logprobs", "advantages", "mask")
+    new, *rest, mask = (torch.tensor(stored[name], dtype=torch.float64) for name in names)
+    for bound in (0.3, 0.1):
+        expected, new, mask = stored["results"][f"{loss} {bound}"], new.detach().requires_grad_(), mask.bool()
+        losses, left_out, _ = rlvr_math.token_losses(new, *rest, mask, loss, low=0.2, high=0.2, trust_region=bound)
+        total = rlvr_math.aggregate(losses, mask, "token-mean")
+        same(total.detach(), torch.tensor(expected["loss"]).double())
+        same(torch.autograd.grad(total, new)[0], torch.tensor(expected["gradient"]).double())
+        neither = int(loss == "dppo")  # one token of the advantage 0, which prime-rl counts as left out by dppo
+        same((left_out.sum() + neither) / mask.sum(), torch.tensor(expected["is_masked"]), 1e-6)
+
+
+@pytest.mark.parametrize("loss", ["ipo", "dppo"])
+def test_numbers_of_prime_rl(loss):
+    check_prime_rl(loss)
 
 
 # ---- Different on purpose --------------------------------------------------------------------------------------
@@ -580,6 +620,8 @@ MISTAKES: dict[str, list[Callable]] = {
     "gae: a negative lambda": [partial(check_lambdas, "length_adaptive_short")],
     "gae: a lambda by the width": [partial(check_lambdas, "vapo")],
     "group_advantages: maxrl divided by the deviation": [check_maxrl],
+    "group_advantages: gdpo of the sum": [check_gdpo],
+    "group_advantages: gdpo weighted before the division": [check_gdpo],
     "gae: NaN times the mask": [check_differing_gae_nan],
     "gae: erased by a hole": [check_differing_reinforce_pp_hole],
     "group_advantages: std with n": [GRPO],
@@ -598,6 +640,9 @@ MISTAKES: dict[str, list[Callable]] = {
     "policy_loss: the smaller loss": [VANILLA],
     "policy_loss: without the dual clip": [DUAL],
     "policy_loss: dual clip of good tokens": [VANILLA],
+    "policy_loss: ipo by the ratio": [partial(check_prime_rl, loss) for loss in ("ipo", "dppo")],
+    "policy_loss: ipo one way, dppo both": [partial(check_prime_rl, loss) for loss in ("ipo", "dppo")],
+    "policy_loss: dppo the other way": [partial(check_prime_rl, "dppo")],
     "gspo_loss: sum of log ratios": [GSPO],
     "cispo_loss: gradient through the ratio": [CISPO],
     "value_loss: without its half": [check_value_loss],
@@ -628,3 +673,6 @@ def test_rebuilt_functions_without_a_mistake_pass(monkeypatch):
     for check in [*MATCHED.values(), *DIFFERENT.values(), *(partial(check_lambdas, name) for name in LAMBDAS)]:
         check()
     check_maxrl()
+    check_gdpo()
+    for loss in ("ipo", "dppo"):
+        check_prime_rl(loss)

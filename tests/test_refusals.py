@@ -737,6 +737,7 @@ CHAPTER_2 = {
 
 FULL = "--rewards.kl_coef 0.1 --rewards.kl_estimator full"
 RLOO = "--ppo.advantage rloo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0"
+GDPO = f"{RLOO} --rewards.format gsm8k_format".replace("rloo", "gdpo")
 RLVR = {
     "--ppo.critic_explains 0.5 --ppo.critic_warmup 0": "--ppo.critic_explains 0.5 ends the updates of",
     "--ppo.critic_explains 1": "so it must be below 1, and they more than 0; None switches it off",
@@ -745,6 +746,14 @@ RLVR = {
     "--ppo.lam 0.9 --ppo.lam_alpha 1 --ppo.critic_lam 1": "--ppo.lam 0.9 does nothing without",
     "--ppo.advantage maxrl": "compares the responses to a prompt; --ppo.samples_per_prompt 1 must be at least 2",
     "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
+    GDPO.replace("--rewards.format gsm8k_format", ""): "--rewards.format or --rewards.trained_model, or take grpo",
+    f"{GDPO} --rewards.kl_coef 0.1": "--rewards.kl_coef 0.1 does nothing with --ppo.advantage gdpo",
+    f"{GDPO} --rewards.missing_stop replace": "--rewards.missing_stop replace does nothing with --ppo.advantage gdpo",
+    f"{GDPO} --rewards.overlong_buffer 4": "--rewards.overlong_buffer 4 does nothing with --ppo.advantage gdpo",
+    f"{GDPO} --ppo.filter_groups": "from which --ppo.advantage gdpo learns; leave one of the two out",
+    "--ppo.trust_region 0.1": "--ppo.trust_region 0.1 does nothing without --ppo.loss ipo or dppo",
+    "--ppo.loss ipo --ppo.trust_region 0": "--ppo.trust_region",
+    "--ppo.loss dppo --ppo.cliprange_high 0.3": "--ppo.cliprange_high 0.3 does nothing without --ppo.loss ppo, gspo",
     "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
     "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
     "--ppo.batch_size 128 --ppo.total_episodes 128": "--task.problems has 64 problems, fewer than the 128",

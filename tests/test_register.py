@@ -54,7 +54,7 @@ def whiten(x):
 '''
 
 
-OPENAI, SUMMARIZE, TRL, _ = register.ORIGINALS
+OPENAI, SUMMARIZE, TRL, *_ = register.ORIGINALS
 
 
 def test_marks_are_in_comments_and_docstrings_but_not_in_that_of_the_module():

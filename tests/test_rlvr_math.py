@@ -54,6 +54,11 @@ def spoiled(x: torch.Tensor, mask: torch.Tensor = MASK) -> torch.Tensor:
     return x.masked_fill(~mask, math.nan)
 
 
+def sources_of(rewards: torch.Tensor) -> dict:
+    """What two sources of the score say of each row, and their weights."""
+    return {"parts": rewards[:, :1] ** torch.tensor([1, 2]), "weights": (1.0, 0.5)}
+
+
 def rollout_of(mask: torch.Tensor = MASK, **fields: torch.Tensor) -> Rollout:
     """A rollout with these fields, and nothing in the others; responses alone, without prompts."""
     rows = len(mask)
@@ -156,10 +161,16 @@ def test_the_overlong_punishment_is_added_to_the_score():
 # ---- Estimators ------------------------------------------------------------------------------------------------
 
 
-def slow_estimate(name: str, rewards, mask, groups, values, baselines, gamma: float, lam: float) -> np.ndarray:
+def slow_estimate(
+    name: str, rewards, mask, groups, values, baselines, gamma: float, lam: float, parts=None, weights=()
+) -> np.ndarray:
     """Row by row over lists of what counts."""
+    if name == "gdpo":
+        each = [part.unsqueeze(1) for part in parts.T]
+        alone = [slow_estimate("grpo", one, mask.any(1, keepdim=True), groups, None, None, 1, 1) for one in each]
+        return sum(weight * one for weight, one in zip(weights, alone, strict=True)) * mask.numpy()
     found = np.zeros(mask.shape)
-    valid = [[t for t in range(LENGTH) if mask[row, t]] for row in range(ROWS)]
+    valid = [[t for t, counts in enumerate(mask[row]) if counts] for row in range(ROWS)]
     totals = [math.fsum(float(rewards[row, t]) for t in valid[row]) for row in range(ROWS)]
     for row in range(ROWS):
         mates = [i for i in range(ROWS) if groups[i] == groups[row] and valid[i]]
@@ -201,9 +212,9 @@ def slow_estimate(name: str, rewards, mask, groups, values, baselines, gamma: fl
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimators_agree_with_loops_over_what_counts(name):
     rewards, values, baselines = spoiled(numbers(1)), spoiled(numbers(2)), numbers(3, ROWS)
-    settings = {"values": values, "baselines": baselines, "gamma": 0.9, "lam": 0.8}
+    settings = {"values": values, "baselines": baselines, "gamma": 0.9, "lam": 0.8} | sources_of(rewards)
     advantages, returns = ESTIMATORS[name](rewards, MASK, GROUPS, **settings)
-    expected = slow_estimate(name, rewards, MASK, GROUPS, values, baselines, 0.9, 0.8)
+    expected = slow_estimate(name, rewards, MASK, GROUPS, **settings)
     assert_close(advantages, torch.from_numpy(expected), atol=1e-12, rtol=1e-12)
     assert (advantages[~MASK] == 0).all() and advantages.dtype == torch.float64
     assert (returns is None) == (name != "gae")
@@ -216,14 +227,15 @@ def test_estimators_agree_with_loops_over_what_counts(name):
 def test_groups_of_one_and_of_equal_scores_get_exactly_0(name, scores):
     rewards = torch.tensor(scores, dtype=torch.float64).unsqueeze(1)
     everywhere = torch.ones(rewards.shape, dtype=torch.bool)
-    advantages, _ = ESTIMATORS[name](rewards, everywhere, torch.zeros(len(scores), dtype=torch.long))
+    groups = torch.zeros(len(scores), dtype=torch.long)
+    advantages, _ = ESTIMATORS[name](rewards, everywhere, groups, **sources_of(rewards))
     assert (advantages == 0).all()
 
 
 def test_a_group_that_shrank_to_one_gets_0():
-    mask = torch.tensor([[True], [False]])
+    mask, rewards = torch.tensor([[True], [False]]), torch.tensor([[1.0], [5.0]])
     for name in IN_GROUPS:
-        advantages, _ = ESTIMATORS[name](torch.tensor([[1.0], [5.0]]), mask, torch.zeros(2, dtype=torch.long))
+        advantages, _ = ESTIMATORS[name](rewards, mask, torch.zeros(2, dtype=torch.long), **sources_of(rewards))
         assert (advantages == 0).all()
 
 
@@ -264,7 +276,7 @@ def test_maxrl_is_0_where_the_mean_is_not_above_0_but_for_rounding(scores, dtype
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_batch_of_no_responses_has_no_advantages(name):
     nothing, mask = torch.zeros(0, 3), torch.zeros(0, 3).bool()
-    settings = {"values": nothing, "baselines": nothing[:, 0]}
+    settings = {"values": nothing, "baselines": nothing[:, 0]} | sources_of(nothing)
     assert ESTIMATORS[name](nothing, mask, torch.zeros(0), **settings)[0].shape == (0, 3)
 
 
@@ -288,6 +300,17 @@ def test_maxrl_has_the_gradient_of_the_log_of_the_success_rate():
     assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_gdpo_tells_sources_apart_that_have_the_same_sum_by_hand():
+    """One response is right, the three others have the format: all sums are 1. The rare one counts for more."""
+    parts, rewards = torch.tensor([[1, 0], [0, 1], [0, 1], [0, 1]]).double(), torch.ones(4, 1).double()
+    told = rewards, torch.ones(4, 1).bool(), torch.zeros(4)
+    assert (ESTIMATORS["grpo"](*told)[0] == 0).all()
+    for weights, expected in (((1, 1), 0), ((1, 0.5), 0.75), ((0.5, 1), -0.75)):
+        found = ESTIMATORS["gdpo"](*told, parts=parts, weights=weights)[0][:, 0]
+        assert found[0].item() == pytest.approx(expected, abs=1e-5)  # 3/4 over the deviation of 1/2, times weights
+        assert found[1:].tolist() == pytest.approx([-expected / 3] * 3, abs=1e-5)
+
+
 def test_grpo_makes_a_signal_of_whatever_differs_in_a_group():
     """Eight equal scores: a KL penalty however small, or a punishment of 0.002, still gets advantages of about 1."""
     kl = np.array([0.1, 0.9, 1.2, 1.3, 0.3, 0.7, 0.5, 1.1])
@@ -306,22 +329,22 @@ def test_grpo_makes_a_signal_of_whatever_differs_in_a_group():
 def test_equal_prompts_are_two_groups_and_their_order_does_not_matter():
     rewards, mask = numbers(1), torch.ones(ROWS, LENGTH, dtype=torch.bool)
     for name in IN_GROUPS:
-        advantages, _ = ESTIMATORS[name](rewards, mask, GROUPS)
+        advantages, _ = ESTIMATORS[name](rewards, mask, GROUPS, **sources_of(rewards))
         order = torch.tensor([4, 0, 3, 5, 2, 1])
-        shuffled, _ = ESTIMATORS[name](rewards[order], mask[order], GROUPS[order])
-        assert_close(shuffled, advantages[order], atol=1e-12, rtol=0)
-        alone, _ = ESTIMATORS[name](rewards[:3], mask[:3], GROUPS[:3])
-        assert_close(alone, advantages[:3], atol=1e-12, rtol=0)
+        for rows in (order, slice(0, 3)):  # in another order, and one group alone
+            found, _ = ESTIMATORS[name](rewards[rows], mask[rows], GROUPS[rows], **sources_of(rewards[rows]))
+            assert_close(found, advantages[rows], atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("name", "whitened"), [("gae", True), ("grpo", False), ("reinforce++", True), ("rloo", False)]
+    ("name", "whitened"), [("gae", True), ("grpo", False), ("gdpo", True), ("reinforce++", True), ("rloo", False)]
 )
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_which_advantages_are_whitened(name, whitened, asked):
-    ppo = PpoArgs(advantage=name, whiten_advantages=asked)
-    episodes, rewards = rollout_of(values=numbers(2), groups=GROUPS), numbers(1)
-    ((advantages, _),) = on_processes(1, lambda process: compute_advantages(episodes, rewards, ppo, summed(process)))
+    ppo, rewards = PpoArgs(advantage=name, whiten_advantages=asked), numbers(1)
+    parts, weights = sources_of(rewards).values()
+    told = rollout_of(values=numbers(2), groups=GROUPS, parts=parts), rewards, ppo
+    ((advantages, _),) = on_processes(1, lambda process: compute_advantages(*told, summed(process), weights))
     mean, variance = advantages[MASK].mean().item(), advantages[MASK].var(correction=0).item()
     is_white = abs(mean) < 1e-9 and abs(variance - 1) < 1e-6
     assert is_white == (whitened if asked is None else asked)
@@ -566,7 +589,7 @@ def test_descent_on_the_kl_in_the_loss_alone_lowers_the_kl():
 # ---- Losses ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "ipo", "dppo", "reinforce"])
 def test_losses_do_not_see_what_is_masked(loss):
     given = [numbers(seed) for seed in (1, 2, 3)]
     found = []
@@ -597,7 +620,32 @@ def test_cispo_has_a_lower_bound_only_if_one_is_asked_for(low, weights):
     losses, clipped, _ = token_losses(new, torch.zeros(1, 3), torch.ones(1, 3), mask, "cispo", **settings.bounds)
     assert (-torch.autograd.grad(losses.sum(), new)[0])[0].tolist() == pytest.approx(weights)
     assert clipped[0].tolist() == [low is not None, False, True]
-    assert PpoArgs().bounds == {"low": 0.2, "high": 0.2, "dual_clip": None}
+    assert PpoArgs().bounds == {"low": 0.2, "high": 0.2, "dual_clip": None, "trust_region": 0.3}
+
+
+@pytest.mark.parametrize("loss", ["ipo", "dppo"])
+@pytest.mark.parametrize("bound", [0.05, 0.3])
+def test_a_token_has_a_loss_while_its_probability_is_near_the_old_one(loss, bound):
+    """Token by token in plain numbers, over random cases. In the last column, the old probability is almost 0."""
+    seen = set()
+    for seed in range(0, 60, 3):
+        new, old, advantages = (numbers(seed + i) for i in range(3))
+        new, old = -new.abs(), -old.abs()
+        new[:, -1], old[:, -1] = -1e-3, -800.0
+        x = spoiled(new).requires_grad_()
+        losses, left_out, _ = token_losses(
+            x, spoiled(old), spoiled(advantages), MASK, loss, low=0.2, high=0.2, trust_region=bound
+        )
+        (slope,) = torch.autograd.grad(losses.sum(), x)
+        for row, t in itertools.product(range(ROWS), range(LENGTH)):
+            advantage, p, q = advantages[row, t].item(), math.exp(new[row, t]), math.exp(old[row, t])
+            out = abs(p - q) > bound if loss == "ipo" else (p - q if advantage > 0 else q - p) > bound
+            expected = 0 if out or not MASK[row, t] else -advantage * (p / q if q else math.exp(20))
+            assert losses[row, t].item() == pytest.approx(expected)
+            assert slope[row, t].item() == pytest.approx(expected if q else 0)  # a ratio above e^20 is constant
+            assert left_out[row, t] == (out and bool(MASK[row, t]))
+            seen.add((p > q, advantage > 0, out))
+    assert len(seen) == (8 if loss == "ipo" else 6)  # with dppo, no token is left out that moves against its push
 
 
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_says_so():
@@ -610,7 +658,7 @@ def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_says_so():
     assert losses.tolist()[0] == pytest.approx([3.0, 2.0, -1.2]) and below.tolist() == [[True, False, False]]
 
 
-@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "ipo", "dppo"])
 def test_a_loss_of_0_has_a_gradient(loss):
     """A right response and a wrong one, before the first step: advantages cancel in the loss, not in its gradient."""
     advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])

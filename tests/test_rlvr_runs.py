@@ -295,7 +295,10 @@ ONCE = ["--ppo.total_episodes", "32", "--eval_interval", "0", "--eval_samples", 
 WAYS = {
     name: f"--ppo.advantage {name} --ppo.samples_per_prompt {4 if name in IN_GROUPS else 2}" for name in ESTIMATORS
 }
+WAYS["gdpo"] += " --rewards.kl_coef 0 --rewards.kl_loss_coef 0.1 --rewards.format letters:some"
 WAYS |= {
+    "ipo": f"{WAYS['dr_grpo']} --ppo.loss ipo --ppo.trust_region 0.1",
+    "dppo": f"{WAYS['dr_grpo']} --ppo.loss dppo",
     "gspo": f"{WAYS['grpo']} --ppo.loss gspo --ppo.loss_aggregation seq-mean-token-mean",
     "cispo": f"{WAYS['rloo']} --ppo.loss cispo --ppo.loss_aggregation seq-mean-token-sum",
     "reinforce": f"{WAYS['remax']} --ppo.loss reinforce --ppo.loss_aggregation seq-mean-token-sum-norm",

@@ -8,7 +8,7 @@
 
 There are three parts. The runs of a part and a seed differ in what the part is about, and in nothing else:
 
-    estimators   every estimator of advantages but maxrl, without a KL penalty
+    estimators   every estimator of advantages but maxrl and gdpo, without a KL penalty
     divide       three answers to "divide by what?": dr_grpo by nothing, grpo by the standard deviation, maxrl by the
                  mean; with 16 samples of each problem at the end
     lengths      the group's scores divided by their standard deviation or not (grpo, dr_grpo); the losses of a
@@ -32,6 +32,7 @@ from ppo_rlhf import rlvr_math
 
 GROUP = 8
 DIVIDED = ("dr_grpo", "grpo", "maxrl")
+ELSEWHERE = ("maxrl", "gdpo")  # the part divide has the first; gdpo needs several sources (gdpo_and_ipo.py)
 DIVISORS = {"own": "seq-mean-token-mean", "greatest": "seq-mean-token-sum-norm"}
 LENGTHS = {"wrong": "val/sequence_lengths_incorrect", "right": "val/sequence_lengths_correct"}
 CURVES = (CORRECT, *LENGTHS.values(), "policy/entropy_avg")
@@ -54,7 +55,7 @@ def advantage(name: str) -> str:
 
 
 def find_variants() -> dict[str, str]:
-    found = {f"estimators-{name}": advantage(name) for name in rlvr_math.ESTIMATORS if name != "maxrl"}
+    found = {f"estimators-{name}": advantage(name) for name in rlvr_math.ESTIMATORS if name not in ELSEWHERE}
     found |= {f"divide-{name}": f"{advantage(name)} --eval_samples 16" for name in DIVIDED}
     for name, (length, mode) in itertools.product(("grpo", "dr_grpo"), DIVISORS.items()):
         found[f"lengths-{name}-{length}-length"] = f"{advantage(name)} --ppo.loss_aggregation {mode}"

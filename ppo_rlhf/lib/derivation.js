@@ -51,7 +51,15 @@ function isMasked(newLogprobs, samplerLogprobs, advantage, delta) {  // the rows
   return sum(newLogprobs.map((x, i) => samplerLogprobs[i] - x)) / Math.max(newLogprobs.length, 1) > delta;
 }
 
+const movedBy = (newLogprob, ratio) => Math.exp(newLogprob) * (1 - 1 / ratio);
+
 function tokenLoss(newLogprob, ratio, advantage, s) {
+  if (s.loss === "ipo" || s.loss === "dppo") {
+    const change = movedBy(newLogprob, ratio), free = -advantage * ratio;
+    const away = s.loss === "ipo" ? Math.abs(change) : advantage > 0 ? change : -change;
+    return away > s.trust_region && advantage ? {loss: 0, gradient: 0, free, clipped: 0, branch: "clipped"}
+      : {loss: free, gradient: free, free, clipped: 0, branch: "free"};
+  }
   const inside = clip(ratio, 1 - s.low, 1 + s.high);
   if (s.loss === "reinforce" || s.loss === "cispo") {
     const slope = -(s.loss === "cispo" ? inside : 1) * advantage, loss = slope * newLogprob;
@@ -84,6 +92,17 @@ function statisticsOf(episode, epoch) {
   for (const name of ["kl_coef", "reward_mean", "reward_deviation", "advantage_mean", "advantage_deviation", "tokens",
     "values", "sequences", "episodes", "length", "baselines", "right_tokens", "critic_lam"])
     found[name === "values" ? "value_count" : name] = (Array.isArray(told[name]) ? told[name][epoch] : told[name]) ?? NaN;
+  return found;
+}
+
+function scaledSources(episode, group, weights) {
+  const found = {};
+  for (const [name, weight] of Object.entries(weights)) {
+    const own = episode.numbers[name] ?? NaN, told = group.map(other => other.numbers[name] ?? NaN);
+    const ofGroup = told.length ? told : [own];
+    Object.assign(found, {[name]: own, [`weight_${name}`]: weight, [`deviation_${name}`]: groupDeviation(ofGroup),
+      [`mean_${name}`]: sum(ofGroup) / ofGroup.length, [`scaled_${name}`]: groupAdvantage(own, ofGroup, [], "grpo")});
+  }
   return found;
 }
 
@@ -148,6 +167,11 @@ function advantagesOf(episode, found, valued, s, group) {
     return {sums: spread(sums), raw_advantages: spread(sums.map(x => x - less))};
   }
   const kept = group.filter(other => (other.statistics || {}).kept ?? 1);
+  if (s.estimator === "gdpo") {
+    const scaled = scaledSources(episode, kept, s.sources);
+    const total = sum(Object.entries(s.sources).map(([name, weight]) => weight * scaled[`scaled_${name}`]));
+    return {...scaled, raw_advantages: spread(valued.map(() => total))};
+  }
   const totals = kept.length ? kept.map(totalOf) : [NaN];
   const lengths = kept.map(other => marksOf(other.tokens, other.places.length, 3).valued.filter(Boolean).length);
   const total = sum(rewards), advantage = groupAdvantage(total, totals, lengths, s.estimator);
@@ -185,7 +209,7 @@ function lossesOf(found, said, tokens, shared, s) {
     flags[`is_${branch}`] = all.map(t => found.learns[t] && terms[t].branch === branch);
   for (const name of ["loss", "free", "clipped", "gradient"]) flags[name] = terms.map(term => term[name]);
   return {...flags, old_logprobs: old, new_logprobs: fresh, new_values: freshValues, ratio, weights,
-    log_ratio: whole ? Array(n).fill(mean) : gaps, clipped_ratio: ratio.map(x => clip(x, 1 - s.low, 1 + s.high)),
+    moved: fresh.map((x, t) => movedBy(x, ratio[t])), log_ratio: whole ? Array(n).fill(mean) : gaps, clipped_ratio: ratio.map(x => clip(x, 1 - s.low, 1 + s.high)),
     is_kept: all.map(t => found.learns[t] && !masked[t]), is_masked: all.map(t => found.learns[t] && masked[t]),
     divisor, share: terms.map((term, t) => (masked[t] ? 0 : weights[t]) * term.loss / divisor), kl_loss: klLoss,
     nll_share: fresh.map(x => -s.nll_coef * x / Math.max(shared.right_tokens, 1)),

@@ -305,10 +305,28 @@ class TokenLoss:
     branch: str  # which of them counts: free, clipped or dual
 
 
+def moved(new_logprob: float, ratio: float) -> float:
+    """By how much the probability of a token has grown: p_new - p_old."""
+    return math.exp(new_logprob) * (1 - 1 / ratio)
+
+
 def token_loss(
-    new_logprob: float, ratio: float, advantage: float, loss: str, low: float, high: float, dual_clip: float | None
+    new_logprob: float,
+    ratio: float,
+    advantage: float,
+    loss: str,
+    low: float,
+    high: float,
+    dual_clip: float | None,
+    trust_region: float,
 ) -> TokenLoss:
-    """The forms of the policy loss: ppo and gspo, which has the ratio of the whole response; cispo; reinforce."""
+    """The forms of the policy loss: ppo and gspo, which has the ratio of the whole response; and the others."""
+    if loss in ("ipo", "dppo"):
+        change, free = moved(new_logprob, ratio), -advantage * ratio
+        away = abs(change) if loss == "ipo" else change if advantage > 0 else -change
+        if away > trust_region and advantage:
+            return TokenLoss(loss=0.0, gradient=0.0, free=free, clipped=0.0, branch="clipped")
+        return TokenLoss(loss=free, gradient=free, free=free, clipped=0.0, branch="free")
     inside = clip(ratio, 1 - low, 1 + high)
     if loss in ("reinforce", "cispo"):
         weight = inside if loss == "cispo" else 1.0
@@ -347,7 +365,7 @@ def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
     chapter = CHAPTERS[script.split("_")[0]]
     estimator, loss = ppo.get("advantage", "gae"), ppo.get("loss", "ppo")
     low, high = (ppo.get(name, ppo.get("cliprange", NAN)) for name in ("cliprange_low", "cliprange_high"))
-    whitened = estimator in ("gae", "reinforce++", "reinforce++-baseline")
+    whitened = estimator in ("gae", "gdpo", "reinforce++", "reinforce++-baseline")
     found = {name: ppo.get(name, NAN) for name in ("gamma", "lam")}
     found |= {
         "chapter": chapter,
@@ -363,7 +381,12 @@ def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
     found["critic_lam"] = ppo.get("critic_lam")  # None: lam
     changes = ("critic_lam", "lam_alpha", "critic_explains")
     found["own_targets"] = any(ppo.get(name) is not None for name in changes)
-    found["dual_clip"] = ppo.get("dual_clip")
+    found |= {"dual_clip": ppo.get("dual_clip"), "trust_region": ppo.get("trust_region", 0.3)}
+    names = {"verifier": "verifier", "format": "format", "trained": "reward_model"}
+    switches = {"verifier": True, "format": shaping.get("format"), "trained": shaping.get("trained_model")}
+    found["sources"] = {
+        name: shaping.get(f"{key}_weight", 1.0) for key, name in names.items() if switches[key]
+    }  # and their weights
     found["aggregation"] = ppo.get("loss_aggregation", "token-mean")
     found["whiten_rewards"] = bool(ppo.get("whiten_rewards", False))
     chosen = ppo.get("whiten_advantages")
@@ -496,6 +519,10 @@ def advantages_of(
         return {"sums": spread(sums), "raw_advantages": spread([x - less for x in sums])}
     # An episode that is left out whole, as one without a score is, is not compared.
     kept = [other for other in group if other.get("statistics", {}).get("kept", 1)]
+    if estimator == "gdpo":
+        scaled = scaled_sources(episode, kept, settings["sources"])
+        total = math.fsum(weight * scaled[f"scaled_{name}"] for name, weight in settings["sources"].items())
+        return scaled | {"raw_advantages": spread([total] * len(valued))}
     totals = [total_of(other) for other in kept] or [NAN]
     lengths = [sum(marks(other["tokens"], len(other["places"]), 3)["valued"]) for other in kept] or [0]
     total = math.fsum(rewards)
@@ -506,6 +533,20 @@ def advantages_of(
     equal = max(totals) <= min(totals) or (estimator == "maxrl" and mean <= least_mean(totals))
     of_group |= {"totals": totals, "group_deviation": group_deviation(totals), "equal": equal}
     return of_group | {"raw_advantages": spread([advantage] * len(valued))}
+
+
+def scaled_sources(
+    episode: Mapping[str, Any], group: Sequence[Mapping[str, Any]], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """What each source of the score says of an episode, mean and deviation of its group, and the scaled number."""
+    found = {}
+    for name, weight in weights.items():
+        own, *rest = (number_of(one["numbers"].get(name)) for one in (episode, *group))
+        of_group = rest or [own]
+        found |= {name: own, f"weight_{name}": weight, f"deviation_{name}": group_deviation(of_group)}
+        found[f"mean_{name}"] = math.fsum(of_group) / len(of_group)
+        found[f"scaled_{name}"] = group_advantage(own, of_group, 1, [1] * len(of_group), "grpo")
+    return found
 
 
 def total_of(episode: Mapping[str, Any]) -> float:
@@ -534,7 +575,7 @@ def losses_of(
     if s["loss"] == "gspo":
         ratios = [math.exp(min(sequence, 10.0)) if sequence == sequence else NAN] * n
     terms = [
-        token_loss(*x, loss=s["loss"], low=s["low"], high=s["high"], dual_clip=s["dual_clip"])
+        token_loss(*x, **{name: s[name] for name in ("loss", "low", "high", "dual_clip", "trust_region")})
         for x in zip(new, ratios, found["advantages"], strict=True)
     ]
     weights = row_of(tokens.get("weights", [1.0] * n), n)
@@ -562,6 +603,7 @@ def losses_of(
     ]
     return {
         **{"old_logprobs": old, "new_logprobs": new, "new_values": new_values, "ratio": ratios, "weights": weights},
+        "moved": [moved(*x) for x in zip(new, ratios, strict=True)],
         "log_ratio": [sequence] * n if s["loss"] == "gspo" else gaps,
         "clipped_ratio": [clip(ratio, 1 - s["low"], 1 + s["high"]) for ratio in ratios],
         **{
@@ -873,6 +915,29 @@ def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step
             only="valued",
         )
         return [sums, last]
+    if estimator == "gdpo":
+        found = [
+            Step(
+                result=f"scaled_{name}",
+                title=f"{name.replace('_', ' ')}, scaled",
+                formula="z = (s − μ) / (σ + 10⁻⁶)",
+                numbers=f"({{{name}}} − {{mean_{name}}}) / ({{deviation_{name}}} + 10⁻⁶)",
+                sentence="What this source says of the response, with the mean and deviation of the group.",
+                where=("rlvr_math.py gdpo V112",),
+            )
+            for name in s["sources"]
+        ]
+        last = Step(
+            result="raw_advantages",
+            title="advantage",
+            formula="A_t = Σ w z",
+            numbers=" + ".join(f"{{weight_{name}}} · {{scaled_{name}}}" for name in s["sources"]),
+            sentence="All tokens of the response share it. A point is worth more where it is rare in the group.",
+            where=("rlvr_math.py gdpo V112",),
+            recorded=recorded,
+            only="valued",
+        )
+        return [*found, last]
     formula, numbers, sentence = GROUP_FORMS[estimator]
     name = {"reinforce++-baseline": "reinforce_pp_baseline V40", "grpo": "grpo V33", "dr_grpo": "dr_grpo V36"}
     name |= {"maxrl": "maxrl V109"}
@@ -981,6 +1046,19 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
                 only="learns",
             )
         )
+    elif s["loss"] in ("ipo", "dppo"):
+        where = (*where[:2], "rlvr_math.py token_losses V113")
+        loss = {"result": "loss", "title": "policy loss of the token", "where": where}
+        change = "By how much the probability has grown since the token was sampled."
+        formula, numbers = "π_new(y_t) − π(y_t)", "exp({new_logprobs}) − exp({old_logprobs})"
+        of_change = {"result": "moved", "title": "change of the probability", "where": where, "only": "learns"}
+        found.append(Step(**of_change, formula=formula, numbers=numbers, sentence=change))
+        near = {"formula": "−A'_t · ratio_t", "numbers": "−{advantages} · {ratio}", "only": "is_free"}
+        far = {"formula": "0", "numbers": "0", "only": "is_clipped"}
+        found.append(Step(**loss, **near, sentence="The probability is still in the trust region."))
+        found.append(
+            Step(**loss, **far, sentence="The probability has left the trust region, so the token counts not.")
+        )
     else:
         loss = {"result": "loss", "title": "policy loss of the token", "where": where}
         clipped = loss | {"formula": CLIPPED, "numbers": "max({free}, {clipped})"}
@@ -1008,7 +1086,7 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
             only="is_free",
         )
     )
-    flags = ["is_clipped"] * (s["loss"] in ("ppo", "gspo"))
+    flags = ["is_clipped"] * (s["loss"] in ("ppo", "gspo", "ipo", "dppo"))
     flags += ["is_dual"] * (s["dual_clip"] is not None and s["loss"] == "ppo")
     for flag in flags:
         zero = Step(
