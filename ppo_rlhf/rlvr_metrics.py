@@ -152,8 +152,15 @@ PATIENCE = 3  # updates
 
 
 def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None:
-    """Say once what to do if no response is ever correct, or if all responses to a problem always score the same."""
+    """Say once if nothing gets a score, nothing is correct, or all responses to a problem always score the same."""
     rows, args, flag = this_run.rows, setup.args, cli.flag
+    if rows[-1]["val/unscorable"] == 1:
+        if all(row["val/unscorable"] < 1 for row in rows[:-1]):
+            run.say(
+                f"No response of update {len(rows)} got a score, so nothing was learned: {flag('rewards.verifier')} "
+                f"{args.rewards.verifier}, or what else scores, returned None or NaN for each; samples.jsonl has some"
+            )
+        return
     if len(rows) == PATIENCE and not any(row["objective/verifiable_correct_rate"] for row in rows):
         ends = sum(row["val/stop_token_rate"] for row in rows) / PATIENCE
         run.say(
@@ -308,7 +315,8 @@ def evaluate(
     args, task, held_out = setup.args, setup.args.task, setup.held_out
     of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if task.answer_format == "hashes" else []
     names, field = list(dict.fromkeys([args.rewards.verifier, *of_hashes])), "rewards.verifier"
-    verifiers = [rewards.load_verifier(name, field, task.response_prefix, on_all_processes=True) for name in names]
+    start = problems.response_start(task, setup.tokenizer)
+    verifiers = [rewards.load_verifier(name, field, start, on_all_processes=True) for name in names]
     settings = {"tokenizer": setup.tokenizer, "ids": setup.ids, "accelerator": setup.accelerator}
     settings |= {"local_batch": setup.sizes.local_rollout_batch}
     solve = partial(problems.solve, held_out, respond, verifiers, **settings)

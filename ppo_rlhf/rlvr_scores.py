@@ -22,7 +22,7 @@ def load_sources(
     args: rlvr_args.Args, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds, accelerator: Accelerator
 ) -> dict[str, rlvr_data.Source]:
     """What scores, under its name, with its weight; the verifier first."""
-    shaping, prefix = args.rewards, args.task.response_prefix
+    shaping, prefix = args.rewards, problems.response_start(args.task, tokenizer)
 
     def of_texts(name: str, field: str) -> Callable[..., Tensor]:
         says = rewards.load_verifier(name, field, prefix, on_all_processes=True)

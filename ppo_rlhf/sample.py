@@ -132,6 +132,10 @@ class Continuations:
         truncated = lm.truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
         return responses, truncated, truncated
 
+    def bare(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries as they are shown, without what the task puts around them."""
+        return queries
+
     def as_texts(self, shown: torch.Tensor) -> list[str]:
         """The part of responses that is shown, as texts."""
         return texts.to_texts(self.tokenizer, shown, self.ids.pad)
@@ -154,21 +158,27 @@ class Summaries(Continuations):
 
     def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         summaries = posts.read_posts(self.task, self.tokenizer, "test", n)
-        return summaries.queries, summaries.references.masked_fill(summaries.references == self.ids.eos, self.ids.pad)
+        return summaries.queries, posts.without_ends(summaries.references, self.tokenizer, self.ids)
 
     def query(self, prompt: str) -> list[int]:
         if self.task.query_format == "plain":
-            return posts.Encoder(self.tokenizer, self.ids.eos).query({"post": prompt}, self.task)
+            return posts.encoder_of(self.tokenizer, self.ids).query({"post": prompt}, self.task)
         whole = re.fullmatch(posts.format_post("(.*?)", "(.*?)", "(.*)"), prompt, re.DOTALL)
         row = dict(zip(("subreddit", "title", "post"), whole.groups() if whole else ("", "", prompt), strict=True))
-        return posts.Encoder(self.tokenizer, self.ids.eos).query(row, self.task)
+        return posts.encoder_of(self.tokenizer, self.ids).query(row, self.task)
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
         return queries
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        truncated = lm.truncate_at(responses, self.ids.stop, 0, self.ids.pad)
-        return truncated, truncated, truncated.masked_fill(truncated == self.ids.eos, self.ids.pad)
+        truncated = lm.truncate_at(responses, self.ids.stops, 0, self.ids.pad)
+        return truncated, truncated, posts.without_ends(truncated, self.tokenizer, self.ids)
+
+    def bare(self, queries: torch.Tensor) -> torch.Tensor:
+        return posts.bare(queries, self.ids)
+
+    def scorer(self, name: str, field: str) -> scorers.Scorer:
+        return posts.text_scorer(name, field, self.tokenizer, self.ids)
 
 
 class Solutions(Continuations):
@@ -237,7 +247,8 @@ class Solutions(Continuations):
         return problems.to_texts(self.tokenizer, shown, self.ids)
 
     def scorer(self, name: str, field: str) -> scorers.Scorer:
-        verifier = rewards.load_verifier(name, field, self.task.response_prefix)
+        start = problems.response_start(self.task, self.tokenizer)
+        verifier = rewards.load_verifier(name, field, start)
 
         def is_right(queries: torch.Tensor, shown: torch.Tensor, answers: list[str] | None) -> torch.Tensor | None:
             if answers is None:
@@ -345,7 +356,8 @@ class Comparison:
             kind = {"dtype": torch.float32, "device": self.device, "trust_remote_code": trust, "field": argument}
             classifier = models.foreign.Classifier(model, label, **kind)
             read = problems.reader_of_prompts(self.task, self.tokenizer) if hasattr(self.task, "problems") else None
-            return models.foreign.scorer_of(classifier, self.tokenizer, self.pad_id, length, read)
+            bare = self.texts.bare
+            return models.foreign.scorer_of(classifier, self.tokenizer, self.pad_id, length, read, bare=bare)
         scorer = models.load_reward_model(Path(model), torch.float32, trust).to(self.device)
         models.check_vocabulary(model, f"--{argument} {model}", args.policy, trust)
         models.check_size(scorer.lm_backbone, f"--{argument} {model}", length, self.pad_id)
@@ -367,7 +379,9 @@ class Comparison:
         generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise, temperature = noise.to(processes.device_of_noise(self.device)), self.temperature or problems.GREEDY
-        columns: dict[str, list[Any]] = {"query": texts.to_texts(self.tokenizer, queries, self.pad_id)}
+        columns: dict[str, list[Any]] = {
+            "query": texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
+        }
         if references is not None:
             as_answers = {"answer": references} if isinstance(references, list) else {}
             columns |= as_answers or {"reference": self.texts.as_texts(references)}

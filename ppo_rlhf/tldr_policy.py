@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -395,7 +395,7 @@ def make_rollout(
     with actor_critic.sampling():
         # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
         #    (rows, response_length).
-        sampling = {"stop_id": ids.stop, "temperature": task.temperature, "new_tokens": task.response_length}
+        sampling = {"stop_ids": ids.stops, "temperature": task.temperature, "new_tokens": task.response_length}
         responses, logprobs, values, sampler_gap = by_length(
             respond, actor_critic, queries, uniforms.to(processes.device_of_noise(device)), **sampling
         )
@@ -407,7 +407,7 @@ def make_rollout(
 
         # 4. Score the summaries; punish those that do not end.
         raw_scores = setup.score(queries, responses, references)  # (rows,)
-        stopped = lm.has_stop(responses, ids.stop, 0)  # (rows,)
+        stopped = lm.has_stop(responses, ids.stops, 0)  # (rows,)
         scores = punish_missing_eos(
             raw_scores, stopped, form=shaping.missing_eos, penalty=shaping.missing_eos_penalty
         )
@@ -445,7 +445,13 @@ def make_rollout(
 
 @torch.no_grad()
 def respond(
-    actor_critic: ActorCritic, contexts: Tensor, uniforms: Tensor, *, pad_id: int, stop_id: int, temperature: float
+    actor_critic: ActorCritic,
+    contexts: Tensor,
+    uniforms: Tensor,
+    *,
+    pad_id: int,
+    stop_ids: Collection[int],
+    temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample responses to contexts (batch, context_length), with a random number for each token.
 
@@ -455,7 +461,7 @@ def respond(
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
     responses, sampled_logprobs = lm.generate_until(
-        actor_critic.sampler, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, {stop_id}
+        actor_critic.sampler, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
     )
     # [T34] [X26] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
@@ -919,7 +925,7 @@ def sample_rows(setup: Setup, episodes: Episodes) -> list[dict]:
     """A few episodes to print."""
     tokens = (episodes.queries[:3], episodes.responses[:3], episodes.references[:3])
     numbers = {"scores": episodes.scores[:3], "kl": episodes.kl[:3].sum(1)}
-    return posts.sample_table(posts.evaluation_rows(setup.tokenizer, setup.ids.pad, *tokens, **numbers))
+    return posts.sample_table(posts.evaluation_rows(setup.tokenizer, setup.ids, *tokens, **numbers))
 
 
 def make_recorder(
@@ -956,7 +962,7 @@ def make_recorder(
 
     def texts(numbers: dict[str, Tensor]) -> dict[str, list[str]]:
         references = numbers["references"]
-        rows = posts.evaluation_rows(setup.tokenizer, ids.pad, references, references, references)
+        rows = posts.evaluation_rows(setup.tokenizer, ids, references, references, references)
         return {"reference": [row["reference"] for row in rows]}
 
     return this_run.recorder(
@@ -1009,9 +1015,9 @@ def evaluate_policy(
     for name, values in zip(judges, scores, strict=True):
         numbers |= {name: values, f"reference_{name}": reference_scores[name]}
     tokens = (held_out.queries, responses, held_out.references)
-    rows = posts.evaluation_rows(setup.tokenizer, ids.pad, *tokens, **numbers)
+    rows = posts.evaluation_rows(setup.tokenizer, ids, *tokens, **numbers)
     means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = processes.widened(lm.has_stop(responses, ids.stop, 0)).mean().item()
+    means["eval/eos_rate"] = processes.widened(lm.has_stop(responses, ids.stops, 0)).mean().item()
     means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
     processes.check_finite(means, update, "the reward model or function must give every summary a number")
     if update == 0:
@@ -1113,7 +1119,8 @@ def load_scorers(
     pad_id = models.vocabulary_size(tokenizer)
     if models.foreign.is_foreign(args.rewards.trained_model):
         dtype = models.dtype_of_weights(args, frozen=True)
-        return models.foreign.load_scorer(args, tokenizer, pad_id, dtype=dtype, device=accelerator.device), monitor
+        load = partial(models.foreign.load_scorer, bare=partial(posts.bare, ids=ids))
+        return load(args, tokenizer, pad_id, dtype=dtype, device=accelerator.device), monitor
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
     models.place(reward_model, accelerator)

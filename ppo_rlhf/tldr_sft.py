@@ -285,8 +285,8 @@ def summarise_held_out(
             accelerator,
             measure=loss_of,
         )
-    finished = lm.has_stop(responses, ids.stop, 0)  # (posts,)
-    rows = posts.evaluation_rows(tokenizer, ids.pad, held_out.queries, responses, held_out.references)
+    finished = lm.has_stop(responses, ids.stops, 0)  # (posts,)
+    rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references)
     results = {f"{split}/sft/loss": -processes.widened(logprobs).sum().item() / counts.sum().item()}
     results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
     return results | {f"{split}/sft/eos_rate": processes.widened(finished).mean().item()}, rows

@@ -53,16 +53,16 @@ from ppo_rlhf.lib.cli import InputError, vocabulary_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs:
+class TaskArgs(cli.FormatArgs):
     query_dataset: str = "books"
     """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
     with stories.txt"""
     query_length: int = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
-    """text before each query; the policy sees it, the reward model does not"""
+    """text before each query, in a chat in its turn; the policy sees it, the reward model does not"""
     query_suffix: str = ""
-    """text after each query; the policy sees it, the reward model does not"""
+    """text after each query, in a chat in its turn; the policy sees it, the reward model does not"""
     start_text: str | None = "."
     """queries begin after the first such token of their text; None: at the beginning"""
     end_text: str | None = "."
@@ -393,7 +393,7 @@ class TaskIds:
 
     pad: int  # one above the largest id of the tokenizer: all below it can be sampled
     eos: int  # -1 if the tokenizer has none
-    stop: int | None
+    stop: int | tuple[int, ...] | None  # several if it is the end of text, and the model names more
     prefix: list[int]
     suffix: list[int]
     context_length: int  # prefix, padded query and suffix
@@ -402,15 +402,13 @@ class TaskIds:
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
     cli.check_task(task)
-    prefix, suffix = (
-        tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
-    )
+    prefix, suffix = cli.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=cli.one_token(tokenizer, task.truncate_text, "truncate_text"),
+        stop=cli.all_ends(tokenizer, cli.one_token(tokenizer, task.truncate_text, "truncate_text")),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -715,25 +713,26 @@ class RewardModel(nn.Module):
         return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
-def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:
+def truncate_at(responses: Tensor, stop_id: int | tuple[int, ...] | None, after: int, pad_id: int) -> Tensor:
     """Replace everything after the first stop token at index >= after by padding; the stop token itself stays.
 
-    responses: (batch, response_length). stop_id None: unchanged.
+    responses: (batch, response_length). stop_id: of one token or of several; None: unchanged.
     """
     # [D48] What follows the stop token becomes padding; without one, nothing changes.   lm_tasks.py#L39-L52
     if stop_id is None:
         return responses
-    stops = (responses == stop_id) & (torch.arange(responses.shape[1], device=responses.device) >= after)
+    stops = torch.isin(responses, responses.new_tensor(stop_id))  # (batch, response_length)
+    stops = stops & (torch.arange(responses.shape[1], device=responses.device) >= after)
     stops_before = stops.cumsum(1) - stops.long()  # (batch, response_length)
     return responses.masked_fill(stops_before > 0, pad_id)
 
 
-def has_stop(responses: Tensor, stop_id: int | None, after: int) -> Tensor:
+def has_stop(responses: Tensor, stop_id: int | tuple[int, ...] | None, after: int) -> Tensor:
     """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
     # [D50] A stop token before index `after` does not count.   lm_tasks.py#L58-L65
     if stop_id is None:
         return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
-    return (responses[:, after:] == stop_id).any(1)
+    return torch.isin(responses[:, after:], responses.new_tensor(stop_id)).any(1)
 
 
 # ---- Steps 5 to 7: rewards, advantages, losses -----------------------------------------------------------------
@@ -1122,6 +1121,8 @@ def save_policy(
     folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, typed_args: Args
 ) -> None:
     """Save as an ordinary causal language model, with the value head next to the weights."""
+    own, temperature = policy.lm_backbone.generation_config, typed_args.task.temperature
+    policy.lm_backbone.generation_config = cli.sampling_config(own, tokenizer, temperature)
     policy.lm_backbone.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")

@@ -637,8 +637,8 @@ def test_task_ids():
     assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
 
 
-def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
-    """A tokenizer that puts a token before every text: none in queries, prefix, suffix, stop or prompts."""
+def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny_tokenizer, tmp_path):
+    """Not in queries, which reward models read, nor in suffix, stop or prompts."""
     adds_one = copy.deepcopy(tiny_tokenizer)
     adds_one.backend_tokenizer.post_processor = TemplateProcessing(
         single="<eos> $A", special_tokens=[("<eos>", adds_one.eos_token_id)]
@@ -647,7 +647,7 @@ def test_no_special_token_is_added(tiny_tokenizer, tmp_path):
     write(tmp_path / "texts.txt", "a.bc.d")
     task = TaskArgs(query_dataset=str(tmp_path / "texts.txt"), query_length=3, query_prefix="x", query_suffix="yz")
     ids = texts.task_ids(task, adds_one)
-    assert (ids.prefix, ids.suffix, ids.stop, ids.context_length) == ([23], [24, 25], 26, 6)
+    assert (ids.prefix, ids.suffix, ids.stop, ids.context_length) == ([28, 23], [24, 25], 26, 7)
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
     whole = dataclasses.replace(task, start_text=None, end_text=None)
     assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]

@@ -688,11 +688,11 @@ def test_a_temperature_of_samples_may_stay_when_they_are_switched_off():
 def test_a_run_that_learns_nothing_says_so_once(capsys):
     """Nothing correct in three updates; or nothing but groups of one score in three updates, first in a row."""
 
-    def said(words: str, right: list[float], equal: list[float]) -> list[str]:
+    def said(words: str, right: list[float], equal: list[float], unscorable: float = 0.0) -> list[str]:
         args = cli.parse_args(PRESETS, ["--preset", "sums-grpo", *words.split()])
-        names = "objective/verifiable_correct_rate", "val/groups_zero_std", "val/stop_token_rate"
+        names = "objective/verifiable_correct_rate", "val/groups_zero_std", "val/stop_token_rate", "val/unscorable"
         rows, this_run = [], SimpleNamespace(rows=[])
-        for row in zip(right, equal, [0.5] * len(right), strict=True):
+        for row in zip(right, equal, [0.5] * len(right), [unscorable] * len(right), strict=True):
             this_run.rows.append(dict(zip(names, row, strict=True)))
             rlvr_metrics.say_if_nothing_is_learned(SimpleNamespace(args=args), this_run)
             rows.append(capsys.readouterr().out)
@@ -706,6 +706,9 @@ def test_a_run_that_learns_nothing_says_so_once(capsys):
     alone = "--ppo.samples_per_prompt 1 --ppo.advantage gae"
     assert said(alone, [0.5] * 4, [1] * 4) == [""] * 4
     assert said(alone, [0.0] * 4, [1] * 4) == ["", "", "No", ""]
+    # Where nothing gets a score, the first update says so, and no other line blames the policy.
+    assert said(alone, [0.0] * 4, [0] * 4, unscorable=1.0) == ["No", "", "", ""]
+    assert said(alone, [0.5] * 4, [0] * 4, unscorable=0.9) == [""] * 4
 
 
 def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(tiny_sums, in_folder, monkeypatch):

@@ -15,6 +15,7 @@ from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.posts import CUT_MARGIN, TaskArgs
 
 EOS, PAD = 0, 128
+IDS = posts.TaskIds(pad=PAD, eos=EOS, stops=(EOS,))
 
 
 class Letters:
@@ -455,9 +456,9 @@ def test_without_a_network_the_hub_is_an_error():
 
 def test_padding_is_no_token_and_a_summary_ends_with_the_end_of_text():
     ids = posts.task_ids(TaskArgs(), Letters())
-    assert (ids.pad, ids.eos, ids.stop) == (128, 0, 0)
+    assert (ids.pad, ids.eos, ids.stops) == (128, 0, (0,))
     ids = posts.task_ids(TaskArgs(stop_text="."), Letters())
-    assert (ids.eos, ids.stop) == (0, 46)
+    assert (ids.eos, ids.stops) == (0, (46,))
 
 
 def test_other_bad_special_tokens():
@@ -485,7 +486,7 @@ def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
 
     queries = torch.tensor([[PAD, PAD, *letters("ab:")], letters("TLDR:")])
     rows = posts.evaluation_rows(
-        Letters(), PAD, queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0"), scores=torch.tensor([0.5, -1.0])
+        Letters(), IDS, queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0"), scores=torch.tensor([0.5, -1.0])
     )
     lengths = [{"tokens": 4, "reference_tokens": 3}, {"tokens": 6, "reference_tokens": 4}]
     expected = [
@@ -495,7 +496,7 @@ def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
     assert rows == expected
     column = {"queries": torch.tensor([1.0, 2.0])}  # the name of a function, which the parameters have too
     texts = (queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0"))
-    assert [row["queries"] for row in posts.evaluation_rows(Letters(), PAD, *texts, **column)] == [1.0, 2.0]
+    assert [row["queries"] for row in posts.evaluation_rows(Letters(), IDS, *texts, **column)] == [1.0, 2.0]
     shown = [{key: row[key] for key in ("query", "response", "reference", "scores")} for row in expected]
     assert posts.sample_table(rows) == shown
 

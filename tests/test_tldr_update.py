@@ -64,7 +64,7 @@ from ppo_rlhf.tldr_reward import pairs_update, score_pairs, shift_to_references
 from ppo_rlhf.tldr_sft import LanguageModel, sft_update
 
 PAD, EOS, STOP = 29, 28, 26
-IDS = TaskIds(pad=PAD, eos=EOS, stop=EOS)
+IDS = TaskIds(pad=PAD, eos=EOS, stops=(EOS,))
 ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows of the embedding; spare rows in two
 CONTEXT, RESPONSE, TEMPERATURE = 6, 5, 0.7
 LENGTHS = [1, 5, 5, 4, 2, 3, 5, 1]  # tokens of each response; row 2 alone does not end
@@ -790,7 +790,7 @@ def summaries(actor_critic: ActorCritic, ids: TaskIds, temperature: float, rows:
     """Contexts with padding on the left, and what `respond` gives for them."""
     contexts = ragged_rows([1, 3] * (rows // 2))[:, :CONTEXT]
     uniforms = torch.rand(rows, length, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    settings = {"pad_id": ids.pad, "stop_id": ids.stop, "temperature": temperature}
+    settings = {"pad_id": ids.pad, "stop_ids": ids.stops, "temperature": temperature}
     return contexts, *respond(actor_critic, contexts, uniforms, **settings)
 
 
@@ -946,7 +946,7 @@ def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_to
         logprobs, _, _ = adapted.actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
     scores = [slow_scalars(adapted.actor_critic.critic, row)[-1] for row in tokens]
     parts = (adapted.actor_critic.lm_backbone, adapted.actor_critic.critic, adapted.reference.adapters)
-    save_policy_and_critic(tmp_path, *parts, tiny_tokenizer, {"base_model": "", "task": {}}, False)
+    save_policy_and_critic(tmp_path, *parts, tiny_tokenizer, {"base_model": "", "task": {"temperature": 0.7}}, False)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
     assert not any("lora" in name for name, _ in policy.named_parameters())
     for i, length in enumerate(LENGTHS):
@@ -982,7 +982,9 @@ def test_adapters_on_all_linear_layers_are_part_of_what_is_saved(tiny_models, ti
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
         unadapted = tied_model(tiny_models, architecture)(input_ids=tokens).logits
-        save_policy_and_critic(tmp_path, model, None, adapters, tiny_tokenizer, {"base_model": "", "task": {}}, False)
+        save_policy_and_critic(
+            tmp_path, model, None, adapters, tiny_tokenizer, {"base_model": "", "task": {"temperature": 0.7}}, False
+        )
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
         assert_close(saved(input_ids=tokens).logits, expected, atol=1e-9, rtol=0)
     assert not saved.get_output_embeddings().weight.ne(saved.get_input_embeddings().weight).any()

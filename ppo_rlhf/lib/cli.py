@@ -21,7 +21,7 @@ import tyro
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import errors, files, run
+from ppo_rlhf.lib import errors, files, run, templates
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as  # noqa: F401
 from ppo_rlhf.lib.launch import (  # noqa: F401
     PATIENCE,
@@ -38,7 +38,6 @@ from ppo_rlhf.lib.launch import (  # noqa: F401
     split_evenly,
     widened,
 )
-from ppo_rlhf.lib.memory import rows_that_fit  # noqa: F401
 from ppo_rlhf.lib.pretrained import (  # noqa: F401
     SAFETENSORS_ONLY,
     check_model,
@@ -56,6 +55,7 @@ from ppo_rlhf.lib.pretrained import (  # noqa: F401
     weights_dtypes,
 )
 from ppo_rlhf.lib.scale import Scale  # noqa: F401
+from ppo_rlhf.lib.templates import FormatArgs, affixes, all_ends, sampling_config  # noqa: F401
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 
@@ -328,6 +328,8 @@ def check_values(args: Any) -> None:
         raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
     if values.get("upload_model"):
         check_repository_name(args)
+    if "task.prompt_format" in values:
+        templates.check(args.task)
     if values.get("track") and os.environ.get("WANDB_MODE", "online") not in WANDB_MODES:
         raise InputError(
             f"{flag('track')}: WANDB_MODE is {os.environ['WANDB_MODE']!r}; it must be one of {', '.join(WANDB_MODES)}"
@@ -487,6 +489,13 @@ def with_newest_reward_model(args: Any) -> Any:
         )
     run.say(f"reward model {newest}, the newest of the preset {args.preset}")
     return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
+
+
+def rows_that_fit(*networks: Any, **sizes: Any) -> dict[str, int]:
+    """Rows of a pass; see lib/memory.py."""
+    from ppo_rlhf.lib import memory
+
+    return memory.rows_that_fit(*networks, **sizes)
 
 
 def checkpoint_layers(network: nn.Module) -> None:

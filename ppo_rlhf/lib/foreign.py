@@ -7,6 +7,7 @@ A score is the logit that the library's model gives a text by itself. What the m
     text             otherwise: query and response in one, as its tokenizer encodes texts, with its special tokens
 """
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import hub, pretrained
+from ppo_rlhf.lib import hub, pretrained, templates
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed_as
 
 TOKENS_AT_A_TIME = 2**13  # of a pass, with padding
@@ -128,20 +129,22 @@ class Classifier:
         return self.of_ids(rows)
 
     def encode(self, query: str | Messages, response: str) -> list[int]:
-        templated = self.tokenizer.chat_template is not None
-        if templated:
+        if self.tokenizer.chat_template is not None:
             messages = [{"role": "user", "content": query.strip()}] if isinstance(query, str) else query
-            reply = {"role": "assistant", "content": response.strip()}
+            messages = [*messages, {"role": "assistant", "content": response.strip()}]
+            # [V114] A policy that writes the mark of a turn's end does not end its turn before the judge.
+            letters = [one | {"content": templates.as_letters(one["content"], self.tokenizer)} for one in messages]
             try:
-                text = self.tokenizer.apply_chat_template([*messages, reply], tokenize=False)
+                text = self.tokenizer.apply_chat_template(letters, tokenize=False)
             except Exception as error:  # a template is a program, and may raise anything
                 said = " ".join(f"{type(error).__name__}: {error}".split())
                 raise InputError(f"{self.what}: its chat template fails on a query and a response: {said}") from error
-        elif isinstance(query, str):
+            return templates.encode(text, self.tokenizer)[-self.longest :]
+        if isinstance(query, str):
             text = query + response
         else:
             text = "\n".join([*(message["content"] for message in query), response])
-        return self.tokenizer.encode(text, add_special_tokens=not templated, truncation=True, max_length=self.longest)
+        return self.tokenizer.encode(text, truncation=True, max_length=self.longest)
 
 
 def load_scorer(
@@ -152,11 +155,13 @@ def load_scorer(
     dtype: torch.dtype,
     device: torch.device,
     messages_of: Callable[[str], Messages] | None = None,
+    bare: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Tensor]:
     """A scorer with the classifier that args.rewards names: token ids of queries and responses (batch, length), with
     our padding, to scores (batch,).
 
-    messages_of: makes messages of the text of a query that is rendered in the policy's chat template.
+    messages_of: makes messages of the text of a query that is rendered in the policy's chat template. bare: takes the
+    tokens of the policy's own template out of queries that a judge reads as texts.
     """
     judge = Classifier(
         args.rewards.trained_model,
@@ -166,7 +171,8 @@ def load_scorer(
         trust_remote_code=args.trust_remote_code,
         field="rewards.trained_model",
     )
-    return scorer_of(judge, tokenizer, pad_id, args.task.query_length + args.task.response_length, messages_of)
+    length = args.task.query_length + args.task.response_length
+    return scorer_of(judge, tokenizer, pad_id, length, messages_of, bare=bare)
 
 
 def scorer_of(
@@ -175,10 +181,12 @@ def scorer_of(
     pad_id: int,
     length: int,
     messages_of: Callable[[str], Messages] | None = None,
+    bare: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Tensor]:
     """As load_scorer. length: the most tokens of a query and its response."""
-    by_ids, eos_id = judge.shares_tokens(tokenizer), tokenizer.eos_token_id
-    if by_ids and length > judge.longest:
+    by_ids, ends = judge.shares_tokens(tokenizer), templates.end_ids(tokenizer)
+    first = templates.first_ids(tokenizer)
+    if by_ids and len(first) + length > judge.longest:
         raise InputError(
             f"{judge.what} reads at most {judge.longest} tokens, but query and response are {length}; shorten "
             f"{flag('task.query_length')} or {flag('task.response_length')}"
@@ -189,10 +197,12 @@ def scorer_of(
 
     def score(queries: Tensor, responses: Tensor, *_: Any) -> Tensor:
         if by_ids:
-            return judge.of_ids(without_padding(torch.cat([queries, responses], dim=1)))
-        asked = without_padding(queries)
+            rows = without_padding(torch.cat([queries, responses], dim=1))
+            # [X19] Chapter 1's queries come without the token that begins every text.
+            return judge.of_ids([row if row[: len(first)] == first else [*first, *row] for row in rows])
+        asked = without_padding(bare(queries) if bare else queries)
         # What follows an end of text is not part of the response, and its sign is the policy's own.
-        said = [row[: row.index(eos_id)] if eos_id in row else row for row in without_padding(responses)]
+        said = [list(itertools.takewhile(lambda i: i not in ends, row)) for row in without_padding(responses)]
         texts = [tokenizer.decode(row) for row in asked]
         if messages_of:
             return judge.of_texts([messages_of(text) for text in texts], [tokenizer.decode(row) for row in said])

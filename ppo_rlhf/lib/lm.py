@@ -306,25 +306,26 @@ def read_contexts(
     return last[copies], mask[copies], cache
 
 
-def truncate_at(responses: Tensor, stop_id: int | None, after: int, pad_id: int) -> Tensor:
+def truncate_at(responses: Tensor, stop_id: int | tuple[int, ...] | None, after: int, pad_id: int) -> Tensor:
     """Replace everything after the first stop token at index >= after by padding; the stop token itself stays.
 
-    responses: (batch, response_length). stop_id None: unchanged.
+    responses: (batch, response_length). stop_id: of one token or of several; None: unchanged.
     """
     # [D48] What follows the stop token becomes padding; without one, nothing changes.   lm_tasks.py#L39-L52
     if stop_id is None:
         return responses
-    stops = (responses == stop_id) & (torch.arange(responses.shape[1], device=responses.device) >= after)
+    stops = torch.isin(responses, responses.new_tensor(stop_id))  # (batch, response_length)
+    stops = stops & (torch.arange(responses.shape[1], device=responses.device) >= after)
     stops_before = stops.cumsum(1) - stops.long()  # (batch, response_length)
     return responses.masked_fill(stops_before > 0, pad_id)
 
 
-def has_stop(responses: Tensor, stop_id: int | None, after: int) -> Tensor:
+def has_stop(responses: Tensor, stop_id: int | tuple[int, ...] | None, after: int) -> Tensor:
     """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
     # [D50] A stop token before index `after` does not count.   lm_tasks.py#L58-L65
     if stop_id is None:
         return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
-    return (responses[:, after:] == stop_id).any(1)
+    return torch.isin(responses[:, after:], responses.new_tensor(stop_id)).any(1)
 
 
 def episode_noise(seed: int, update: int, batch: int, response_length: int) -> Tensor:

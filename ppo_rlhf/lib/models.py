@@ -35,6 +35,7 @@ from ppo_rlhf.lib import (
     precision,
     pretrained,
     processes,
+    templates,
 )
 from ppo_rlhf.lib.classifier import save_reward_model
 from ppo_rlhf.lib.errors import InputError, flag
@@ -405,6 +406,8 @@ def save_policy_and_critic(
     if not errors.is_first_process():
         return
     info = {"vocab_size": vocabulary_size(tokenizer), **info}
+    own, temperature = lm_backbone.generation_config, info["task"]["temperature"]
+    lm_backbone.generation_config = templates.sampling_config(own, tokenizer, temperature)
     save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info | {"kind": "policy"})
     if critic:
         kept = {name: info[name] for name in ("base_model", "vocab_size", "task")}

@@ -20,7 +20,7 @@ import bisect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, hub_files, lm, models, processes, scorers, texts
+from ppo_rlhf.lib import files, hub_files, lm, models, processes, scorers, templates, texts
 from ppo_rlhf.lib.errors import InputError, flag
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
@@ -45,17 +45,17 @@ CUT_MARGIN = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs:
+class TaskArgs(templates.FormatArgs):
     posts: str = "tldr"
     """where posts and reference summaries come from: tldr, posts, reviews, or a folder with posts_<split>.jsonl"""
     comparisons: str = "tldr"
     """where comparisons come from: tldr, posts, reviews, or a folder with comparisons_<split>.jsonl"""
     query_format: Literal["tldr", "plain"] = "tldr"
-    """tldr: a query is SUBREDDIT, TITLE, POST and TL;DR:, and a summary begins with a space; plain: a query is the
-    post alone, and post and summary are read as they are"""
+    """tldr: a query is SUBREDDIT, TITLE, POST and TL;DR:, and a summary begins with a space, unless it is the turn of
+    a chat; plain: a query is the post alone, and post and summary are read as they are"""
     query_length: int = 512
-    """tokens of a query, padded on the left; posts that are too long are cut at their end, plain ones at their
-    beginning"""
+    """tokens of a query, with its chat template, padded on the left; posts that are too long are cut at their end,
+    plain ones at their beginning"""
     response_length: int = 53
     """tokens of a sampled summary, and the most that a reference may have, with its end-of-text token"""
     comparison_length: int = 169
@@ -64,7 +64,7 @@ class TaskArgs:
     """as query_length, for the news articles among the validation comparisons"""
     stop_text: str | None = None
     """text of the one token that ends a sampled summary; None: the tokenizer's end-of-text token, where the reward
-    model has learned to be read"""
+    model has learned to be read, or another that the model's generation_config.json names"""
     temperature: float = 0.7
     """sampling temperature of the policy and of the reference in PPO"""
     eval_temperature: float = 0.01
@@ -91,8 +91,10 @@ class TaskIds:
     """The task's special tokens as ids of one tokenizer."""
 
     pad: int  # one above the largest id of the tokenizer
-    eos: int
-    stop: int  # ends a sampled summary
+    eos: int  # ends a reference
+    stops: tuple[int, ...]  # each of them ends a sampled summary
+    prefix: Sequence[int] = ()  # of every query: a first token, or the beginning of a chat template
+    suffix: Sequence[int] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -113,7 +115,14 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     if eos is None:
         raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
     stop = texts.one_token(tokenizer, task.stop_text, "stop_text")
-    return TaskIds(pad=models.vocabulary_size(tokenizer), eos=eos, stop=eos if stop is None else stop)
+    prefix, suffix = templates.affixes(task, tokenizer)
+    if len(prefix) + len(suffix) >= task.query_length:
+        raise InputError(
+            f"{flag('task.query_length')} {task.query_length} has no room for a post: what is around it has "
+            f"{len(prefix) + len(suffix)} tokens"
+        )
+    stops = templates.end_ids(tokenizer) if stop is None else (stop,)
+    return TaskIds(pad=models.vocabulary_size(tokenizer), eos=eos, stops=stops, prefix=prefix, suffix=suffix)
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------
@@ -168,36 +177,57 @@ def pad_rows(rows: list[list[int]], length: int, pad_id: int, *, left: bool = Fa
 
 
 class Encoder:
-    """Encodes queries and summaries with one tokenizer, without special tokens."""
+    """Encodes queries and summaries with one tokenizer; special tokens are only around a query, and at the end."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_id: int):
-        self.tokenizer, self.eos_id = tokenizer, eos_id
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_id: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
+    ):
+        self.tokenizer, self.eos_id, self.prefix, self.suffix = tokenizer, eos_id, prefix, suffix
 
     def encode(self, text: str) -> list[int]:
         # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
         #       tldr_dataset.py#L154, tldr_dataset.py#L202-L212
         return texts.encode_text(self.tokenizer, text)
 
+    def in_place(self, text: str) -> list[int]:
+        """The text of a query in its chat template, or after the first token."""
+        return [*self.prefix, *self.encode(text), *self.suffix]
+
     def query(self, row: dict[str, Any], task: TaskArgs) -> list[int]:
         """The query of a row with subreddit, title and post, or with an article."""
         if row.get("article"):
-            return fit_query(row["article"], format_article, self.encode, task.article_query_length)
+            return fit_query(row["article"], format_article, self.in_place, task.article_query_length)
         if task.query_format == "plain":
-            return self.encode(row["post"])[-task.query_length :]
+            room = task.query_length - len(self.prefix) - len(self.suffix)
+            return [*self.prefix, *self.encode(row["post"])[-room:], *self.suffix]
         return fit_query(
             row["post"],
             lambda post: format_post(row["subreddit"], row["title"], post),
-            self.encode,
+            self.in_place,
             task.query_length,
         )
 
     def summary(self, text: str, query_format: Literal["tldr", "plain"] = "tldr") -> list[int]:
-        """A summary, with a space before it, unless the format is plain, and the end-of-text token after it."""
+        """A summary, with a space before it, unless the format is plain, and the end-of-text token after it.
+
+        In a chat, where the template has an end, it begins a turn, without a space.
+        """
         # [T07] It begins with a space and ends with the end-of-text token.
         #       tldr_dataset.py#L187-L190, tldr_dataset.py#L262-L266
-        if query_format == "tldr" and not text.startswith(" "):
-            text = f" {text}"
+        if query_format == "tldr":
+            text = text.removeprefix(" ") if self.suffix else f" {text.removeprefix(' ')}"
         return [*self.encode(text), self.eos_id]
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> Encoder:
+    return Encoder(tokenizer, ids.eos, ids.prefix, ids.suffix)
+
+
+def bare(queries: torch.Tensor, ids: TaskIds) -> torch.Tensor:
+    """Queries (n, query_length) as people and functions of texts read them: padding in place of what is around."""
+    place = (queries != ids.pad).cumsum(1)  # (n, query_length), from 1 on
+    inside = (place > len(ids.prefix)) & (place <= place[:, -1:] - len(ids.suffix))
+    return queries.masked_fill(~inside, ids.pad)
 
 
 # ---- Posts -----------------------------------------------------------------------------------------------------
@@ -288,7 +318,7 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     # [T01] [T08] A post with one reference; none loses its end-of-text token.
     #       tldr_dataset.py#L184, tldr_dataset.py#L409-L418
     ids = task_ids(task, tokenizer)
-    encoder = Encoder(tokenizer, ids.eos)
+    encoder = encoder_of(tokenizer, ids)
     queries, references, too_long = [], [], 0
     for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
         what = f"{flag('task.posts')} {where}"
@@ -369,7 +399,7 @@ def read_comparisons(
     # [T02] [T11] A post, two summaries and a choice; compared summaries may be longer than sampled ones.
     #       tldr_dataset.py#L256-L259
     ids = task_ids(task, tokenizer)
-    encoder = Encoder(tokenizer, ids.eos)
+    encoder = encoder_of(tokenizer, ids)
     queries, pairs, groups, cut, identical = [], [], [], 0, 0
     for where, row in islice(load_rows(task.comparisons, "comparisons", split), limit or None):
         check_comparison(row, task.query_format, f"{flag('task.comparisons')} {where}")
@@ -435,12 +465,18 @@ def trim_padding(*tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     return joined[:, kept]
 
 
+def without_ends(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> torch.Tensor:
+    """Summaries with padding in place of the tokens that end a text."""
+    ends = tokens.new_tensor(templates.end_ids(tokenizer))
+    return tokens.masked_fill(torch.isin(tokens, ends), ids.pad)
+
+
 COLUMNS = ("query", "response", "reference", "tokens", "reference_tokens")
 
 
 def evaluation_rows(
     tokenizer: PreTrainedTokenizerBase,
-    pad_id: int,
+    ids: TaskIds,
     queries: torch.Tensor,
     responses: torch.Tensor,
     references: torch.Tensor,
@@ -452,9 +488,9 @@ def evaluation_rows(
     queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
     """
     # [T06] Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
-    summaries = [tokens.masked_fill(tokens == tokenizer.eos_token_id, pad_id) for tokens in (responses, references)]
-    decoded = [texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, *summaries)]
-    lengths = [(tokens != pad_id).sum(1).tolist() for tokens in (responses, references)]
+    summaries = [without_ends(tokens, tokenizer, ids) for tokens in (responses, references)]
+    decoded = [texts.to_texts(tokenizer, tokens, ids.pad) for tokens in (bare(queries, ids), *summaries)]
+    lengths = [(tokens != ids.pad).sum(1).tolist() for tokens in (responses, references)]
     columns = [*decoded, *lengths, *(values.tolist() for values in numbers.values())]
     return [dict(zip((*COLUMNS, *numbers), row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -490,7 +526,7 @@ def summarise(
             pad_id=ids.pad,
             vocab_size=ids.vocab_size,
             temperature=temperature,
-            stop_ids={ids.stop},
+            stop_ids=ids.stops,
         )
         return responses, *measure(queries, responses, references)
 
@@ -503,7 +539,7 @@ def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: 
     scorer = scorers.text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
 
     def score(queries: torch.Tensor, *summaries: torch.Tensor) -> torch.Tensor:
-        return scorer(queries, *(tokens.masked_fill(tokens == ids.eos, ids.pad) for tokens in summaries))
+        return scorer(bare(queries, ids), *(without_ends(tokens, tokenizer, ids) for tokens in summaries))
 
     return score
 

@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -98,13 +99,15 @@ TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.py")  # a folder with a t
 
 
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a base model."""
+    """The tokenizer of a base model, with the model's generation_config, which may name more ends of a text."""
     with model_errors(base_model) as (path, revision):
         if Path(path).is_dir() and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
             raise InputError(f"{path} has no tokenizer; save one there with tokenizer.save_pretrained")
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
             raise OSError("it has no tokenizer")
+        with contextlib.suppress(OSError):  # there is none, or read_config refuses it
+            tokenizer.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
         return tokenizer
 
 

@@ -16,6 +16,7 @@ A row is an object with a question and an answer, which holds what a response mu
 Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -26,7 +27,19 @@ import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import hub_files, lm, models, posts, problem_rows, processes, rewards, run, sources, texts
+from ppo_rlhf.lib import (
+    hub_files,
+    lm,
+    models,
+    posts,
+    problem_rows,
+    processes,
+    rewards,
+    run,
+    sources,
+    templates,
+    texts,
+)
 from ppo_rlhf.lib.errors import InputError, flag
 
 GSM8K_FILES = hub_files.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
@@ -36,7 +49,7 @@ SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs:
+class TaskArgs(templates.FormatArgs):
     problems: str = "gsm8k"
     """where problems come from: gsm8k, sums, arithmetic, reasoning_gym:<task>, a data set on the hub, a folder with
     problems_<split>.jsonl, or a file: .jsonl, .parquet or .csv"""
@@ -54,8 +67,6 @@ class TaskArgs:
     content of its last box, or all of it if it has none; or the whole text"""
     prompt_format: Literal["chat", "plain"] = "chat"
     """whether the tokenizer's chat template is put around a question"""
-    system_prompt: str | None = None
-    """first message of a chat, which may be empty; None: left to the chat template, which may have its own"""
     prompt_suffix: str = ' Let\'s think step by step and output the final answer after "####".'
     """text after each question"""
     response_prefix: str = ""
@@ -118,15 +129,9 @@ def task_ids(
     for name in ("prompt_length", "response_length", "temperature"):
         if not getattr(task, name) > 0:
             raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
-    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
-    #       workers/fsdp_workers.py#L945-L949
-    theirs = generation_config.eos_token_id if generation_config else None
-    stops = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None}
-    if any(type(stop) is not int for stop in stops):
-        raise InputError(f"the model's generation_config.json names the token {theirs!r} as its end; give its number")
-    if not stops:
+    if not (stops := templates.end_ids(tokenizer, generation_config)):
         raise InputError("neither the tokenizer nor the model names a token that ends a response")
-    return TaskIds(pad=models.vocabulary_size(tokenizer), stops=tuple(sorted(stops)))
+    return TaskIds(pad=models.vocabulary_size(tokenizer), stops=stops)
 
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------
@@ -157,38 +162,40 @@ def render_prompt(
 ) -> str:
     """The text that a response continues. question: a text, or messages, of which the last is the user's.
 
-    examples: as read_examples gives them.
+    examples: as read_examples gives them. In a chat, the names of special tokens in the question are marked for
+    `encode_prompt`; templates.shown takes the marks out.
     """
+    templates.check(task)
+    if task.prompt_format == "chat" and isinstance(question, str):
+        question = templates.as_letters(question, tokenizer)
+    elif task.prompt_format == "chat":
+        question = [one | {"content": templates.as_letters(one["content"], tokenizer)} for one in question]
     earlier = [] if isinstance(question, str) else question[:-1]
     # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
     content = (question if isinstance(question, str) else question[-1]["content"]) + task.prompt_suffix
     # An example looks as a question and a correct response do.
     shown = [(asked + task.prompt_suffix, task.response_prefix + answer) for asked, answer in examples]
     if task.prompt_format == "plain":
-        if task.system_prompt is not None:
-            raise InputError(f"{flag('task.system_prompt')} is a message of a chat; the prompts here are plain")
         content = "\n".join([*(message["content"] for message in earlier), content])
         return "".join(f"{asked}{answer}\n\n" for asked, answer in shown) + content + task.response_prefix
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"{flag('task.prompt_format')} chat: the tokenizer has no chat template; plain prompts need none"
-        )
-    # [V02] No system message is another thing than an empty one: for the first, some templates have a text.
-    system = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
-    # [V01] One message of the user's, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
     turns = [text for example in shown for text in example]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*turns, content])]
-    if own := [message for message in earlier if message["role"] == "system"]:
-        system = own  # the row has its own
+    own = [message for message in earlier if message["role"] == "system"]
     messages[-1:-1] = [message for message in earlier if message["role"] != "system"]
-    try:
-        prompt = tokenizer.apply_chat_template([*system, *messages], tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program, and may raise anything
+    return templates.render([*(own or templates.system_of(task)), *messages], task, tokenizer) + task.response_prefix
+
+
+def response_start(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The end of every prompt that belongs to its response: a <think> that is open, and the response_prefix."""
+    # [V21] A template may end with the opening tag.
+    before = render_prompt("?", task, tokenizer).removesuffix(task.response_prefix)
+    opened = re.search(r"<think>\s*\Z", before)
+    if opened and task.response_prefix.startswith("<think>"):
         raise InputError(
-            f"the tokenizer's chat template fails on these messages: {type(error).__name__}: {error}; "
-            f"{flag('task.prompt_format')} plain does without a template"
-        ) from error
-    return prompt + task.response_prefix
+            f"{flag('task.response_prefix')} {task.response_prefix!r}: the prompt ends with a <think> already; "
+            f"leave it out"
+        )
+    return (opened[0] if opened else "") + task.response_prefix
 
 
 def reader_of_prompts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[dict[str, str]]]:
@@ -198,20 +205,21 @@ def reader_of_prompts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Cal
     """
     mark = "a question of no task"
     before, _, after = render_prompt(mark, task, tokenizer, read_examples(task)).partition(mark)
-    system = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+    if task.prompt_format == "plain":
+        before = tokenizer.decode(templates.first_ids(tokenizer)) + before
 
     def messages_of(prompt: str) -> list[dict[str, str]]:
         asked = prompt.removeprefix(before).removesuffix(after)
-        return [*system, {"role": "user", "content": asked + task.prompt_suffix}]
+        return [*templates.system_of(task), {"role": "user", "content": asked + task.prompt_suffix}]
 
     return messages_of
 
 
 def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text is nothing but text."""
+    """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text begins with one at most."""
     if task.prompt_format == "plain":
-        return texts.encode_text(tokenizer, prompt)
-    return tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
+        return [*templates.start_of_plain(tokenizer), *texts.encode_text(tokenizer, prompt)]
+    return templates.encode(prompt, tokenizer)
 
 
 # ---- Problems --------------------------------------------------------------------------------------------------
@@ -334,7 +342,7 @@ def read_problems(
             too_long += 1
             continue
         kept["prompts"].append(tokens)
-        kept["texts"].append(prompt)
+        kept["texts"].append(templates.shown(prompt))
         kept["answers"].append(answer)
         kept["kinds"].append(str(row.get(task.kind_column, "")))
     if not kept["prompts"]:
@@ -390,10 +398,13 @@ GREEDY = 1e-6  # temperature at which the likeliest token is drawn
 
 
 def to_texts(tokenizer: PreTrainedTokenizerBase, responses: torch.Tensor, ids: TaskIds) -> list[str]:
-    """Responses (rows, response_length) as verifiers and people read them, without what ends them."""
+    """Responses (rows, response_length) as verifiers and people read them, without what ends them.
+
+    Other special tokens are shown: some tokenizers have tags of the answer among them.
+    """
     hidden = {ids.pad, *ids.stops}
     kept = [[token for token in row if token not in hidden] for row in responses.tolist()]
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in kept]
+    return [tokenizer.decode(row) for row in kept]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import launch
+from ppo_rlhf.lib import launch, templates
 from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.lib.scale import Scale  # noqa: F401 chapter 2 finds it here
 
@@ -56,8 +56,8 @@ def text_scorer(
         return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
-        eos_id = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        written = responses.masked_fill((responses == eos_id).cumsum(1) > 0, pad_id)
+        ends = responses.new_tensor(templates.end_ids(tokenizer))
+        written = responses.masked_fill(torch.isin(responses, ends).cumsum(1) > 0, pad_id)
         decoded = [decode(tokens) for tokens in (queries, written)]
         answers = [None] * len(queries) if references is None else decode(references)
         scores, problem = score_texts(function, what, *decoded, answers)

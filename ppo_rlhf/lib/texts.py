@@ -13,19 +13,20 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib import cli, sources
 from ppo_rlhf.lib.cli import InputError, vocabulary_size
 from ppo_rlhf.lib.pretrained import one_token  # noqa: F401 later chapters find it here
+from ppo_rlhf.lib.templates import encode_text  # noqa: F401 others find it here
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs:
+class TaskArgs(cli.FormatArgs):
     query_dataset: str = "books"
     """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
     with stories.txt"""
     query_length: int = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
-    """text before each query; the policy sees it, the reward model does not"""
+    """text before each query, in a chat in its turn; the policy sees it, the reward model does not"""
     query_suffix: str = ""
-    """text after each query; the policy sees it, the reward model does not"""
+    """text after each query, in a chat in its turn; the policy sees it, the reward model does not"""
     start_text: str | None = "."
     """queries begin after the first such token of their text; None: at the beginning"""
     end_text: str | None = "."
@@ -48,7 +49,7 @@ class TaskIds:
 
     pad: int  # one above the largest id of the tokenizer: all below it can be sampled
     eos: int  # -1 if the tokenizer has none
-    stop: int | None
+    stop: int | tuple[int, ...] | None  # several if it is the end of text, and the model names more
     prefix: list[int]
     suffix: list[int]
     context_length: int  # prefix, padded query and suffix
@@ -57,15 +58,13 @@ class TaskIds:
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
     cli.check_task(task)
-    prefix, suffix = (
-        tokenizer.encode(text, add_special_tokens=False) for text in (task.query_prefix, task.query_suffix)
-    )
+    prefix, suffix = cli.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=cli.one_token(tokenizer, task.truncate_text, "truncate_text"),
+        stop=cli.all_ends(tokenizer, cli.one_token(tokenizer, task.truncate_text, "truncate_text")),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -127,11 +126,6 @@ def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Ten
     """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
     longest = max(map(len, rows), default=0) if length is None else length
     return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that is data. Adds no special tokens, and treats the name of one as ordinary text."""
-    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
 
 def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:
