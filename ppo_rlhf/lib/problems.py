@@ -398,12 +398,10 @@ GREEDY = 1e-6  # temperature at which the likeliest token is drawn
 
 
 def to_texts(tokenizer: PreTrainedTokenizerBase, responses: torch.Tensor, ids: TaskIds) -> list[str]:
-    """Responses (rows, response_length) as verifiers and people read them, without what ends them.
-
-    Other special tokens are shown: some tokenizers have tags of the answer among them.
-    """
+    """Responses (rows, response_length) as verifiers and people read them, without what ends them."""
     hidden = {ids.pad, *ids.stops}
     kept = [[token for token in row if token not in hidden] for row in responses.tolist()]
+    # [V21] Some tokenizers have the tags of thought and answer among their special tokens.
     return [tokenizer.decode(row) for row in kept]
 
 
