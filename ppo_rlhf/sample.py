@@ -45,7 +45,6 @@ from ppo_rlhf.lib import (
     rewards,
     run,
     scorers,
-    templates,
     texts,
 )
 from ppo_rlhf.lib.errors import InputError, NumericalError
@@ -311,7 +310,7 @@ class Comparison:
             policy = models.load_pretrained(args.policy, torch.float32, args.trust_remote_code).to(self.device)
         more = {"generation_config": policy.generation_config} if kind is Solutions else {}
         try:
-            task = dataclasses.asdict(templates.FormatArgs()) | info["task"]  # older policies know no format
+            task = dataclasses.asdict(cli.FormatArgs()) | info["task"]  # older policies know no format
             self.texts = kind(task, self.tokenizer, source=args.query_dataset, root=root, **more)
         except InputError as error:
             raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error

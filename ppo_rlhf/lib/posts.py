@@ -86,7 +86,7 @@ TASKS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskIds:
     """The task's special tokens as ids of one tokenizer."""
 
