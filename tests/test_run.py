@@ -54,6 +54,8 @@ class FakeArgs:
     seed: int = 3
     resume: str = ""
     track: bool = False
+    tracker: str = "wandb"
+    upload_model: bool = False
     dtype: str = "float32"
     keep_checkpoints: int | None = None
     part: PartArgs = field(default_factory=PartArgs)
