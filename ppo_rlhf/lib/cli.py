@@ -191,8 +191,6 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
         raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
     default = presets[preset] if preset else next(iter(presets.values()))
     args = parse(type(default), argv, description, default=default)
-    if not hasattr(getattr(args, "reward", args), "label_dataset"):
-        return args
     from ppo_rlhf.lib import label_files
 
     if (fitting := label_files.preset_of(args, presets, default)) is default:

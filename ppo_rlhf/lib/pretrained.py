@@ -121,6 +121,8 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code, **outputs)
     if config._attn_implementation == "flex_attention" and not torch.cuda.is_available():
         config._attn_implementation = None  # it has no backward pass on a CPU; the library chooses another
+    if not hasattr(config, "hidden_size"):
+        raise OSError("it reads more than texts; save its language model alone")
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # of what runs everywhere, only this caps attention's logits (Gemma 2)
     if (settings := Path(path) / "generation_config.json").is_file():
