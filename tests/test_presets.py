@@ -139,9 +139,6 @@ def test_tales_needs_no_network(name, annotator):
 
 LABELS = {  # what is typed; the preset that comes of it
     "others": ("--preset tales --reward.label-dataset=descriptiveness/offline_5k.json", "tales-descriptiveness"),
-        "--preset tales --reward.label-dataset=descriptiveness/offline_5k.json",
-        "tales-descriptiveness",
-    ),
     "the default preset": ("--reward.label_dataset descriptiveness/offline_5k.json", "descriptiveness"),
     "its own labels": ("--preset tales --reward.label_dataset sentiment/online_45k.json", "tales"),
     "a file of one's own": ("--preset tales --reward.label_dataset mine.json", "tales"),
