@@ -682,7 +682,7 @@ SUPPORTED = {
     "mixtral": HEADS | {"num_local_experts": 2},
     "gemma": HEADS | {"head_dim": 8},
     "gemma2": HEADS | {"head_dim": 8, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
-    "gemma3_text": HEADS | {"head_dim": 8, "num_hidden_layers": 6},  # five with a window, one without
+    "gemma3_text": HEADS | {"head_dim": 8},
     "phi": HEADS,
     "olmo2": HEADS,
     "qwen3": HEADS | {"head_dim": 8},
