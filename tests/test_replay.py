@@ -84,7 +84,7 @@ def test_the_published_command(two_runs, tiny_world):
     assert cells(table, theirs) == cells(default, "openai/lm-human-preferences, 124M")
 
 
-@pytest.mark.parametrize("script", [tldr_policy, rlvr_policy])
+@pytest.mark.parametrize("script", [tldr_policy, rlvr_policy], ids=["chapter 2", "chapter 3"])
 def test_runs_of_the_later_chapters(tmp_path, script):
     """With TRL's metrics, of which chapter 3 has most; the first 100 of 150 updates are not in the table."""
     exp_name, (preset, args) = script.__name__.split(".")[-1], list(script.PRESETS.items())[1]
@@ -101,7 +101,7 @@ def test_runs_of_the_later_chapters(tmp_path, script):
         table.to_csv(folder / "metrics.csv", index=False)
     result = run(tmp_path)
     assert result.status == 0, result.stderr[-2000:]
-    found = cells(tmp_path / f"replay/{preset}.csv", exp_name)
+    found = cells(tmp_path / f"replay/{preset}.csv", f"ppo_rlhf, {exp_name}")
     middle = np.arange(50.0, 150.0).mean()  # of seed 1; that of seed 2 is twice as much
     assert [mean for mean, _ in found] == pytest.approx([1.5 * middle * (place + 1) for place in range(16)], rel=1e-4)
 

@@ -221,9 +221,10 @@ def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
         return f"?{place}&xaxis=_step&" + "&".join(f"metrics={metric[column]}" for metric in METRICS)
 
     our_place = "we=local&wpn=ppo_rlhf&ceik=preset&cen=exp_name"
+    labels = [f"{name}?cl=ppo_rlhf, {name}" for name in names]
     if "elapsed/time" not in ours[0].table:
         found = [f"metrics={name}" for name in LATER_METRICS if all(name in run.table for run in ours)]
-        arguments = ["--filters", f"?{our_place}&xaxis=episode&{'&'.join(found)}", *names, "--env-ids", *presets]
+        arguments = ["--filters", f"?{our_place}&xaxis=episode&{'&'.join(found)}", *labels, "--env-ids", *presets]
         return [
             *arguments,
             "--no-check-empty-runs",
@@ -235,7 +236,7 @@ def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
             "episode",
         ]
     their_place = "we=openrlbenchmark&wpn=lm-human-preferences&ceik=task_id&cen=task.value.policy.initial_model"
-    arguments = ["--filters", query(our_place, 0), *(f"{name}?cl=ppo_rlhf, {name}" for name in names)]
+    arguments = ["--filters", query(our_place, 0), *labels]
     arguments += ["--filters", query(their_place, 1), f"124M?cl={OPENAI}, 124M"]
     arguments += ["--env-ids", *presets, "--env-ids", *map(original_task, presets)]
     arguments += ["--no-check-empty-runs", "--pc.ncols", str(columns), "--pc.ncols-legend", "1"]
