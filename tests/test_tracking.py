@@ -32,7 +32,9 @@ class Hub:
     cards: dict[str, str] = {}  # noqa: RUF012
 
     def create_repo(self, name: str, exist_ok: bool) -> huggingface_hub.RepoUrl:
-        return huggingface_hub.RepoUrl(f"https://hub.test/owner/{name}", endpoint="https://hub.test")
+        return huggingface_hub.RepoUrl(
+            f"https://user:word@hub.test/owner/{name}", endpoint="https://user:word@hub.test"
+        )
 
     def upload_folder(self, repo_id: str, folder_path: str) -> None:
         self.cards[repo_id] = (Path(folder_path) / "README.md").read_text()

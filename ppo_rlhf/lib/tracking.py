@@ -7,6 +7,7 @@ openai/lm-human-preferences at commit cbfd210.
 import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,6 @@ def upload_model(folder: Path, entity: str, name: str, run_address: str = "") ->
         address = api.create_repo(repository, exist_ok=True)
         repository = address.repo_id
         api.upload_folder(repo_id=repository, folder_path=str(folder))
-        return str(address)
+        return re.sub(r"(?<=://)[^/@]*@", "", str(address))  # a mirror's may hold a password
     except (OSError, HfHubHTTPError, ValueError) as error:
         raise InputError(f"{folder} is saved, but could not be pushed to {repository}: {error}") from error
