@@ -76,6 +76,10 @@ class PpoArgs:
     """optimiser steps per pass over the batch"""
     noptepochs: int = 1
     """passes over the batch per update"""
+    critic_minibatches: int = 0
+    """optimiser steps of the critic per pass over the batch; 0: as many as the policy's, on the same minibatches"""
+    critic_epochs: int = 0
+    """passes of the critic over the batch per update; 0: as many as the policy's"""
     lr: float = 1e-6
     """learning rate of the policy"""
     critic_lr: float = 1e-5
@@ -155,6 +159,17 @@ class PpoArgs:
     def limits_of_a_pass(self) -> dict[str, int]:
         """For lib/passes.py."""
         return {"rows": self.local_micro_batch_size, "most_tokens": self.local_micro_batch_tokens}
+
+    @property
+    def loops(self) -> list[tuple[list[str], int, int]]:
+        """What learns together in an update, in how many epochs and minibatches. All that learns, unless the critic
+        has numbers of its own.
+        """
+        of_policy = (self.noptepochs, self.nminibatches)
+        if not (self.critic_epochs or self.critic_minibatches):
+            return [(["policy", "value"], *of_policy)]
+        of_critic = (self.critic_epochs or self.noptepochs, self.critic_minibatches or self.nminibatches)
+        return [(["value"], *of_critic), (["policy"], *of_policy)]
 
     @property
     def whitens(self) -> bool:
@@ -367,7 +382,9 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "batch_size", "samples_per_prompt", "nminibatches", "noptepochs")
     cli.at_least(1, "ppo.", ppo, "max_generation_rounds")
-    cli.at_least(0, "ppo.", ppo, "prompts_per_round", "local_rollout_batch_size")
+    cli.at_least(
+        0, "ppo.", ppo, "prompts_per_round", "local_rollout_batch_size", "critic_epochs", "critic_minibatches"
+    )
     cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens")
     cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
     n, split, typed = ppo.samples_per_prompt, processes.split_evenly, cli.typed
@@ -375,6 +392,9 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     slices = num_processes * ppo.nminibatches
     local_minibatch = split("ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}")
+    if ppo.critic_minibatches:
+        slices, what = num_processes * ppo.critic_minibatches, f"processes x {typed('ppo.critic_minibatches')}"
+        split("ppo.batch_size", ppo.batch_size, slices, what)
     processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
     local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")

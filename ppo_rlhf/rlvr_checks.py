@@ -126,7 +126,7 @@ def without_effect(args: rlvr_args.Args) -> Iterator[str]:
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     usual = rlvr_args.PRESETS.get(args.preset, rlvr_args.Args())
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
-    of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains"
+    of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains ppo.critic_epochs ppo.critic_minibatches"
     clips = ("ppo", "gspo", "cispo")
     lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
     start = shaping.value_model or ("" if foreign.is_foreign(shaping.trained_model) else shaping.trained_model)

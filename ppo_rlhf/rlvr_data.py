@@ -143,9 +143,10 @@ class Batch(Rows):
         """The tokens (rows, response_length) of correct responses that are trained on."""
         return self.loss_mask & self.right.unsqueeze(1)
 
-    def see(self, rows: Tensor, new: Reading) -> None:
+    def see(self, rows: Tensor, new: Reading, *, with_values: bool = True) -> None:
         """Remember for a trace what a pass computed for these rows (micro_batch,)."""
-        found = {"new_logprobs": new.logprobs, "new_values": new.values, "exact_kl": new.exact_kl}
+        found = {"new_logprobs": new.logprobs, "exact_kl": new.exact_kl}
+        found |= {"new_values": new.values} if with_values else {}
         self.seen.append((rows, {name: x.detach() for name, x in found.items()}))
 
 

@@ -22,6 +22,8 @@ from ppo_rlhf.lib import cli, lm, problems, processes, rewards, run, texts, trac
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
+# What is logged of the critic's steps. With minibatches of its own, it has another number of steps than the policy.
+OF_CRITIC = {"loss/value_avg", "val/clipfrac_avg", "value/grad_norm", "critic_tokens"}
 
 
 @torch.no_grad()
@@ -111,12 +113,14 @@ def update_metrics(
         accelerator=accelerator,
     )
     # [V55] A minibatch in which no token counts is in no mean either.
-    counts = {name: accelerator.reduce(steps[name], "sum") for name in ("tokens", "right_tokens") if name in steps}
+    names = [name for name in ("tokens", "right_tokens", "critic_tokens") if name in steps]
+    counts = {name: accelerator.reduce(steps[name], "sum") for name in names}
     live_steps = {name: (count > 0).nonzero()[:, 0] for name, count in counts.items()}  # numbers of steps
     shares = {}
     for name, x in steps.items():
         if not name.endswith("grad_norm"):
-            inds = live_steps["right_tokens" if name == "loss/nll_avg" else "tokens"]
+            counted = "critic_tokens" if name in OF_CRITIC and "critic_tokens" in steps else "tokens"
+            inds = live_steps["right_tokens" if name == "loss/nll_avg" else counted]
             shares[name] = x[inds].sum() / max(len(inds), 1)
     m |= processes.sum_over_processes(shares | {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0]}, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
@@ -128,6 +132,7 @@ def update_metrics(
         # Returns that differ by no more than rounding have nothing that a critic could explain.
         vary = variance_of_returns > 1e-12 * (m["square_of_return"] + m["square_of_error"])
         m["val/explained_var"] = 1 - variance_of_errors / variance_of_returns if vary else 0.0
+    m["val/num_stop_token_ids"] = accelerator.reduce(one["stopped"].sum(), "sum").item()
     all_lengths = accelerator.gather(lengths)
     m |= {"val/sequence_lengths_min": all_lengths.min().item(), "val/sequence_lengths_max": all_lengths.max().item()}
     left_out = () if critic else ("loss/value_avg", "val/clipfrac_avg")
@@ -183,9 +188,17 @@ def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None
 
 
 def run_metrics(
-    setup: rlvr_data.Setup, this_run: run.Run, progress: rlvr_data.Progress, number: int, lr: float, rounds: int
+    setup: rlvr_data.Setup,
+    this_run: run.Run,
+    progress: rlvr_data.Progress,
+    number: int,
+    lr: float,
+    rounds: int,
+    training: float,
 ) -> dict[str, float]:
-    """How far the run is. rounds: of this update; 0 if what was left over filled the batch."""
+    """How far the run is. rounds: of this update; 0 if what was left over filled the batch. training: seconds of its
+    epochs.
+    """
     seconds, episode = this_run.seconds(), progress.pool.rounds * setup.sizes.round
     return {
         "objective/kl_coef": progress.controller.value,
@@ -196,6 +209,7 @@ def run_metrics(
         "episode": episode,
         "eps": episode / seconds,
         "time": seconds,
+        "time/training": training,
     }
 
 

@@ -132,22 +132,25 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             #    moves away from it. So the loss is clipped: beyond the clip range, nothing is gained by moving on.
             of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
             batch = make_batch(correction, rewards, estimate=estimate, **of_batch)
-            steps = update(
-                setup,
-                batch,
-                actor_critic=actor_critic,
-                reference=reference,
-                optimizers=optimizers,
-                permutations=[draw_minibatches(setup, number, epoch) for epoch in range(ppo.noptepochs)],
-                policy_learns=policy_learns,
-            )
+            steps, before = {}, this_run.seconds_of_update()
+            for learners, epochs, nminibatches in ppo.loops:  # one, unless the critic has numbers of its own
+                steps |= update(
+                    setup,
+                    batch,
+                    actor_critic=actor_critic,
+                    reference=reference,
+                    optimizers={name: optimizers[name] for name in learners if name in optimizers},
+                    permutations=[draw_minibatches(setup, number, epoch, nminibatches) for epoch in range(epochs)],
+                    policy_learns=policy_learns,
+                )
+            training = this_run.seconds_of_update() - before
 
             # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
             metrics = rlvr_metrics.update_metrics(
                 setup, number, episodes=episodes, generated=generated, batch=batch, steps=steps
             )
             metrics |= rlvr_metrics.run_metrics(
-                setup, this_run, progress, number=number, lr=lr, rounds=len(generated)
+                setup, this_run, progress, number=number, lr=lr, rounds=len(generated), training=training
             )
             metrics |= correction.metrics | sampler.metrics()
             controller.update(metrics.get("objective/kl", 0.0), sizes.batch)
@@ -381,19 +384,21 @@ def estimate_advantages(
 # ---- Step 7: update --------------------------------------------------------------------------------------------
 
 
-def draw_minibatches(setup: Setup, number: int, epoch: int) -> Tensor:
+def draw_minibatches(setup: Setup, number: int, epoch: int, nminibatches: int = 0) -> Tensor:
     """A permutation of the local batch for an epoch, cut into minibatches: (nminibatches, local_minibatch).
 
     Of every nminibatches episodes in a row, each minibatch gets one at random. So a group is spread over minibatches.
+    nminibatches: 0: as many as the policy has.
     """
     # [V75] They depend on seed, update and epoch, and are the same at any number of processes.
     #       ray_trainer.py#L1455
     sizes, rank = setup.sizes, setup.accelerator.process_index
-    nminibatches = sizes.local_batch // sizes.local_minibatch
+    nminibatches = nminibatches or sizes.local_batch // sizes.local_minibatch
+    local_minibatch = sizes.local_batch // nminibatches
     generator = lm.keyed_generator(setup.args.seed, "minibatches", number, epoch)
     order = torch.rand(sizes.batch // nminibatches, nminibatches, generator=generator).argsort(1)
     inds = order + nminibatches * torch.arange(len(order)).unsqueeze(1)  # (batch / nminibatches, nminibatches)
-    share = slice(rank * sizes.local_minibatch, (rank + 1) * sizes.local_minibatch)
+    share = slice(rank * local_minibatch, (rank + 1) * local_minibatch)
     return inds[share].T - rank * sizes.local_batch
 
 
@@ -407,14 +412,16 @@ def update(
     permutations: list[Tensor],
     policy_learns: bool,
 ) -> dict[str, Tensor]:
-    """Step 7: all epochs over one batch.
+    """Step 7: all epochs over one batch, of the networks that these optimisers train.
 
     permutations: of each epoch, from draw_minibatches. Returns numbers of the optimiser steps, (steps,): gradient
     norms, and of everything else this process's share; the shares of all processes add up.
     """
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
     exact = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
-    read_by, limits = reference if exact else None, {"pad_id": pad_id} | ppo.limits_of_a_pass
+    of_policy, of_critic = "policy" in optimizers, "value" in optimizers or len(ppo.loops) == 1
+    read_by = reference if exact and of_policy else None
+    limits = {"pad_id": pad_id} | ppo.limits_of_a_pass
     lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as permutations
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
@@ -424,7 +431,8 @@ def update(
             counts = minibatch_counts(mb.loss_mask, reduce)
             right_tokens = minibatch_counts(mb.right_mask, reduce)["tokens"] if ppo.nll_coef else 0
             seen = counts | {"right_tokens": right_tokens}
-            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in seen.items()}))
+            if of_policy:
+                batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in seen.items()}))
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
@@ -433,15 +441,25 @@ def update(
                 actor_critic, lengths[mb_inds], mb.query_responses, torch.arange(len(mb_inds)), **limits
             ):
                 micro_batch = mb.rows(rows)
-                new = actor_critic(tokens, micro_batch.responses, micro_batch.loss_mask, pad_id, reference=read_by)
+                alone = {} if of_policy and of_critic else {"with_values": of_critic}
+                alone |= {} if of_policy else {"recorded": micro_batch.logprobs}
+                place = (tokens, micro_batch.responses, micro_batch.loss_mask, pad_id)
+                new = actor_critic(*place, reference=read_by, **alone)
                 loss, share = micro_batch_loss(new, micro_batch, args, counts=counts, right_tokens=right_tokens)
-                batch.see(mb_inds[rows], new)
+                if of_policy:
+                    batch.see(mb_inds[rows], new, with_values=of_critic)
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
             processes.average_gradients(actor_critic, accelerator)
             norms = step(optimizers, ppo.max_grad_norm, policy_learns=policy_learns)
             steps.append({name: sum(share[name] for share in shares) for name in shares[0]} | norms)
-    return {name: torch.stack([one[name] for one in steps]) for name in steps[0]}
+    found = {name: torch.stack([one[name] for one in steps]) for name in steps[0]}
+    if of_policy and of_critic:
+        return found
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()  # or the other network's steps would average these gradients, too
+    found["critic_tokens" if of_critic else "tokens"] = found.pop("tokens")
+    return {name: x for name, x in found.items() if (name in rlvr_metrics.OF_CRITIC) == of_critic}
 
 
 def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, int]:
@@ -516,7 +534,7 @@ def step(
     if "value" in optimizers:
         optimizers["value"].step()
     # [V71] In the first critic_warmup updates, the policy does not move at all.   ray_trainer.py#L1604
-    if policy_learns:
+    if policy_learns and "policy" in optimizers:
         optimizers["policy"].step()
     return {f"{name}/grad_norm": norm for name, norm in norms.items()}
 
@@ -552,12 +570,13 @@ class ActorCritic(models.MixedPrecision):
         pad_id: int,
         reference: Reference | None = None,
         recorded: Tensor | None = None,
+        with_values: bool = True,
     ) -> Reading:
         """Log-probs of response tokens, values, exact entropies and, given a reference, exact KLs from it.
 
         tokens: (batch, length), queries and responses with padding anywhere. responses: (batch, response_length), the
         same responses with padding at their end. mask: (batch, response_length), which of their tokens to read.
-        recorded: their log-probs if these are known; then only the critic reads.
+        recorded: their log-probs if these are known; then only the critic reads. Without values, it does not read.
         """
         # [V30] What the networks say at a position is about the next token: hence the shift by one.
         #       dp_critic.py#L117
@@ -574,7 +593,7 @@ class ActorCritic(models.MixedPrecision):
                 logprobs = recorded[at]
                 entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
-            if self.critic:
+            if self.critic and with_values:
                 read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[at]
                 values = self.critic.gain * lm.read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
         found = {"logprobs": logprobs, "values": values, "entropies": entropies, "exact_kl": exact_kl}  # (tokens,)

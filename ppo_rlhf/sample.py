@@ -100,6 +100,7 @@ class Continuations:
         """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
         may be next to the policy's run, in root.
         """
+        task = {"reshuffle": False} | task  # which models from earlier versions lack
         self.task, self.tokenizer = cli.from_dict(texts.TaskArgs, task), tokenizer
         trained_on = run.find_path(self.task.query_dataset, root).resolve()
         source = meant("task.query_dataset", source, self.task.query_dataset, root)

@@ -261,7 +261,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     recorder = make_recorder(setup, this_run, actor_critic, reference)
 
     for update in this_run.updates("PPO", first_update, sizes.updates):
-        optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
+        optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
             evaluation, _ = evaluate(prompts, reference_scores, update)
 

@@ -19,7 +19,6 @@ are the original's. [X20] and the like are places where we differ on purpose; se
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, processes, run
+from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, processes, run, tracking
 from ppo_rlhf.lib.errors import InputError
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     with this_run.progress("reward model", sizes.steps, first_step) as advance:
         for step in range(first_step, sizes.steps):
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
-            optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
+            optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
             inds, counts = processes.deal(
                 order[step * sizes.batch : (step + 1) * sizes.batch],
                 sizes.batch,
@@ -160,14 +159,17 @@ def train(args: Args, joint: dict | None = None) -> Path:
             means = {f"{name}/{side}": fmean(row[side] for row in table) for side in sides}
             processes.check_finite(means, sizes.steps, processes.anew_with_lower("lr"))
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
-            if accelerator.is_main_process:
-                write_table(this_run.folder / f"{name}.csv", table)
+            this_run.write_table(name, table)
+            if name == "validation":
+                this_run.log_samples(sizes.steps, sample_rows(rows, table, tokenizer, ids.pad))
 
         # 3. Normalise.
         normalised = shift_to_references(reward_model, train_posts, ids.pad, chunk, accelerator)
         processes.check_finite(normalised, sizes.steps, processes.anew_with_lower("lr"))
         results |= normalised
 
+    texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
+    this_run.write_table("lengths", tracking.rows_of_lengths(ids.pad, **texts))
     folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
         info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
@@ -294,6 +296,19 @@ def agreement(
     return {name: sum(values) / len(values) for name, values in sorted(groups.items())}, rows
 
 
+def sample_rows(
+    comparisons: posts.Comparisons, table: list[dict], tokenizer: PreTrainedTokenizerBase, pad_id: int
+) -> list[dict]:
+    """The first comparisons to print, with their scores. table: of `agreement`."""
+    tokens = comparisons.tokens(torch.arange(len(table[:3])))
+    rows = zip(posts.evaluation_rows(tokenizer, pad_id, *tokens), table, strict=False)
+    return [
+        {"query": texts["query"], "chosen": texts["response"], "rejected": texts["reference"]}
+        | {name: row[name] for name in ("chosen_reward", "rejected_reward")}
+        for texts, row in rows
+    ]
+
+
 @torch.no_grad()
 def shift_to_references(
     reward_model: lm.RewardModel, some_posts: posts.Posts, pad_id: int, chunk: int, accelerator: Accelerator
@@ -408,14 +423,6 @@ def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Acc
         AutoModelForSequenceClassification.from_config(
             language_model.config, trust_remote_code=args.trust_remote_code
         )
-
-
-def write_table(path: Path, rows: list[dict]) -> None:
-    """Rows with the same keys as a CSV file."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         for step in range(first_step, sizes.steps):
             epoch, batch = divmod(step, sizes.steps_per_epoch)
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
-            optimizer.param_groups[0]["lr"] = lr = run.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
+            optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
             order = torch.randperm(len(train_posts), generator=lm.keyed_generator(args.seed, "posts", epoch))
             inds, counts = processes.deal(
                 order[batch * sizes.batch : (batch + 1) * sizes.batch],

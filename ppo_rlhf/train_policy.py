@@ -31,7 +31,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,8 +54,9 @@ from ppo_rlhf.lib.cli import InputError, vocabulary_size
 @dataclass(frozen=True, kw_only=True)
 class TaskArgs(cli.FormatArgs):
     query_dataset: str = "books"
-    """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
-    with stories.txt"""
+    """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
+    reshuffle: bool = False
+    """give each pass over the texts an order of its own"""
     query_length: int = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
@@ -416,7 +416,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
 
 
 class QueryStream:
-    """An endless stream of queries: the texts in one shuffled order, again and again.
+    """An endless stream of queries: the texts in one shuffled order, again and again, unless the task reshuffles.
 
     The order depends neither on the run's seed nor on the number of processes. `position` counts the texts that have
     been read. A stream that starts at the position of another one continues where that one stopped.
@@ -427,16 +427,15 @@ class QueryStream:
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
-        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
-        self.order = list(range(len(self.texts)))
-        random.Random(0).shuffle(self.order)
         if not self.first(1, pad_id=0).numel():
             raise InputError(sources.no_query(self, split))
 
     def tokens(self, place: int) -> list[int]:
-        """Token ids of a text, by its place in the order."""
+        """Token ids of a text, by its place in the order of the pass that the place is in."""
+        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
+        order = sources.shuffled(len(self.texts), place // len(self.texts) if self.task.reshuffle else 0)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
-        text, options = self.texts[self.order[place % len(self.order)]], {"split_special_tokens": True}
+        text, options = self.texts[order[place % len(order)]], {"split_special_tokens": True}
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
 
     def trim(self, tokens: list[int]) -> list[int] | None:
@@ -444,7 +443,7 @@ class QueryStream:
 
     def next_query(self) -> list[int] | None:
         """The next query; None if a whole pass over the texts gives none."""
-        for _ in range(len(self.order)):
+        for _ in range(len(self.texts)):
             self.position += 1
             if query := self.trim(self.tokens(self.position - 1)):
                 return query
@@ -460,7 +459,7 @@ class QueryStream:
         """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
         position, self.position = self.position, 0
         queries = []
-        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.order):
+        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.texts):
             queries.append(query)
         self.position = position
         return padded(queries, pad_id, self.task.query_length)
@@ -655,6 +654,8 @@ def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_siz
             logits = F.linear(hidden_states, *(parameter.float() for parameter in output_layer.parameters()))
         else:
             logits = output_layer(hidden_states)
+    if cap := getattr(lm_backbone.config, "final_logit_softcapping", None):  # Gemma 2
+        logits = cap * torch.tanh(logits / cap)
     # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
     # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
     return logits[..., :vocab_size] / temperature

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import launch, lm, models, networks, passes, plots, posts, processes, run
+from ppo_rlhf.lib import launch, lm, models, networks, passes, plots, posts, processes
 from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
@@ -216,7 +216,7 @@ def sft_run(case: dict, arrays: Arrays) -> SftRun:
         instead_of_reading({split: posts_of(*tokens) for split, tokens in splits.items()}),
         first_gradient_into(gradient),
         means_of_micro_batches(counts.sum(1).view(len(rates), -1)),
-        (run, "scheduled_lr", lambda lr, schedule, step, steps: rates[step]),
+        (models, "scheduled_lr", lambda lr, schedule, step, steps: rates[step]),
         (TaskIds, "vocab_size", case["output_rows"]),
     )
     with in_new_folder(*replaced) as folder:

@@ -39,7 +39,7 @@ from test_tldr_math import on_processes
 from transformers import GPT2Config, GPT2Model
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import lm, posts, run
+from ppo_rlhf.lib import lm, models, posts
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.posts import TaskArgs
 
@@ -235,7 +235,7 @@ def check_defaults() -> None:
     assert articles["format_str"].format(article="a") == posts.format_article("a")
     for name, rates in case["schedules"].items():
         schedule, steps = name.split("/")[0], int(name.split("/")[1])
-        found = [run.scheduled_lr(3e-6, schedule, step, steps) for step in range(steps)]
+        found = [models.scheduled_lr(3e-6, schedule, step, steps) for step in range(steps)]
         expected = rates[:-1] if schedule == "cosine" else rates  # which goes on to 0 after the last step
         assert found[:3] == pytest.approx(expected[:3], rel=1e-9, abs=0)
         assert found[-3:] == pytest.approx(expected[-3:], rel=1e-7, abs=0)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import cli, lm, models
+from ppo_rlhf.lib import cli, lm, models, packing
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.models import check_model, read_info, same_logits
 from ppo_rlhf.train_policy import (
@@ -626,7 +626,11 @@ UNSUPPORTED = {  # the library's name of an architecture, what makes it small, w
         "within a window",
     ),
     "alibi": ("bloom", {}, "cannot be read with an attention mask of 4 dimensions"),
-    "capped logits": ("gemma2", {"num_key_value_heads": 2, "final_logit_softcapping": 1e-3}, "changes its logits"),
+    "scaled logits": (
+        "granite",
+        {"num_key_value_heads": 2, "intermediate_size": 32, "logits_scaling": 8.0},
+        "changes its logits",
+    ),
     "alibi of columns": ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2}, "padding is inside .* as in MPT"),
     "window of columns": (
         "gpt_neo",
@@ -677,6 +681,8 @@ SUPPORTED = {
     "mistral": HEADS | {"sliding_window": 11},
     "mixtral": HEADS | {"num_local_experts": 2},
     "gemma": HEADS | {"head_dim": 8},
+    "gemma2": HEADS | {"head_dim": 8, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
+    "gemma3_text": HEADS | {"head_dim": 8},
     "phi": HEADS,
     "olmo2": HEADS,
     "qwen3": HEADS | {"head_dim": 8},
@@ -689,6 +695,52 @@ def test_models_that_honour_mask_and_positions_are_taken(architecture):
     model = small_model(architecture, SUPPORTED[architecture])
     for length in (1, 2, 3, QUERY + RESPONSE):
         check_model(model, architecture, length, VOCAB, read_tokens)
+
+
+CAPPED = {
+    "gemma2": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
+    "gemma3_text": {"final_logit_softcapping": 1.0},
+}
+
+
+@pytest.mark.parametrize("load", [load_pretrained, models.load_pretrained], ids=["chapter 1", "later"])
+@pytest.mark.parametrize("architecture", CAPPED)
+def test_soft_capped_models_have_the_librarys_logprobs(tmp_path, architecture, load):
+    """Sampled and read again, packed or not. Only eager attention of the library caps its logits."""
+    model = small_model(architecture, HEADS | {"head_dim": 8} | CAPPED[architecture])
+    model.save_pretrained(tmp_path)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    contexts, uniforms = UNPADDED[:1, :QUERY].repeat(3, 1), uniform(3, 12)
+
+    @torch.no_grad()
+    def of_library(responses: torch.Tensor) -> torch.Tensor:
+        logits = own(input_ids=torch.cat([contexts, responses], 1)).logits[:, QUERY - 1 : -1, :VOCAB] / TEMPERATURE
+        return logits.log_softmax(2).gather(2, responses.unsqueeze(2)).squeeze(2)
+
+    loaded = load(str(tmp_path), torch.float32)
+    for packed in (False, True):
+        if packed:
+            packing.enable(loaded, share_prefixes=True)
+        with torch.no_grad():
+            responses, sampled, _ = generate(loaded, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
+            again, until = lm.generate_until(loaded, contexts, uniforms, PAD, VOCAB, TEMPERATURE, {VOCAB})
+            tokens = torch.cat([contexts, responses], 1)
+            read, _ = lm.response_statistics(loaded, tokens, responses, PAD, TEMPERATURE, VOCAB)
+        assert torch.equal(responses, again)
+        for logprobs in (sampled, until, read):
+            assert_close(logprobs, of_library(responses), atol=1e-5, rtol=0)
+    own.config.final_logit_softcapping = None  # the control: caps matter here
+    assert (sampled - of_library(responses)).abs().max() > 0.1
+    loaded.save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again/config.json").read_text())
+    assert {name: saved[name] for name in CAPPED[architecture]} == CAPPED[architecture]
+
+
+def test_a_model_of_pictures_and_texts_is_refused(tmp_path):
+    config = AutoConfig.for_model("gemma3", text_config=SMALL, vision_config={"hidden_size": 8})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="it reads more than texts; save its language model alone"):
+        load_pretrained(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])

@@ -310,6 +310,7 @@ WAYS |= {
     "adapters": "--lora.rank 2 --lora.target_modules all-linear",
     "critic": "--ppo.critic_lam 1 --ppo.lam_alpha 0.5 --ppo.nll_coef 0.1",
     "entropy": "--ppo.entropy_coef 0.1 --ppo.dual_clip 3 --ppo.noptepochs 2",
+    "critic by itself": "--ppo.critic_epochs 3 --ppo.critic_minibatches 1 --trace_interval 1",
 }
 
 
@@ -354,6 +355,10 @@ def test_every_way_learns_something_through_its_flag(tiny_sums, in_folder, monke
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[0]["val/advantages_abs_mean"] > 0 and rows[0]["policy/grad_norm"] > 0
     assert abs(rows[1]["policy/kl_old_new"]) > 0
+    assert rows[0]["val/num_stop_token_ids"] == pytest.approx(16 * rows[0]["val/stop_token_rate"])
+    with (only(folder, "runs/*") / "metrics.csv").open() as file:
+        first, second = csv.DictReader(file)  # with the times
+    assert 0 < float(second["time/training"]) < float(second["time"]) - float(first["time"])
     assert ("value/grad_norm" in rows[0]) == ("--ppo.advantage" not in WAYS[way] or "advantage gae" in WAYS[way])
     # A divergence is logged where something has computed it.
     assert ("objective/kl" in rows[0]) == ("objective/kl_per_token" in rows[0]) == (way != "no kl")

@@ -22,6 +22,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from processes import Launched, launch, launch_together
 from runs import only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -52,6 +54,8 @@ class FakeArgs:
     seed: int = 3
     resume: str = ""
     track: bool = False
+    tracker: str = "wandb"
+    upload_model: bool = False
     dtype: str = "float32"
     keep_checkpoints: int | None = None
     part: PartArgs = field(default_factory=PartArgs)
@@ -847,6 +851,19 @@ def test_a_run_without_an_error_returns():
 def test_another_number_of_processes_than_the_launcher_started(accelerator, monkeypatch, world_size):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     assert f"started {world_size} processes" in error_line(processes.make_accelerator)
+
+
+@pytest.mark.parametrize(("processes_asked_for", "lines"), [(1, 0), (8, 1)])
+def test_accelerate_may_start_one_process_of_several(accelerator, monkeypatch, capsys, processes_asked_for, lines):
+    """The environment is the one that the launcher itself prepares for a machine without a GPU."""
+    words = ["--num_processes", str(processes_asked_for), "--num_machines", "1", "--mixed_precision", "no"]
+    launched = launch_command_parser().parse_args([*words, "--dynamo_backend", "no", "x.py"])
+    launched.use_cpu = True  # what _validate_launch_command would find
+    for name, value in prepare_simple_launcher_cmd_env(launched)[1].items():
+        monkeypatch.setenv(name, value)
+    errors.say_once.cache_clear()
+    processes.make_accelerator()
+    assert capsys.readouterr().out.count("torchrun --nproc_per_node") == lines
 
 
 @pytest.mark.parametrize(

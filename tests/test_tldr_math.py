@@ -13,9 +13,9 @@ from golden_models import load_json
 from torch.testing import assert_close
 
 from ppo_rlhf.lib.lm import episode_noise, has_stop, truncate_at
+from ppo_rlhf.lib.models import scheduled_lr
 from ppo_rlhf.lib.posts import rouge, trim_padding
 from ppo_rlhf.lib.processes import deal, map_rows
-from ppo_rlhf.lib.run import scheduled_lr
 from ppo_rlhf.tldr_policy import (
     PpoArgs,
     compute_advantages,

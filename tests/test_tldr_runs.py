@@ -379,6 +379,13 @@ def test_references_have_a_mean_score_of_0(reward, policy, tiny_posts):
 
 def test_accuracies_are_those_of_the_table(reward, tiny_posts):
     """[T28] Overall and by group, from validation.csv; and the table from the saved reward model."""
+    samples = [json.loads(line) for line in (reward.run / "samples.jsonl").read_text().splitlines()]
+    with (reward.run / "validation.csv").open() as file:
+        first = list(csv.DictReader(file))[:3]
+    assert [float(row["chosen_reward"]) for row in first] == [row["chosen_reward"] for row in samples]
+    assert all(row["query"] and row["chosen"] != row["rejected"] for row in samples)
+    with (reward.run / "lengths.csv").open() as file:
+        assert [row["text"] for row in csv.DictReader(file)] == ["query", "chosen", "rejected"]
     with (reward.run / "validation.csv").open() as file:
         table = list(csv.DictReader(file))
     comparisons = world_rows(tiny_posts, "comparisons_validation")

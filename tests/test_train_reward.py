@@ -5,6 +5,7 @@ that the golden numbers prove: the sampler, the model's forward pass and Adam.
 """
 
 import contextlib
+import csv
 import io
 import json
 import math
@@ -222,8 +223,31 @@ def expected(all_args: dict[LabelKind, Args], tiny_world: Path) -> dict[LabelKin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reward_run_is_its_replay(kind: LabelKind, all_args, expected, tmp_path: Path, monkeypatch):
+def test_a_reward_run_is_its_replay(kind: LabelKind, all_args, expected, tiny_world, tmp_path: Path, monkeypatch):
     check_same(run_in(tmp_path, all_args[kind], monkeypatch), expected[kind])
+    # [D80] As a policy's run, it shows samples: of the first label that is held out, with the scores that the saved
+    # model gives. The texts are the same that the language model of the tiny world wrote.
+    rows = rows_of(tiny_world, kind)
+    samples = [json.loads(line) for line in (only(tmp_path, "runs/*") / "samples.jsonl").read_text().splitlines()]
+    n = 1 if kind == "score" else 2 if kind == "difference" else 4
+    assert len(samples) == 3 * n and {row["step"] for row in samples} == {STEPS}
+    target = rows[TRAINED][kind]
+    said = ["best" if place == target else "" for place in range(n)] if kind == "best" else [f"{target:+.2f}"] * n
+    assert [row["label"] for row in samples[:n]] == said
+    tokenizer = AutoTokenizer.from_pretrained(all_args[kind].base_model)
+    saved = models.load_reward_model(only(tmp_path, "models/*/reward"), torch.float64)
+    keys = ["sample"] if kind == "score" else [f"sample{place}" for place in range(n)]
+    for row, key in zip(samples, keys, strict=False):
+        query, sample = ([t for t in rows[TRAINED][name] if t != 50259] for name in ("query", key))
+        assert (row["query"], row["sample"]) == (tokenizer.decode(query), tokenizer.decode(sample))
+        with torch.no_grad():
+            score = saved(torch.tensor([query + sample]), models.vocabulary_size(tokenizer))
+        assert score.item() == pytest.approx(row["score"], abs=1e-9)
+    with (only(tmp_path, "runs/*") / "lengths.csv").open(newline="") as file:
+        lengths = {row["text"]: row for row in csv.DictReader(file)}
+    assert set(lengths) == {"query", "sample"} | ({"best sample"} if kind == "best" else set())
+    texts = [token for row in rows for token in row["query"]]
+    assert float(lengths["query"]["mean"]) == pytest.approx(len([t for t in texts if t != 50259]) / len(rows))
 
 
 def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):

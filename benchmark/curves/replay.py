@@ -3,6 +3,8 @@
     # our runs against OpenAI's curves, all metrics of the published figure; draws replay.png and more.
     # Runs of tales are drawn next to OpenAI's task sentiment: another task and another model, for the shapes only
     python benchmark/curves/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*'
+    # runs of chapter 2 or 3: the metrics of TRL's published figure, against episodes
+    python benchmark/curves/replay.py --runs 'runs/tldr_policy*'
     # any arguments of openrlbenchmark.rlops_multi_metrics in place of ours, after two dashes
     python benchmark/curves/replay.py --runs 'runs/train_policy*' -- --env-ids tales --filters \\
         '?we=local&wpn=ppo_rlhf&xaxis=_step&ceik=preset&cen=exp_name&metrics=objective/kl' train_policy
@@ -74,6 +76,13 @@ METRICS = (
     ("ppo/val/vpred", "ppo/ppo/val/vpred", "ppo/val/vpred"),
 )
 
+# Of TRL's published figure (at f2cd577), where the names begin with train/. In chapter 3, stop ids have another name,
+# and runs without a critic or without a KL penalty lack some.
+LATER_METRICS = tuple(f"objective/{name}" for name in ("rlhf_reward", "scores", "kl", "non_score_reward", "entropy"))
+LATER_METRICS += ("policy/approxkl_avg", "policy/clipfrac_avg", "loss/policy_avg", "loss/value_avg")
+LATER_METRICS += ("val/clipfrac_avg", "policy/entropy_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens")
+LATER_METRICS += ("val/num_stop_token_ids", "lr", "eps")
+
 
 @dataclass(frozen=True)
 class Args:
@@ -118,13 +127,14 @@ def our_run(folder: Path) -> CachedRun:
         table = pd.read_csv(folder / "metrics.csv")
     except (OSError, ValueError) as error:
         raise InputError(f"{folder} is not the folder of a run: {error}") from error
-    if "elapsed/time" not in table:
+    seconds = next((name for name in ("elapsed/time", "time") if name in table), None)
+    if seconds is None:
         raise InputError(f"{folder} is not the run of a policy")
     config = meta["args"]
     if trained_model := config["rewards"]["trained_model"]:
         info = read_info(find_path(trained_model, folder.resolve().parent.parent))
         config["rewards"]["label_dataset"] = info["label_dataset"]
-    table = table.rename(columns={"step": "_step"}).assign(_runtime=table["elapsed/time"])
+    table = table.rename(columns={"step": "_step"}).assign(_runtime=table[seconds])
     name, state = folder.name, "finished" if meta["finished"] else "running"
     tags = tuple(meta.get("tags", ()))
     return CachedRun("local", "ppo_rlhf", name, name, str(folder), state, dotted(config), tags, table)
@@ -202,7 +212,7 @@ def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
 
 
 def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
-    """The published command: our runs against OpenAI's, all metrics, one column per task."""
+    """The published command: our runs against OpenAI's, all metrics, one column per task. Later chapters alone."""
     presets = sorted({run.config["preset.value"] for run in ours}, key=lambda preset: preset != "sentiment")
     names = sorted({run.config["exp_name.value"] for run in ours})
     columns = max(1, 6 // len(presets)) * len(presets)  # a metric's panels side by side, about six in a line
@@ -211,8 +221,22 @@ def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
         return f"?{place}&xaxis=_step&" + "&".join(f"metrics={metric[column]}" for metric in METRICS)
 
     our_place = "we=local&wpn=ppo_rlhf&ceik=preset&cen=exp_name"
+    labels = [f"{name}?cl=ppo_rlhf, {name}" for name in names]
+    if "elapsed/time" not in ours[0].table:
+        found = [f"metrics={name}" for name in LATER_METRICS if all(name in run.table for run in ours)]
+        arguments = ["--filters", f"?{our_place}&xaxis=episode&{'&'.join(found)}", *labels, "--env-ids", *presets]
+        return [
+            *arguments,
+            "--no-check-empty-runs",
+            "--pc.ncols",
+            "4",
+            "--pc.ncols-legend",
+            "1",
+            "--pc.xlabel",
+            "episode",
+        ]
     their_place = "we=openrlbenchmark&wpn=lm-human-preferences&ceik=task_id&cen=task.value.policy.initial_model"
-    arguments = ["--filters", query(our_place, 0), *(f"{name}?cl=ppo_rlhf, {name}" for name in names)]
+    arguments = ["--filters", query(our_place, 0), *labels]
     arguments += ["--filters", query(their_place, 1), f"124M?cl={OPENAI}, 124M"]
     arguments += ["--env-ids", *presets, "--env-ids", *map(original_task, presets)]
     arguments += ["--no-check-empty-runs", "--pc.ncols", str(columns), "--pc.ncols-legend", "1"]
@@ -239,6 +263,8 @@ def main(args: Args, tool_arguments: list[str]) -> int:
     ours = [our_run(folder) for folder in folders]
     if twice := [run.name for i, run in enumerate(ours) if run.name in {other.name for other in ours[:i]}]:
         raise InputError(f"--runs: {twice[0]} is there twice")
+    if len({"elapsed/time" in run.table for run in ours}) > 1:
+        raise InputError("--runs: chapter 1 has other metrics than the later ones; give runs of one of them")
     mark = args.folder / MARK
     if args.folder.exists() and not mark.exists():
         raise InputError(f"--folder {args.folder} was not made by this script; give another one")

@@ -88,9 +88,11 @@ class RunArgs:
     keep_checkpoints: int | None = None
     """how many of the newest checkpoints are kept; None: two, and one once the run has finished"""
     track: bool = False
-    """log to Weights & Biases"""
+    """log to the tracker as well"""
+    tracker: Literal["wandb", "trackio"] = "wandb"
+    """Weights & Biases; or Trackio, which needs no account and keeps everything on this machine"""
     wandb_project_name: str = "ppo_rlhf"
-    """project on Weights & Biases"""
+    """project on the tracker"""
     wandb_entity: str | None = None
     """team on Weights & Biases"""
     upload_model: bool = False
@@ -145,6 +147,7 @@ MAY_CHANGE = {
     "resume",
     "judge",
     "track",
+    "tracker",
     "wandb_project_name",
     "wandb_entity",
     "upload_model",
@@ -187,7 +190,12 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
     if preset is not None and preset not in presets:
         raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
     default = presets[preset] if preset else next(iter(presets.values()))
-    return parse(type(default), argv, description, default=default)
+    args = parse(type(default), argv, description, default=default)
+    from ppo_rlhf.lib import label_files
+
+    if (fitting := label_files.preset_of(args, presets, default)) is default:
+        return args
+    return dataclasses.replace(parse(type(default), argv, description, default=fitting), preset=fitting.preset)
 
 
 COMMAND = re.compile(r"^ +(?:python|torchrun|accelerate launch) .*\n?", re.MULTILINE)
@@ -300,9 +308,6 @@ def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
             raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be at least {least}")
 
 
-WANDB_MODES = ("online", "offline", "shared", "disabled")
-
-
 def check_values(args: Any) -> None:
     """Check what holds for every script's arguments: finite numbers, texts that are Unicode, and the like."""
     values = files.flatten(dataclasses.asdict(args))
@@ -326,28 +331,12 @@ def check_values(args: Any) -> None:
         at_least(1, "", args, "keep_checkpoints")
     if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
         raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
-    if values.get("upload_model"):
-        check_repository_name(args)
     if "task.prompt_format" in values:
         templates.check(args.task)
-    if values.get("track") and os.environ.get("WANDB_MODE", "online") not in WANDB_MODES:
-        raise InputError(
-            f"{flag('track')}: WANDB_MODE is {os.environ['WANDB_MODE']!r}; it must be one of {', '.join(WANDB_MODES)}"
-        )
+    if values.get("track") or values.get("upload_model"):
+        from ppo_rlhf.lib import tracking
 
-
-def check_repository_name(args: Any) -> None:
-    """Refuse, before the training, names of run and owner that the hub would refuse after it."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    longest = f"{args.hf_entity or 'owner'}/{run.run_name(args, 10**9)}-policy"
-    try:
-        validate_repo_id(longest)
-    except HFValidationError as error:
-        raise InputError(
-            f"{flag('upload_model')}: {error} {flag('exp_name')} and {flag('hf_entity')} say what it is called"
-        ) from error
+        tracking.check(args, run.run_name(args, 10**9))
 
 
 def check_controller(adaptive_kl: Any, episodes: int) -> None:

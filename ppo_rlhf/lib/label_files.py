@@ -10,7 +10,7 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import files, hub, pretrained
+from ppo_rlhf.lib import errors, files, hub, pretrained, tracking
 from ppo_rlhf.lib.errors import InputError, flag
 
 OPENAI_PAD_ID = 50259
@@ -43,6 +43,40 @@ class Labels:
     ceiling: float | None  # accuracy of a perfect judge on the held-out labels, if it is known
     kind: LabelKind = "best"
     held_out: int = 0  # so many labels, the last ones, are never trained on
+
+    @property
+    def known(self) -> dict[str, float | None]:
+        """What a model's accuracy is compared with."""
+        return {"ceiling": self.ceiling} | ({} if self.kind == "score" else {"chance": 1 / self.samples.shape[1]})
+
+
+SHOWN = 3  # labels
+
+
+@torch.no_grad()
+def tables_of(
+    labels: Labels, tokenizer: PreTrainedTokenizerBase, pad_id: int, score: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Samples of a few labels, if possible held-out ones, with their scores; and how long all texts are, in tokens.
+
+    score: indices of labels (batch,) -> scores of their samples (batch, n).
+    """
+    held_out = len(labels.targets) - labels.held_out
+    inds = torch.arange(len(labels.targets))[held_out if labels.held_out else 0 :][:SHOWN]
+    rows = []
+    for i, scores in zip(inds.tolist(), score(inds).tolist(), strict=True):
+        query, *samples = (
+            tokenizer.decode([token for token in tokens.tolist() if token != pad_id])
+            for tokens in (labels.queries[i], *labels.samples[i])
+        )
+        target, of_best = labels.targets[i].item(), labels.kind == "best"
+        for j, (text, value) in enumerate(zip(samples, scores, strict=True)):
+            label = ("best" if j == target else "") if of_best else f"{target:+.2f}"  # of a difference: of the second
+            rows.append({"query": query, "sample": text, "label": label, "score": value})
+    texts = {"query": labels.queries, "sample": labels.samples}
+    if labels.kind == "best":  # raters may have a taste for length
+        texts["best sample"] = labels.samples[torch.arange(len(labels.targets)), labels.targets.long()]
+    return rows, tracking.rows_of_lengths(pad_id, **texts)
 
 
 def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int = 0) -> Labels:
@@ -158,6 +192,30 @@ def find_label_file(label_dataset: str, query_dataset: str) -> Path:
 
     with hub.hub_errors(f"{flag('label_dataset')} {label_dataset}", remedy):
         return Path(hf_hub_download(hub.OPENAI_REPOSITORY, label_dataset, repo_type="dataset"))
+
+
+def preset_of(args: Any, presets: dict[str, Any], default: Any) -> Any:
+    """The preset that has these arguments' labels and the default preset's queries; the default if there is none.
+
+    So what the reward model learns, the name of the run and the function that watches the policy are of one task.
+    """
+
+    def labels_of(args: Any) -> str:
+        return getattr(getattr(args, "reward", args), "label_dataset", "")
+
+    named, task = labels_of(args), labels_of(args).partition("/")[0]
+    fitting = [preset for preset in presets.values() if labels_of(preset).partition("/")[0] == task]
+    if not fitting or default in fitting:
+        return default
+    same_queries = [preset for preset in fitting if preset.task.query_dataset == default.task.query_dataset]
+    if not same_queries:
+        errors.say_once(
+            f"label_dataset {named} does not fit the preset {default.preset}, whose queries and names remain; "
+            f"--preset {fitting[0].preset} is made for it"
+        )
+        return default
+    errors.say_once(f"label_dataset {named}: the preset is {same_queries[0].preset}")
+    return same_queries[0]
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:

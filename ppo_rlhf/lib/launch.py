@@ -98,6 +98,13 @@ def launcher(*, sharding: bool = True) -> Iterator[None]:
             f"the launcher started {started} processes, but accelerate sees {found.num_processes}; "
             f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
         )
+    # `accelerate launch` prepares for several processes even where it starts only one.
+    alone = found.num_processes == 1 and "WORLD_SIZE" not in os.environ
+    if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys():
+        errors.say_once(
+            "accelerate launch was asked for several processes and started one: on several GPUs add --multi_gpu, "
+            "on a CPU use torchrun --nproc_per_node <number>"
+        )
     if found.device.type == "cpu":
         torch.set_num_threads(threads)
         keep_freed_memory()

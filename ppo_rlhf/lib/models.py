@@ -4,6 +4,7 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -421,3 +422,13 @@ def save_adapters(folder: Path, adapters: nn.Module) -> None:
     config = files.read_json(folder / "adapter_config.json")
     if Path(config["base_model_name_or_path"] or "").is_dir():
         files.write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})
+
+
+def scheduled_lr(lr: float, schedule: str, step: int, steps: int) -> float:
+    """The learning rate of a step (0-based) out of so many, without warm-up; it would be 0 after the last.
+
+    cosine: lr * (1 + cos(pi * step / steps)) / 2        linear: lr * (1 - step / steps)
+    """
+    if schedule == "cosine":
+        return lr * (1 + math.cos(math.pi * step / steps)) / 2
+    return lr * (1 - step / steps) if schedule == "linear" else lr

@@ -124,6 +124,10 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code, **outputs)
     if config._attn_implementation == "flex_attention" and not torch.cuda.is_available():
         config._attn_implementation = None  # it has no backward pass on a CPU; the library chooses another
+    if not hasattr(config, "hidden_size"):
+        raise OSError("it reads more than texts; save its language model alone")
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # of what runs everywhere, only this caps attention's logits (Gemma 2)
     if (settings := Path(path) / "generation_config.json").is_file():
         files.read_json(settings)  # the library would ignore a damaged file, and the stop ids in it
     text_config = config.get_text_config(decoder=True)
@@ -303,7 +307,12 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
     what = f"{flag('base_model')} {base_model}"
     check_size(model, what, length, vocab_size)
     tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
-    logits, output_layer = model(input_ids=tokens).logits, model.get_output_embeddings()
+    logits, cap = model(input_ids=tokens).logits, getattr(model.config, "final_logit_softcapping", None)
+
+    def output_layer(hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = model.get_output_embeddings()(hidden_states)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
     if not same_logits(output_layer(model.base_model(tokens).last_hidden_state), logits):
         raise InputError(f"{what} changes its logits after the output layer, which is not supported")
 

@@ -212,7 +212,9 @@ class Run:
         self.model_folder = beside(self.folder.parent) / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self.writers: list[Callable[[int, dict[str, float]], None]] = []
-        self.sample_writers: list[Callable[[int, list[dict[str, Any]]], None]] = []
+        self.table_writers: list[Callable[[str, list[dict[str, Any]], int], None]] = []  # (name, rows, step)
+        self.result_writers: list[Callable[[dict[str, Any]], None]] = []  # of numbers at the end, and addresses
+        self.address = ""  # of the run on the web
         self.closers: list[Callable[[], None]] = []
         self._unlock: Callable[[], None] = lambda: None
         self._progress: Any = None
@@ -296,11 +298,13 @@ class Run:
         for line in filter(None, (note, launch.advice(self.args.dtype, self.accelerator.device))):
             print(line)
         self._open_csv()
-        self._open_tensorboard()
-        if self.args.track:
-            from ppo_rlhf.lib import tracking
+        from ppo_rlhf.lib import tracking
 
-            tracking.open_wandb(self, config or {})
+        tracking.open_tensorboard(self)
+        if self.args.track:
+            tracking.OPEN[self.args.tracker](
+                self, self.meta["args"] | (config or {}) | {"commit": self.meta["commit"]}
+            )
 
     def _close_logs(self) -> None:
         for close in self.closers:
@@ -341,26 +345,6 @@ class Run:
         self.writers.append(write)
         self.closers.append(file.close)
 
-    def _open_tensorboard(self) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-
-        for event_file in self.folder.glob("events.out.tfevents.*"):
-            event_file.unlink()
-        # [D78] Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
-        board = SummaryWriter(str(self.folder))
-        board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
-
-        def write(step: int, metrics: dict[str, float]) -> None:
-            # One event for a step is ten times as fast as one for each metric, which a long run's resume shows.
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-            board.file_writer.add_summary(Summary(value=values), step)
-
-        for row in self.rows:
-            write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
-        self.writers.append(write)
-        self.closers.append(board.close)
-
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row of metrics, on the main process. step: 0-based."""
         if self.is_main:
@@ -383,10 +367,29 @@ class Run:
         if self.is_main:
             with (self.folder / "samples.jsonl").open("a") as file:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
-            for write in self.sample_writers:
-                write(step, samples)
+            for write in self.table_writers:
+                write("samples", samples, step)
             rows = [{name: one_line(value) for name, value in sample.items()} for sample in samples]
             print_table(f"step {step}", rows, console=self._progress and self._progress.console)
+
+    def write_table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Write rows with the same keys to <name>.csv, and as a table where the run is tracked."""
+        if self.is_main:
+            with (self.folder / f"{name}.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            for write in self.table_writers:
+                write(name, rows, len(self.rows))
+
+    def show_labels(self, labels: Any, tokenizer: PreTrainedTokenizerBase, pad_id: int, score: Callable) -> None:
+        """Tables of a reward model of chapter 1: see label_files.tables_of."""
+        if self.is_main:
+            from ppo_rlhf.lib import label_files
+
+            samples, lengths = label_files.tables_of(labels, tokenizer, pad_id, score)
+            self.log_samples(len(self.rows), samples)
+            self.write_table("lengths", lengths)
 
     def write_evaluation(self, split: str, rows: list[dict[str, Any]]) -> None:
         """Answers to held-out queries: evaluation.jsonl of the validation split, else evaluation_<split>.jsonl."""
@@ -514,9 +517,10 @@ class Run:
         self._progress = None
 
     def finish(self, panels: str | dict[str, list[str]], **results: Any) -> None:
-        """Close the logs, draw the learning curves, record the results, and say where everything is.
+        """Draw the learning curves, record the results, close the logs, and say where everything is.
 
-        panels: for each title, the metrics of a panel; or the name of such a dictionary in lib/plots.py.
+        panels: for each title, the metrics of a panel; or the name of such a dictionary in lib/plots.py. Logs of a
+        run that uploads its models stay open until `upload`.
         """
         if not self.is_main:
             return
@@ -524,7 +528,10 @@ class Run:
 
         panels = getattr(plots, panels) if isinstance(panels, str) else panels
         plots.draw_learning_curves(self.folder, self.rows, panels)
-        self._close_logs()
+        for write in self.result_writers:
+            write({name: value for name, value in results.items() if value is not None})
+        if not self.args.upload_model:
+            self._close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
         checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
@@ -533,11 +540,17 @@ class Run:
     def upload(self, *parts: str) -> None:
         """Push models/<run>/<part> to the hub, if the arguments say so. Every process must call this."""
         if self.args.upload_model and self.is_main:
-            for part in parts:
-                name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
-                from ppo_rlhf.lib import tracking
+            from ppo_rlhf.lib import tracking
 
-                tracking.upload_model(self.model_folder / part, self.args.hf_entity, name)
+            try:
+                for part in parts:
+                    name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
+                    folder = self.model_folder / part
+                    address = tracking.upload_model(folder, self.args.hf_entity, name, self.address)
+                    for write in self.result_writers:
+                        write({f"model/{part}": address})
+            finally:
+                self._close_logs()
         self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -695,13 +708,3 @@ def describe_model(folder: Path, info: dict[str, Any]) -> None:
     """Write ppo_rlhf.json next to the weights of a model that was saved, and give them the usual mode."""
     files.give_usual_mode(folder)
     files.write_json(folder / "ppo_rlhf.json", info)
-
-
-def scheduled_lr(lr: float, schedule: str, step: int, steps: int) -> float:
-    """The learning rate of a step (0-based) out of so many, without warm-up; it would be 0 after the last.
-
-    cosine: lr * (1 + cos(pi * step / steps)) / 2        linear: lr * (1 - step / steps)
-    """
-    if schedule == "cosine":
-        return lr * (1 + math.cos(math.pi * step / steps)) / 2
-    return lr * (1 - step / steps) if schedule == "linear" else lr

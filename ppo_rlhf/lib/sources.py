@@ -15,6 +15,7 @@ every 50th text.
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+import functools
 import json
 import random
 from collections import Counter
@@ -94,7 +95,7 @@ def no_query(stream: Any, split: str) -> str:
 
 def left_out(stream: Any) -> str:
     """A line that says how many of the first texts of a QueryStream give no query, and why; empty if all do."""
-    reasons, looked_at, task = Counter(), min(LOOKED_AT, len(stream.order)), stream.task
+    reasons, looked_at, task = Counter(), min(LOOKED_AT, len(stream.texts)), stream.task
     for tokens in map(stream.tokens, range(looked_at)):
         if stream.trim(tokens):
             continue
@@ -109,6 +110,14 @@ def left_out(stream: Any) -> str:
         return ""
     why = " and ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
     return f"queries: of the first {looked_at:,} texts, {reasons.total():,} give none: {why}"
+
+
+@functools.lru_cache(maxsize=2)
+def shuffled(texts: int, number: int) -> list[int]:
+    """An order of so many texts, one for each number."""
+    order = list(range(texts))
+    random.Random(number).shuffle(order)
+    return order
 
 
 class Subset(Sequence):

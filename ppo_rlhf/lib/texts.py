@@ -3,7 +3,6 @@
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import random
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +18,9 @@ from ppo_rlhf.lib.templates import encode_text  # noqa: F401 others find it here
 @dataclass(frozen=True, kw_only=True)
 class TaskArgs(cli.FormatArgs):
     query_dataset: str = "books"
-    """where queries come from: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder
-    with stories.txt"""
+    """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
+    reshuffle: bool = False
+    """give each pass over the texts an order of its own"""
     query_length: int = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
@@ -72,7 +72,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
 
 
 class QueryStream:
-    """An endless stream of queries: the texts in one shuffled order, again and again.
+    """An endless stream of queries: the texts in one shuffled order, again and again, unless the task reshuffles.
 
     The order depends neither on the run's seed nor on the number of processes. `position` counts the texts that have
     been read. A stream that starts at the position of another one continues where that one stopped.
@@ -83,16 +83,15 @@ class QueryStream:
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
-        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
-        self.order = list(range(len(self.texts)))
-        random.Random(0).shuffle(self.order)
         if not self.first(1, pad_id=0).numel():
             raise InputError(sources.no_query(self, split))
 
     def tokens(self, place: int) -> list[int]:
-        """Token ids of a text, by its place in the order."""
+        """Token ids of a text, by its place in the order of the pass that the place is in."""
+        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
+        order = sources.shuffled(len(self.texts), place // len(self.texts) if self.task.reshuffle else 0)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
-        text, options = self.texts[self.order[place % len(self.order)]], {"split_special_tokens": True}
+        text, options = self.texts[order[place % len(order)]], {"split_special_tokens": True}
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
 
     def trim(self, tokens: list[int]) -> list[int] | None:
@@ -100,7 +99,7 @@ class QueryStream:
 
     def next_query(self) -> list[int] | None:
         """The next query; None if a whole pass over the texts gives none."""
-        for _ in range(len(self.order)):
+        for _ in range(len(self.texts)):
             self.position += 1
             if query := self.trim(self.tokens(self.position - 1)):
                 return query
@@ -116,7 +115,7 @@ class QueryStream:
         """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
         position, self.position = self.position, 0
         queries = []
-        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.order):
+        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.texts):
             queries.append(query)
         self.position = position
         return padded(queries, pad_id, self.task.query_length)
