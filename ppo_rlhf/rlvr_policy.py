@@ -443,8 +443,8 @@ def update(
                 micro_batch = mb.rows(rows)
                 alone = {} if of_policy and of_critic else {"with_values": of_critic}
                 alone |= {} if of_policy else {"recorded": micro_batch.logprobs}
-                place = (tokens, micro_batch.responses, micro_batch.loss_mask, pad_id)
-                new = actor_critic(*place, reference=read_by, **alone)
+                responses, mask = micro_batch.responses, micro_batch.loss_mask
+                new = actor_critic(tokens, responses, mask, pad_id, reference=read_by, **alone)
                 loss, share = micro_batch_loss(new, micro_batch, args, counts=counts, right_tokens=right_tokens)
                 if of_policy:
                     batch.see(mb_inds[rows], new, with_values=of_critic)
