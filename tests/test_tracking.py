@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,20 +61,27 @@ def tracked_run(monkeypatch, tracker: str, address: str = "") -> run_module.Run:
 
 
 def records(folder: Path) -> list[wandb_internal_pb2.Record]:
-    """What Weights & Biases would send, from its file: LevelDB's log format, after 7 bytes of its own."""
+    """What Weights & Biases would send, from its file: LevelDB's log format, after 7 bytes of its own.
+
+    Its service may write the last of them a little after the run has ended.
+    """
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, place, found, parts = path.read_bytes(), 7, [], b""
-    while place < len(data):
-        if (left := 32_768 - place % 32_768) < 7:  # no record begins in what is left of a block
-            place += left
-            continue
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        parts += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
-            found.append(wandb_internal_pb2.Record.FromString(parts))
-            parts = b""
-    return found
+    for _ in range(300):
+        data, place, found, parts = path.read_bytes(), 7, [], b""
+        while place < len(data):
+            if (left := 32_768 - place % 32_768) < 7:  # no record begins in what is left of a block
+                place += left
+                continue
+            length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+            parts += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if kind in (1, 4) and place <= len(data):  # a whole record, or its last part
+                found.append(wandb_internal_pb2.Record.FromString(parts))
+                parts = b""
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end: {found[-1:]}")
 
 
 def test_results_tables_and_the_models_address_reach_weights_and_biases(monkeypatch):
