@@ -408,15 +408,13 @@ def test_the_atlas_has_every_change():
 def test_prose_of_the_atlas_has_numbers_of_its_tables():
     """Every number with an interval in the prose is, but for its sign, in a table here or in docs/results.md.
 
-    So are those of chapter 2's advice; and those of results.md on settings are in the table of the settings.
+    And those of results.md on settings are in the table of the settings.
     """
     prose, sources = ATLAS, (ablations.ROOT / "docs/results.md").read_text()
     settings = sources.partition("So there are settings for them")[2].partition("\n\n[Holm")[0]
     table = (RESULTS / "ablations-settings.md").read_text()
     found = re.findall(r"\d+\.\d+ ± \d+\.\d+", " ".join(settings.split()))
     assert len(found) == 7 and all(figure in table for figure in found)
-    advice = (ablations.ROOT / "docs/chapter2.md").read_text()
-    prose += advice.partition("## What to choose")[2].partition("\n## ")[0]
     for name in PARTS:
         before, _, rest = prose.partition(ablations.BEGIN.format(name))
         sources += rest.partition(ablations.END)[0]

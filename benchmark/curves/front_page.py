@@ -4,7 +4,8 @@
     python benchmark/curves/front_page.py --run runs/<run> --output picture.png    # the same picture of your run
 
 The left panel has the reward model's score and the gold score; the right one has the KL divergence from the language
-model, and the target of the KL controller. Thin lines are single updates, thick ones running means.
+model, and the target of the KL controller. Thin lines are single updates. A point of a thick line is the mean of an
+update and of up to nine before it, so it begins where the thin line does.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.run import read_meta
 
 STATIC = Path(__file__).resolve().parent.parent.parent / "static"
-SMOOTHED = 10  # updates in a running mean
+SMOOTHED = 10  # updates in a mean, the newest included
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
@@ -36,16 +37,16 @@ def draw(run: Path) -> Figure:
     target = read_meta(run)["args"]["rewards"]["adaptive_kl"]["target"]
     metrics = pd.read_csv(run / "metrics.csv")
     panels = {
-        "score of the responses": {"objective/gold_scores": "gold score", "objective/scores": "reward model"},
-        "KL divergence from the language model (nats)": {"objective/kl": "policy"},
+        "score of the responses": {"objective/gold_scores": "gold score", "objective/scores": "reward model's score"},
+        "KL divergence from the language model (nats)": {"objective/kl": "KL of the policy"},
     }
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     for axes, (title, curves) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for (metric, label), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
+        for (metric, label), color in zip(curves.items(), (ORANGE, BLUE), strict=False):
             if metric not in metrics:
                 raise InputError(f"{run / 'metrics.csv'} has no {metric}; runs with --preset tales have it")
             axes.plot(metrics["step"], metrics[metric], color=color, alpha=0.3, linewidth=0.8)
-            smooth = metrics[metric].rolling(SMOOTHED, min_periods=1, center=True).mean()
+            smooth = metrics[metric].rolling(SMOOTHED, min_periods=1).mean()
             axes.plot(metrics["step"], smooth, color=color, linewidth=2, label=label)
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("update")
