@@ -13,12 +13,13 @@ import scipy.stats
 from matplotlib.figure import Figure
 
 from benchmark import lab
-from benchmark.experiments import arithmetic, critic, estimators, staleness
+from benchmark.experiments import arithmetic, critic, estimators, gdpo_and_ipo, staleness
 from ppo_rlhf import rlvr_async, rlvr_checks, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import cli
 from ppo_rlhf.lib.errors import InputError
 
 DECLARED = critic.EXPERIMENT, staleness.EXPERIMENT, estimators.EXPERIMENT, arithmetic.EXPERIMENT
+DECLARED += (gdpo_and_ipo.EXPERIMENT,)
 EXPERIMENTS = {experiment.name: experiment for experiment in DECLARED}
 
 
@@ -36,7 +37,7 @@ def arguments(name: str, folder: Path) -> dict:
         assert (job.seed, job.folder) == (3, folder / variant / "seed3")
         found[variant] = args = cli.parse_args(script.PRESETS, words)
         rlvr_checks.check_arguments(args)
-        if name != "arithmetic":
+        if name not in ("arithmetic", "gdpo-and-ipo"):
             updates = 16 if name == "estimators" else 32
             assert rlvr_policy.ppo_sizes(args.ppo, 1).updates == updates and args.rewards.kl_coef < 1e-11
             assert (args.eval_interval, args.save_interval, args.log_interval, args.trace_interval) == (0, 0, 0, 0)
@@ -91,6 +92,21 @@ def test_every_estimator_is_run_and_every_division(tmp_path):
         for name in ("grpo", "dr_grpo")
         for length, mode in (("own", "seq-mean-token-mean"), ("greatest", "seq-mean-token-sum-norm"))
     }
+
+
+def test_gdpo_and_ipo_differ_from_what_they_replace_in_the_method_alone(tmp_path):
+    read = arguments("gdpo-and-ipo", tmp_path)
+    for part, field in {"sources": "advantage", "loss": "loss"}.items():
+        plain = read[f"{part}-{gdpo_and_ipo.BASELINES[part]}"]
+        assert [*rlvr_policy.ppo_sizes(plain.ppo, 1).__dict__.values()][:2] == (
+            [10, 2] if field != "loss" else [6, 16]
+        )
+        for name, args in read.items():
+            if name.startswith(part):
+                ppo = dataclasses.replace(plain.ppo, **{field: name.removeprefix(f"{part}-")})
+                assert args == dataclasses.replace(plain, ppo=ppo), name
+    texts = ["She finds 6. 8+6=14\n#### 14", "8+6=14\n#### 14", "She finds 6. 8+6=14\n14-2=12\n#### 12", "#### 3"]
+    assert gdpo_and_ipo.retells(texts, texts, texts) == [1, 0, 0, 0]
 
 
 def test_arithmetic_is_learned_by_three_methods(tmp_path):

@@ -126,7 +126,7 @@ def test_over_optimisation():
 
 def interval_of(values: pd.Series) -> tuple[float, float]:
     """Mean, and half of the 95 % interval."""
-    assert len(values) in (5, 20)
+    assert len(values) in (2, 3, 5, 20)
     found = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
     return values.mean(), (found.high - found.low) / 2
 
@@ -141,6 +141,21 @@ def table_under(header: str) -> dict[str, list[str]]:
 def check_cell(cell: str, values: pd.Series, places: int) -> None:
     numbers = [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
     assert numbers == pytest.approx(interval_of(values), abs=0.51 * 10**-places), cell
+
+
+def test_table_of_gdpo_and_ipo():
+    runs = pd.read_csv(ROOT / "benchmark/results/gdpo-and-ipo/runs.csv")
+    assert f"all at {runs['commit'].unique().item()}" in " ".join(RESULTS.split())
+    rows, own = table_under("| | seeds | correct"), {name: x.set_index("seed") for name, x in runs.groupby("variant")}
+    assert [name.strip("`") for name in rows] == list(runs["variant"].unique())
+    for name, cells in rows.items():
+        of, than = own[name.strip("`")], own[{"`gdpo`": "grpo", "`ipo`": "ppo"}.get(name, name.strip("`"))]
+        assert cells[0] == str(len(of))
+        for cell, column in zip(cells[1::2], ("course", "retells_course"), strict=True):
+            assert bool(cell) == (column == "course" or name in ("`grpo`", "`gdpo`"))
+            check_cell(cell, 100 * of[column], 1) if cell else None
+        for cell, column in zip(cells[2::2], ("course", "retells_course"), strict=True):
+            check_cell(cell, 100 * (of[column] - than[column]).dropna(), 1) if cell else None
 
 
 def test_demo_of_chapter_3():

@@ -752,7 +752,7 @@ RLVR = {
     f"{GDPO} --rewards.overlong_buffer 4": "--rewards.overlong_buffer 4 does nothing with --ppo.advantage gdpo",
     f"{GDPO} --ppo.filter_groups": "from which --ppo.advantage gdpo learns; leave one of the two out",
     "--ppo.trust_region 0.1": "--ppo.trust_region 0.1 does nothing without --ppo.loss ipo or dppo",
-    "--ppo.loss ipo --ppo.trust_region 0": "--ppo.trust_region",
+    "--ppo.loss ipo --ppo.trust_region 0": "ppo.trust_region is 0.0; it must be above 0",
     "--ppo.loss dppo --ppo.cliprange_high 0.3": "--ppo.cliprange_high 0.3 does nothing without --ppo.loss ppo, gspo",
     "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
     "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
