@@ -448,13 +448,6 @@ def test_rewards_of_the_baselines():
         assert f"the baseline's is {runs.loc['baseline', name].mean():.2f}" in " ".join(ATLAS.split())
 
 
-def test_the_ten_are_those_of_the_register():
-    part = ATLAS.partition("## The ten that matter")[2].partition("\n## ")[0]
-    register = (ablations.ROOT / "docs/reference/README.md").read_text().partition("## The ten that decide")[2]
-    ten = re.findall(r"^\d+\. \[(\w+)\]", register.partition("\n## ")[0], re.MULTILINE)
-    assert sorted(re.findall(r"\(\[(\w+)\]\(chapter", part)) == sorted(ten)
-
-
 # ------------------------------------------------------------------------------------------------ over-optimisation
 
 

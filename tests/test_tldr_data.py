@@ -247,7 +247,7 @@ def test_query_and_summary_are_the_tokens_of_their_text(tiny_posts):
         assert real == [*tokenizer(text)["input_ids"], eos]
 
 
-# ---- Comparisons [T02] [T11] -----------------------------------------------------------------------------------
+# ---- Comparisons [T11] -----------------------------------------------------------------------------------
 
 
 def read_comparisons(folder: Path, rows: list[dict[str, Any]], articles: bool = False, **changes: Any):

@@ -601,7 +601,7 @@ def test_schedules():
 
 @pytest.mark.parametrize(("posts", "batch"), [(10, 4), (7, 3), (5, 5), (3, 8), (12, 4), (1, 2)])
 def test_posts_come_in_passes_without_a_gap(posts: int, batch: int):
-    """T12: batches may lie across passes; each pass has every post once, in an order of its own."""
+    """Batches may lie across passes; each pass has every post once, in an order of its own."""
     updates = 6 * posts
     drawn = [posts_of_update(3, posts, update, batch) for update in range(updates)]
     assert all(len(inds) == batch for inds in drawn)
@@ -664,7 +664,7 @@ def test_every_row_is_dealt_once(rows: int, batch: int, processes: int):
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 8, 11])
 def test_map_rows_gives_every_row_once_and_in_order(processes: int, rows: int):
-    """T28, defect 1: rows that fill up the last batch are dropped again."""
+    """Defect 1: rows that fill up the last batch are dropped again."""
     table = torch.arange(rows * 2.0).view(rows, 2)
 
     def mapped(process: Process) -> tuple[torch.Tensor, ...]:

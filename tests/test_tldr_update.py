@@ -541,7 +541,7 @@ def test_gradient_equals_finite_differences(tiny_models):
 
 @pytest.mark.parametrize(("epochs", "nminibatches", "micro_batch"), [(1, 1, 0), (4, 1, 2), (2, 4, 1), (3, 2, 4)])
 def test_steps_are_epochs_times_minibatches(tiny_models, epochs: int, nminibatches: int, micro_batch: int):
-    """T47, T48, defects 4 and 5."""
+    """T48, defects 4 and 5."""
     actor_critic = make_actor_critic(tiny_models)
     ppo = PpoArgs(noptepochs=epochs, nminibatches=nminibatches, local_micro_batch_size=micro_batch)
     minibatches = draw_minibatches(1, 0, epochs, slice(0, 8), nminibatches)
@@ -940,7 +940,7 @@ def right_padded(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_tokenizer, tmp_path: Path):
-    """T51: adapters are merged into an ordinary language model; the critic opens as a classifier."""
+    """Adapters are merged into an ordinary language model; the critic opens as a classifier."""
     tokens = ragged_rows()
     with torch.no_grad():
         logprobs, _, _ = adapted.actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)

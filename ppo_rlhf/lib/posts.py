@@ -285,7 +285,7 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     A post whose reference has more than response_length tokens is left out and counted: cut, it would lose the
     end-of-text token, and teach that summaries need not end.
     """
-    # [T01] [T08] A post with one reference; none loses its end-of-text token.
+    # [T08] A post with one reference; none loses its end-of-text token.
     #       tldr_dataset.py#L184, tldr_dataset.py#L409-L418
     ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)
@@ -364,9 +364,9 @@ def read_comparisons(
     articles: those of news articles, in place of posts.
 
     A summary of more than comparison_length tokens is cut and has no end-of-text token then. A comparison whose two
-    summaries are the same ids, by that or from the start, says nothing and is left out [X29].
+    summaries are the same ids, by that or from the start, says nothing and is left out.
     """
-    # [T02] [T11] A post, two summaries and a choice; compared summaries may be longer than sampled ones.
+    # [T11] A post, two summaries and a choice; compared summaries may be longer than sampled ones.
     #       tldr_dataset.py#L256-L259
     ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)
@@ -451,7 +451,7 @@ def evaluation_rows(
 
     queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
     """
-    # [T06] Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
+    # Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
     summaries = [tokens.masked_fill(tokens == tokenizer.eos_token_id, pad_id) for tokens in (responses, references)]
     decoded = [texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, *summaries)]
     lengths = [(tokens != pad_id).sum(1).tolist() for tokens in (responses, references)]
@@ -529,7 +529,7 @@ def rouge(responses: list[str], references: list[str]) -> dict[str, float]:
     """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure over all pairs, without stemming."""
     from rouge_score.rouge_scorer import RougeScorer  # slow
 
-    # [T23] [X20] Mean over examples.
+    # [T23] Mean over examples.
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
     scores = [scorer.score(reference, response) for reference, response in zip(references, responses, strict=True)]
     return {name: math.fsum(score[name].fmeasure for score in scores) / len(scores) for name in scores[0]}

@@ -220,7 +220,7 @@ class Run:
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
-        # [D82] The arguments are next to the results of the run.   train_policy.py#L422-L436
+        # The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
             "script": script_of(args),
@@ -347,7 +347,7 @@ class Run:
 
         for event_file in self.folder.glob("events.out.tfevents.*"):
             event_file.unlink()
-        # [D78] Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
+        # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
         board = SummaryWriter(str(self.folder))
         board.add_text("arguments", "```json\n" + json.dumps(self.meta["args"], indent=2) + "\n```")
 
@@ -457,7 +457,7 @@ class Run:
             trace()
         speed = self.meta["sizes"]["batch"] / self.seconds_of_update()
         self._advance(f"{speed:.0f} episodes/s, {status}")
-        # [D81] Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
+        # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
         if self.is_time_to_save(update + 1, self.meta["sizes"]["updates"]):
             self.save_checkpoint(update + 1, *checkpoint())
 
@@ -487,7 +487,7 @@ class Run:
 
     @contextlib.contextmanager
     def _bar(self, title: str, total: int, done: int):
-        # [D79] [X16] Progress and speed, on the first process.   train_policy.py#L311-L316
+        # Progress and speed, on the first process.   train_policy.py#L311-L316
         if not self.is_main:
             yield lambda text: None
             return
