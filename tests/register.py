@@ -2,9 +2,9 @@
 
     python tests/register.py
 
-updates docs/reference/: the line numbers of our code from the marks in ppo_rlhf/**/*.py, those of the tests from the
-test files, and the links to the rows of the atlas. In README.md it updates how many lines a script has, to the nearest
-fifty. It prints which pages it changed and what only a person can fix, and exits with 1 if there is any of the latter.
+updates docs/reference/: the line numbers of our code from the marks in ppo_rlhf/**/*.py, those of the tests from
+the test files, and the links to the rows of the atlas. In README.md it updates how many lines a script has, to the
+nearest fifty. It prints which pages it changed and what only a person can fix; if there is any, it exits with 1.
 
 A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field. A module's docstring has no
 marks, so it can speak about them. The lines of the original follow a mark in one of two forms:

@@ -323,7 +323,7 @@ def test_report(tmp_path):
     (gone,) = [line for line in result.stdout.splitlines() if "`no-kl`" in line]
     assert gone.endswith("| 0, 1 failed |  |  |  |  |  |")
     assert "commit: abc" in (tmp_path / "out/ablations.md").read_text()
-    assert (tmp_path / "out/ablations.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "out/atlas.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "atlas.md").read_text()
     count = sum(len(world.ablations) - 1 for world in ablations.WORLDS.values())
     assert "what was here" not in page and f"\n1 of {count} changes have been run, 1 of them with two" in page
