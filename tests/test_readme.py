@@ -369,7 +369,7 @@ def test_other_projects_come_with_a_commit_or_a_release(path):
 def test_each_difference_from_another_project_says_where_it_was_read():
     table = (ROOT / "docs/differences.md").read_text().partition("| there | where | here | detail |")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n\n")[0].splitlines()[2:]]
-    assert len(rows) > 20
+    assert len(rows) > 10
     for there, where, here, _ in rows:
         assert not any(name in there for name in PROJECTS), there
         assert any(name in where for name in PROJECTS) or re.search("verl-data|math-verify", where), where
