@@ -28,6 +28,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmark import lab
+from benchmark.experiments import ablations
 from ppo_rlhf import report
 
 ROOT = Path(__file__).parent.parent
@@ -89,8 +90,25 @@ def average(name: str, column: str, one: str, other: str, places: int = 1, scale
 
 
 def ablation(world: str, name: str, column: str, against: str = "baseline", places: int = 2) -> str:
-    file = f"ablations/{'ablations' if world == 'tales' else world}"
-    return less(file, column, f"ablation == '{name}'", f"ablation == '{against}'", places)
+    return less(
+        f"ablations/{ablations.WORLDS[world].file}",
+        column,
+        f"ablation == '{name}'",
+        f"ablation == '{against}'",
+        places,
+    )
+
+
+@cache
+def atlas() -> pd.DataFrame:
+    worlds = {kind: table(f"ablations/{world.file}") for kind, world in ablations.WORLDS.items()}
+    tables = {kind: ablations.differences(runs, ablations.WORLDS[kind]) for kind, runs in worlds.items()}
+    return ablations.all_differences(tables).set_index(["world", "name"])
+
+
+def star(world: str, name: str) -> str:
+    """Whether the effect on the reward is significant, corrected for all changes of the atlas."""
+    return " *" if atlas().loc[(world, name), "holm"] < 0.05 else ""
 
 
 def end_of_curve(metric: str, name: str = "tales/curves", task: str = "tales") -> tuple[float, float, float]:
@@ -159,7 +177,7 @@ def pairs_of_texts(first: int, last: int) -> list[dict]:
 
 
 FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (commits, meta, pairs_of_texts, paired, average, engines, zip)
+FUNCTIONS += (commits, meta, pairs_of_texts, paired, average, engines, star, zip)
 
 
 WIDTH = 128
