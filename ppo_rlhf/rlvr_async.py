@@ -483,7 +483,7 @@ def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: A
     clipped, each = each > args.correction_cap * (1 + ROUNDING), each.clamp(max=args.correction_cap)
     weights, mean = weights.clamp(max=args.correction_cap), mean_of(each)
     if args.correction_normalised and mask.any():
-        # [V86] Divided by the mean over the batch on all processes.   rollout_corr_helper.py#L566-L597
+        # Divided by the mean over the batch on all processes.   rollout_corr_helper.py#L566-L597
         weights = weights / mean
     kept = mask
     if args.rejection != "none":

@@ -597,7 +597,7 @@ class ActorCritic(models.MixedPrecision):
 class Reference(networks.Reference):
     """The model that the policy started from, at the policy's temperature."""
 
-    # It never changes. Where nothing is penalised there is none.
+    # [V57] It never changes. Where nothing is penalised there is none.
     def __init__(self, network: ActorCritic, adapters: nn.Module | None):
         """network: without a critic."""
         super().__init__(network.lm_backbone, adapters)

@@ -92,5 +92,5 @@ def punish(
 
 def has_ended(lengths: Tensor, stopped: Tensor, shaping: rlvr_args.RewardsArgs) -> Tensor:
     """Which responses (rows,) end; lengths: their numbers of tokens."""
-    # [V25] One that is too short counts as one that does not end.
+    # One that is too short counts as one that does not end.
     return stopped & (lengths >= shaping.min_response_length)

@@ -586,7 +586,7 @@ def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nmini
     random. So all processes have equally many episodes of each minibatch, and the minibatch of an episode does not
     depend on the number of processes.
     """
-    # [X27] One permutation of everything would not share the minibatches evenly.
+    # One permutation of everything would not share the minibatches evenly.
     inds = []
     for epoch in range(epochs):
         generator = lm.keyed_generator(seed, "minibatches", update, epoch)

@@ -260,7 +260,7 @@ def pairwise_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
 
 def prefers_chosen(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
     """Whether the chosen summary has the higher score: (batch,) bool."""
-    # [T26] A tie counts as wrong.   reward.py#L410
+    # A tie counts as wrong.   reward.py#L410
     return chosen_scores > rejected_scores
 
 

@@ -149,7 +149,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator.process_index,
                 accelerator.num_processes,
             )
-            # [T09] The query and its reference are one text. It makes no difference where the padding is.
+            # The query and its reference are one text. It makes no difference where the padding is.
             #       tldr_dataset.py#L202-L212
             tokens = torch.cat([train_posts.queries[inds], train_posts.references[inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)

@@ -169,7 +169,7 @@ class Args(cli.PolicyRunArgs):
     """the optimisation"""
 
 
-# [D87] Summaries do without reward whitening.   launch.py#L166
+# Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"

@@ -152,7 +152,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     label_file = sources.find_labels(args.label_dataset, args.task.query_dataset)
     tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
-    # [D19] [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
+    # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
     labels = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)

@@ -271,7 +271,7 @@ def test_h3c_padding_adds_no_entropy(filler: float):
 
 
 def test_h4_pairwise_loss():
-    """T25, T26."""
+    """T25."""
     chosen, rejected = double(1.0, 0.2), double(0.5, 0.9)
     assert pairwise_losses(chosen, rejected).mean().item() == pytest.approx(0.78863152, abs=5e-9)
     assert prefers_chosen(chosen, rejected).tolist() == [True, False]
@@ -690,7 +690,7 @@ def test_pairwise_losses_equal_a_loop():
 
 
 def test_a_tie_is_wrong():
-    """T26."""
+    """A tie counts as wrong."""
     assert prefers_chosen(double(1.0, 1.0, 1.0), double(1.0, 1.0 - 1e-9, 1.0 + 1e-9)).tolist() == [False, True, False]
 
 
@@ -703,7 +703,7 @@ def test_tokens_that_are_predicted():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trimmed_padding_equals_a_loop(seed: int):
-    """T09: columns that are padding in every row go, the order of what is left stays."""
+    """Columns that are padding in every row go, the order of what is left stays."""
     random = np.random.default_rng(seed)
     left = [[PAD] * n + [1] * (5 - n) for n in random.integers(1, 5, 6)]
     right = [[2] * n + [PAD] * (4 - n) for n in random.integers(1, 4, 6)]

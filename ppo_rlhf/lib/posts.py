@@ -285,7 +285,7 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     A post whose reference has more than response_length tokens is left out and counted: cut, it would lose the
     end-of-text token, and teach that summaries need not end.
     """
-    # [T08] A post with one reference; none loses its end-of-text token.
+    # A post with one reference; none loses its end-of-text token.
     #       tldr_dataset.py#L184, tldr_dataset.py#L409-L418
     ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)
@@ -366,7 +366,7 @@ def read_comparisons(
     A summary of more than comparison_length tokens is cut and has no end-of-text token then. A comparison whose two
     summaries are the same ids, by that or from the start, says nothing and is left out.
     """
-    # [T11] A post, two summaries and a choice; compared summaries may be longer than sampled ones.
+    # A post, two summaries and a choice; compared summaries may be longer than sampled ones.
     #       tldr_dataset.py#L256-L259
     ids = task_ids(task, tokenizer)
     encoder = Encoder(tokenizer, ids.eos)

@@ -115,7 +115,7 @@ def raw_posts(files: tuple[str, ...]) -> Iterator[dict[str, str]]:
 
 
 def join_book_rows(rows: Sequence[str]) -> str:
-    """Join rows of BookCorpus, sentences with spaces around punctuation, to a passage of ordinary text [X08]."""
+    """Join rows of BookCorpus, sentences with spaces around punctuation, to a passage of ordinary text."""
     text = " ".join(row.strip() for row in rows).replace("`` ", '"').replace(" ''", '"')
     text = re.sub(r" ([.,;:!?%)\]]|n't\b|'(?:s|m|d|re|ve|ll)\b)", r"\1", text)
     return re.sub(r"([(\[$]) ", r"\1", text)
