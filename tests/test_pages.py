@@ -15,7 +15,7 @@ from ppo_rlhf.lib.errors import InputError
 
 ROOT = pages.ROOT
 RESULTS = ROOT / "benchmark/results"
-STALENESS = pd.read_csv(RESULTS / "staleness/runs.csv").set_index(["way", "staleness", "seed"])["samples"]
+STALENESS = pd.read_csv(RESULTS / "staleness/runs.csv").set_index(["way", "staleness", "seed"])["samples"].sort_index()
 FRESH = "staleness == 0 and way == 'any'"
 
 
