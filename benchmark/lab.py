@@ -307,11 +307,12 @@ def draw_curve(
     band: float = 0.0,
     **style: Any,
 ) -> None:
-    """Mean over seeds at each update, each seed smoothed over so many updates; band: how visible the interval is."""
+    """Mean over seeds at each update, of each seed's mean over so many updates up to it; band: how visible the
+    interval is. So no point looks ahead, and the first stays where it is."""
     if column not in own or own[column].isna().all():  # also if there are no rows
         return
     seeds = own.pivot(index="step", columns="seed", values=column).dropna()
-    seeds = seeds.rolling(smoothed, center=True, min_periods=1).mean()
+    seeds = seeds.rolling(smoothed, min_periods=1).mean()
     mean, half = map(pd.Series, zip(*(interval(list(row)) for row in seeds.to_numpy()), strict=True))
     (line,) = axes.plot(seeds.index, mean, label=label, linewidth=1.6, **style)
     if band:

@@ -228,7 +228,7 @@ def text_of(summary: str) -> str:
 
 def read_pairs(args: Args) -> tuple[list[Pair], str]:
     """The pairs to judge, and the unit of length: tokens if all rows of both sides have them, else words."""
-    # [T54] Summaries of the same post, cut at the end of text.   eval/oai.py#L70-L100, eval/oai2.py#L80-L148
+    # Summaries of the same post, cut at the end of text.   eval/oai.py#L70-L100, eval/oai2.py#L80-L148
     file = file_of(args.candidate)
     if args.baseline == "reference":
         rows = read_rows(file, "--candidate", "query", "response", "reference")[: args.n or None]
@@ -371,7 +371,7 @@ def parse_verdict(text: str) -> str | None:
 
     Its case, a full stop, and the marks of bold text or code do not matter.
     """
-    # [T57] [X28] Nothing is guessed.   eval/oai2.py#L91-L98, eval/oai2.py#L130-L140
+    # [T57] Nothing is guessed.   eval/oai2.py#L91-L98, eval/oai2.py#L130-L140
     lines = [line for line in text.split("\n") if line.strip()]
     match = VERDICT.fullmatch(lines[-1].lower()) if lines else None
     return {"a": "A", "b": "B", "tie": "tie"}[match[1]] if match else None
@@ -633,7 +633,7 @@ def only_user_of(cache: Path) -> Iterator[None]:
 def judge_by_endpoint(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The mean of two verdicts: one with the candidate first, one with the candidate second."""
     cache = Path(args.cache) if args.cache else file_of(args.candidate).with_name("judge_cache.jsonl")
-    # [T56] [X28] Both orders of every pair.   eval/oai2.py#L112-L127
+    # [T56] Both orders of every pair.   eval/oai2.py#L112-L127
     asked = [
         (question(pair.query, pair.candidate, pair.baseline), question(pair.query, pair.baseline, pair.candidate))
         for pair in pairs

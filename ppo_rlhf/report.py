@@ -609,9 +609,28 @@ def read_lines(path: Path) -> dict[str, dict[str, Any]]:
 BLUE, ORANGE, *OTHERS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]
 
 
+METRICS = tomllib.loads((Path(__file__).parent / "metrics.toml").read_text("utf-8"))
+
+
+def full_names(cell: str) -> list[str]:
+    """Names in full of a cell of metrics.toml, `loss/policy; value`: a folder holds for the names after it."""
+    names: list[str] = []
+    for name in cell.split("; "):
+        folder = names[-1].rpartition("/")[0] if names and "/" not in name else ""
+        names.append(f"{folder}/{name}" if folder else name)
+    return names
+
+
+def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
+    """What metrics mean in a chapter: rows of metrics.toml that have one of these names, as names and sentence."""
+    (rows,) = (table["rows"] for table in METRICS["meanings"] if table["chapter"] == chapter)
+    found = [(sorted({*full_names(cell)} & {*names}), meaning.replace("`", "")) for cell, meaning in rows]
+    return [(", ".join(some), meaning) for some, meaning in found if some]
+
+
 def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The panels of panels.toml that the runs have metrics for, each with what lib/charts.js draws."""
-    panels = tomllib.loads((Path(__file__).parent / "panels.toml").read_text("utf-8"))["panel"]
+    """The panels of metrics.toml that the runs have metrics for, each with what lib/charts.js draws."""
+    panels = METRICS["panel"]
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
     own = {
         name: [f"{start}/{metric}" for metric in of_runs(runs)[start]]
@@ -645,6 +664,7 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]
                 y = [value if math.isfinite(value) else None for value in values]
                 curves.append({"name": label, "x": x, "y": y, "color": color_of[name], "dotted": number == 1})
         targets_here = targets if panel["metrics"] == ["objective/kl"] else []
+        panel = panel | {"meanings": meanings(names, KINDS[runs[0].meta["script"]][1])}
         drawn.append((panel, {"data": joined(curves), "targets": targets_here}))
     return drawn
 

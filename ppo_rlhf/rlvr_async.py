@@ -31,7 +31,7 @@ for bit.
 
 The loop is `train` of rlvr_policy.py; `SamplerAhead` below is its step 2.
 
-Marks like [V81] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
+Marks like [V80] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/reference.
 
     pip install -e '.[async]'
@@ -165,7 +165,7 @@ class SamplerAhead(rlvr_policy.Sampler):
     def publish(self, version: int) -> None:
         """Make the policy's weights known as this version; forget those that no batch needs any more."""
         started = time.monotonic()
-        # [V92] All trained parameters by name, tied weights once, are one object with one version.
+        # All trained parameters by name, tied weights once, are one object with one version.
         parameters = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
         weights = {name: processes.gather_for_saving(parameter) for name, parameter in parameters.items()}
         from_main(lambda: self.put(version, weights))
@@ -179,7 +179,7 @@ class SamplerAhead(rlvr_policy.Sampler):
 
     def version_of(self, number: int) -> int:
         """The version of the weights that sample the batch of an update."""
-        # [V80] [V81] It depends on the number alone, not on timing.   one_step_off_policy/ray_trainer.py#L437-L515
+        # [V80] It depends on the number alone, not on timing.   one_step_off_policy/ray_trainer.py#L437-L515
         return max(number - self.setup.args.staleness, 0)
 
     def ask(self, round_number: int, version: int) -> None:
@@ -210,7 +210,7 @@ class SamplerAhead(rlvr_policy.Sampler):
 
         pieces = []
         for piece in from_main(wait)[setup.accelerator.process_index]:
-            # [V91] A piece has one version from the first token to the last. Engine and learner agree on its ends.
+            # A piece has one version from the first token to the last. Engine and learner agree on its ends.
             responses, logprobs = torch.tensor(piece.responses), torch.tensor(piece.logprobs)
             stopped = rlvr_math.response_mask(responses, setup.ids.stops)[1]
             if (piece.versions != version).any() or (piece.finished != stopped.numpy()).any():
@@ -272,7 +272,7 @@ class Workers:
     Each worker has a thread here, which waits for it.
     """
 
-    # [V97] They are Ray actors that hold an engine; only the learner's first process talks to them. Ray is an extra.
+    # They are Ray actors that hold an engine; only the learner's first process talks to them. Ray is an extra.
     def __init__(self, setup: rlvr_data.Setup, ray: Any):
         args, ids = setup.args, setup.ids
         self.ray, self.time_out, self.lost, self.closed = ray, args.time_out, 0, False
@@ -483,7 +483,7 @@ def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: A
     clipped, each = each > args.correction_cap * (1 + ROUNDING), each.clamp(max=args.correction_cap)
     weights, mean = weights.clamp(max=args.correction_cap), mean_of(each)
     if args.correction_normalised and mask.any():
-        # [V86] Divided by the mean over the batch on all processes.   rollout_corr_helper.py#L566-L597
+        # Divided by the mean over the batch on all processes.   rollout_corr_helper.py#L566-L597
         weights = weights / mean
     kept = mask
     if args.rejection != "none":

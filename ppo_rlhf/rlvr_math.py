@@ -421,7 +421,7 @@ def aggregate(
                                                    loses less, so that wrong answers grow
         seq-mean-token-sum-norm   1/20 and 1/20    whatever the others' lengths (Dr. GRPO)
     """
-    # [V60] [V61] [V62] The counts are of the minibatch, not of what a process holds at a time.
+    # [V60] [V61] The counts are of the minibatch, not of what a process holds at a time.
     #       core_algos.py#L1025-L1080
     lengths, losses = mask.sum(1), losses.masked_fill(~mask, 0)
     if mode == "token-mean":

@@ -66,7 +66,7 @@ def update_metrics(
         one["mask"].sum(1),
         rewards.is_right(one["parts"][:, 0], setup.args.rewards.verifier),
     )
-    # [V79] Scores, lengths and the like are of all that was generated, as is the count of episodes.
+    # Scores, lengths and the like are of all that was generated, as is the count of episodes.
     of_responses = {
         "objective/scores": one["scores"],
         "objective/verifiable_correct_rate": right,

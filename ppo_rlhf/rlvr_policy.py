@@ -268,7 +268,7 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
         [column[i] for i in draw.problems] for column in (setup.problems.texts, setup.problems.answers)
     )
     parts, raw_scores = score_responses(setup, prompts, answers, queries=queries, responses=responses)
-    # [V22] What cannot be scored has no token that counts.
+    # What cannot be scored has no token that counts.
     mask = mask & raw_scores.isfinite().unsqueeze(1)
     parts, raw_scores = parts.nan_to_num(0), raw_scores.nan_to_num(0)
     lengths = (responses != ids.pad).sum(1)  # (rows,), with a tool's tokens, as response_length

@@ -1,6 +1,6 @@
 """Step 4 of chapter 3: what scores responses, the weighted sum of what it says, and punishments.
 
-Marks like [V22] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
+Marks like [V23] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 beside marks are the original's. See docs/reference.
 """
 
@@ -49,7 +49,7 @@ def load_sources(
 
         def of_model(*texts: list[str], queries: Tensor, responses: Tensor) -> Tensor:
             scores = processes.widened(score(queries, responses))  # (rows,)
-            # [V22] Only functions of texts may say that a response cannot be scored.
+            # Only functions of texts may say that a response cannot be scored.
             if not scores.isfinite().all():
                 raise NumericalError("the reward model gives scores that are not finite; the run stops")
             return scores
@@ -92,5 +92,5 @@ def punish(
 
 def has_ended(lengths: Tensor, stopped: Tensor, shaping: rlvr_args.RewardsArgs) -> Tensor:
     """Which responses (rows,) end; lengths: their numbers of tokens."""
-    # [V25] One that is too short counts as one that does not end.
+    # One that is too short counts as one that does not end.
     return stopped & (lengths >= shaping.min_response_length)

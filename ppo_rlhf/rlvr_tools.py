@@ -143,7 +143,7 @@ def converse(
         # [V102] Read the ids of prompt and response so far as they are, then generate up to a call or the end.
         so_far = torch.cat([contexts[rows], responses[rows]], 1)
         so_far = passes.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
-        # [V103] The noise of a token belongs to its place in the response, so it depends neither on the number of
+        # The noise of a token belongs to its place in the response, so it depends neither on the number of
         #        turns before it nor on the rows that are sampled together.
         places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens
         room = width - int(lengths[rows].min())

@@ -264,7 +264,7 @@ class Solutions(Continuations):
 class Comparison:
     """A policy, the model that it started from, and what scores them."""
 
-    # [D84] [X11] Held-out queries, at the task's temperature.   sample.py#L16-L66
+    # [X11] Held-out queries, at the task's temperature.   sample.py#L16-L66
 
     def __init__(self, args: Args, trust_functions: bool = False):
         """trust_functions: whether the functions that the policy names may run, and not just those of ppo_rlhf."""

@@ -22,7 +22,7 @@ algorithm after it in its order, and metrics, loading and saving last.
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
 ee77a9a, which reproduced OpenAI's; files and lines next to marks are the original's. Marks like [D54] are details of
 chapter 1, too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577.
-Where we differ on purpose, there is a mark like [X20]; see docs/reference.
+Where we differ on purpose, there is a mark like [X21]; see docs/reference.
 
     python ppo_rlhf/tldr_all.py --preset posts                  # no network: all three stages, in minutes
     python ppo_rlhf/tldr_policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward
@@ -367,7 +367,7 @@ class Episodes(Rollout):
 
 def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tensor:
     """Indices (batch,) of the posts of an update. Each pass over the posts has an order of its own."""
-    # [T12] A batch may begin in one pass and end in the next.   ppo.py#L424-L431, ppo.py#L509-L513
+    # A batch may begin in one pass and end in the next.   ppo.py#L424-L431, ppo.py#L509-L513
     first, last = update * batch // num_posts, (update * batch + batch - 1) // num_posts
     orders = [
         torch.randperm(num_posts, generator=lm.keyed_generator(seed, "posts", number))
@@ -463,7 +463,7 @@ def respond(
     responses, sampled_logprobs = lm.generate_until(
         actor_critic.sampler, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
     )
-    # [T34] [X26] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
+    # [T34] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
     query_responses = torch.cat([contexts, responses], dim=1)
     reading = {"pad_id": pad_id, "temperature": temperature}
@@ -575,7 +575,7 @@ def compute_rewards(
     scores: (batch,); log-probs and mask, which is that of the tokens: (batch, response_length). Returns rewards,
     non_score_rewards and kl, of that shape. A response that fills its row gets the score on its last token.
     """
-    # [T42] [X24] What does not count is 0 in every sum.   ppo.py#L38, ppo.py#L675-L677
+    # [T42] What does not count is 0 in every sum.   ppo.py#L38, ppo.py#L675-L677
     x = (ref_logprobs - logprobs).masked_fill(~mask, 0)  # (batch, response_length)
     kl = -x if kl_estimator == "k1" else torch.expm1(x) - x
     non_score_rewards = -kl_coef * kl
@@ -592,7 +592,7 @@ def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nmini
     random. So all processes have equally many episodes of each minibatch, and the minibatch of an episode does not
     depend on the number of processes.
     """
-    # [X27] One permutation of everything would not share the minibatches evenly.
+    # One permutation of everything would not share the minibatches evenly.
     inds = []
     for epoch in range(epochs):
         generator = lm.keyed_generator(seed, "minibatches", update, epoch)
@@ -646,7 +646,7 @@ def ppo_update(
             # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
             #       the same weight in whatever micro-batch and process it is.
             count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
-            # [T47] [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
+            # [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
@@ -906,7 +906,7 @@ def update_metrics(
         "returns/var": return_var,
         "val/var_explained": 1 - means["value_error"] / max(return_var, 1e-12),
         "lr": lr,
-        # [T53] Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
+        # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
         "episode": episode,
         "eps": episode / seconds,
         "time": seconds,
@@ -993,7 +993,7 @@ def evaluate_policy(
     change; an empty dictionary is filled. Writes evaluation_before.jsonl before the first update. Raises a
     NumericalError that names the update if a mean is not finite.
     """
-    # [T49] [T50] Now and then for the metrics, and after the training; without the penalty.
+    # Now and then for the metrics, and after the training; without the penalty.
     #       ppo.py#L371-L416, ppo.py#L826-L840
     args, ids, accelerator = setup.args, setup.ids, setup.accelerator
     judges, rows_at_a_time = {"scores": setup.score} | setup.monitor, setup.sizes.local_rollout_batch
@@ -1205,7 +1205,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
         means |= {f"eval/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
         results |= {name.replace("eval", split, 1): value for name, value in means.items()}
         this_run.write_evaluation(split, rows)
-    # [T51] Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
+    # Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
     args = setup.typed_args
     info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
     info |= {

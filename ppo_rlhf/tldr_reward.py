@@ -9,7 +9,7 @@ model of `tldr_sft.py` with a scalar head in place of the output layer, read at 
 
 Next: `tldr_policy.py`. Marks like [T25] name an implementation detail. The original is
 vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files and lines next to marks
-are the original's. [X20] and the like are places where we differ on purpose; see docs/reference.
+are the original's. [X22] and the like are places where we differ on purpose; see docs/reference.
 
     python ppo_rlhf/tldr_reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
     python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
@@ -185,7 +185,7 @@ class RewardModel(models.MixedPrecision, lm.RewardModel):
 
     def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
         super().__init__(lm_backbone, low_precision=low_precision)
-        # [X23] The class is that of chapter 1, where gain and bias learn.
+        # The class is that of chapter 1, where gain and bias learn.
         self.gain.requires_grad_(False)
         self.bias.requires_grad_(False)
 
@@ -210,7 +210,7 @@ def pairs_update(
     device = reward_model.gain.device
     count = accelerator.reduce(counts.sum().to(device), "sum")
     sums = processes.widened(torch.zeros(4, device=device))
-    # [T47] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
+    # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[inds]  # (local_batch,), of the longer text of each
     for one in passes.plan_passes(2 * lengths, reward_model, rows, most_tokens):
@@ -229,7 +229,7 @@ def pairs_update(
     processes.average_gradients(reward_model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
     optimizer.step()
-    # [T30] The names are the reproduction's.   reward.py#L420-L503
+    # The names are the reproduction's.   reward.py#L420-L503
     names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards")
     shares = {f"train/rm/{name}": total / count for name, total in zip(names, sums, strict=True)}
     return processes.sum_over_processes(shares, accelerator) | {"train/rm/gradient_norm": gradient_norm.item()}
@@ -262,7 +262,7 @@ def pairwise_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
 
 def prefers_chosen(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
     """Whether the chosen summary has the higher score: (batch,) bool."""
-    # [T26] A tie counts as wrong.   reward.py#L410
+    # A tie counts as wrong.   reward.py#L410
     return chosen_scores > rejected_scores
 
 
@@ -271,7 +271,7 @@ def agreement(
     reward_model: lm.RewardModel, comparisons: posts.Comparisons, pad_id: int, chunk: int, accelerator: Accelerator
 ) -> tuple[dict[str, float], list[dict]]:
     """Agreement with people: accuracy overall and by split, batch and confidence, and one row for each comparison."""
-    # [T28] [X22] Every comparison counts once.   reward.py#L238-L269, reward.py#L434-L452
+    # [X22] Every comparison counts once.   reward.py#L238-L269, reward.py#L434-L452
     device = accelerator.device
 
     lengths = comparisons.lengths(pad_id)  # (comparisons,)
@@ -328,7 +328,7 @@ def shift_to_references(
     scores = processes.widened(scores)
     mean = scores.mean().item()
     reward_model.bias.sub_(mean)
-    # [X33] Of the scores after the shift, with the biased deviation.   reward.py#L495
+    # Of the scores after the shift, with the biased deviation.   reward.py#L495
     results = {"std": scores.std(unbiased=False), "min": scores.min() - mean, "max": scores.max() - mean}
     return {"eval/rm/shift": -mean} | {f"eval/rm/normalized_{name}": value.item() for name, value in results.items()}
 

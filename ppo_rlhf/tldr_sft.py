@@ -9,7 +9,7 @@ and that a summary ends with the end-of-text token:
 
 Next: `tldr_reward.py` and `tldr_policy.py`; `tldr_all.py` runs all three. Marks like [T21] name an implementation
 detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files
-and lines next to marks are the original's. Marks like [X20] are places where we differ on purpose: docs/reference.
+and lines next to marks are the original's. Marks like [X21] are places where we differ on purpose: docs/reference.
 
     python ppo_rlhf/tldr_sft.py --preset posts                            # no network, two minutes
     python ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU
@@ -149,7 +149,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator.process_index,
                 accelerator.num_processes,
             )
-            # [T09] The query and its reference are one text. It makes no difference where the padding is.
+            # The query and its reference are one text. It makes no difference where the padding is.
             #       tldr_dataset.py#L202-L212
             tokens = torch.cat([train_posts.queries[inds], train_posts.references[inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
@@ -241,7 +241,7 @@ def sft_update(
     #       one of a short text, however the batch is split.   sft.py#L390-L409
     count = accelerator.reduce(next_token_mask(tokens, pad_id).sum(), "sum")
     total = torch.zeros((), device=tokens.device)
-    # [T47] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
+    # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     limits = {"pad_id": pad_id, "rows": rows, "most_tokens": most_tokens}
     for (micro_batch,) in passes.micro_batches(model, passes.count_tokens(tokens, pad_id), tokens, **limits):
@@ -251,7 +251,7 @@ def sft_update(
     processes.average_gradients(model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(model))
     optimizer.step()
-    # [T24] The names are the reproduction's.   sft.py#L407-L425
+    # The names are the reproduction's.   sft.py#L407-L425
     metrics = processes.sum_over_processes({"train/sft/loss": total}, accelerator)
     return metrics | {"train/sft/tokens": count.item(), "train/sft/gradient_norm": gradient_norm.item()}
 

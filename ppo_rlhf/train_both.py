@@ -79,7 +79,7 @@ def train(args: Args) -> tuple[Path, Path]:
     """Train both parts; return the folders of the reward model and of the policy, on every process."""
     stages = sequence.Stages(args, SHARED)
     accelerator = stages.accelerator
-    # [D83] Both have one task, and the policy one source of scores.   train_policy.py#L408-L417
+    # Both have one task, and the policy one source of scores.   train_policy.py#L408-L417
     shared = {name: getattr(args, name) for name in SHARED}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
     with sequence.flags_of("reward", reward_args, SHARED):

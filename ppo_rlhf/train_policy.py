@@ -169,7 +169,7 @@ class Args(cli.PolicyRunArgs):
     """the optimisation"""
 
 
-# [D87] [X09] Summaries do without reward whitening.   launch.py#L166
+# Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
@@ -273,7 +273,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             f"{100 * metrics['objective/stopped']:.0f} % end",
             samples=partial(run.sample_rows, tokenizer, ids.pad, batch),
             trace=partial(recorder.record, update, batch, controller.value),
-            # [D81] The counterpart of `resume` above.   train_policy.py#L474-L508
+            # The counterpart of `resume` above.   train_policy.py#L474-L508
             checkpoint=lambda state=state: (run.training_state(policy, optimizer), state),
         )
     folder = this_run.model_folder / "policy"
@@ -839,7 +839,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
     wrapper, and every process takes the same optimiser step.
     """
-    # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
+    # Before each step of the optimiser.   utils/core.py#L468-L488
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
@@ -994,7 +994,7 @@ def update_metrics(
 ) -> dict[str, float]:
     """All metrics of an update, over all processes; all must call this. kl_coef: what its rewards were made with."""
     of_batch = {f"objective/{name}": cli.widened(values).mean() for name, values in batch.objectives.items()} | stats
-    # [D75] [X13] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
+    # [D75] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
     flat = torch.stack([cli.widened(value.detach()) for value in of_batch.values()])
     means = dict(zip(of_batch, this_run.accelerator.reduce(flat, "mean").tolist(), strict=True))
     eos_tokens = (batch.context_responses[:, ids.context_length :] == ids.eos).sum()
@@ -1087,7 +1087,6 @@ def load_policy_and_reference(
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
-    # [D74] [X14] Every process reads the same files.   train_policy.py#L482-L495
     dtype, frozen_dtype = cli.weights_dtypes(args)
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     reference = load_pretrained(args.base_model, frozen_dtype, args.trust_remote_code).to(device)
@@ -1110,7 +1109,7 @@ def load_reward(
         return cli.load_scorer(args, tokenizer, ids.pad, device)
     folder, (_, dtype) = args.rewards.trained_model, cli.weights_dtypes(args)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
-    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+    # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     cli.load_head(reward_model, Path(folder))
     cli.check_reward_model(reward_model.lm_backbone, args, ids.pad)
     if args.compile:

@@ -151,7 +151,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     label_file = sources.find_labels(args.label_dataset, args.task.query_dataset)
     tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
-    # [D19] [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
+    # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
     labels = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)
@@ -347,7 +347,7 @@ def reward_update(
     gradients = [parameter.grad for parameter in reward_model.parameters() if parameter.grad is not None]
     gradient_norm = nn.utils.get_total_norm(gradients)  # only looked at: nothing is clipped
     optimizer.step()
-    # [X15] Statistics of the whole batch, over all processes.
+    # Statistics of the whole batch, over all processes.
     batch = torch.cat(scores).detach(), labels.targets[inds].to(scores[-1].device)  # (local_batch, n), (local_batch,)
     statistics = label_statistics(labels.kind, *accelerator.gather(batch))
     own = {"gradient_norm": gradient_norm, "gain": reward_model.gain, "bias": reward_model.bias}
@@ -441,7 +441,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
     wrapper, and every process takes the same optimiser step.
     """
-    # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
+    # Before each step of the optimiser.   utils/core.py#L468-L488
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")

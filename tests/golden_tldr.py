@@ -413,7 +413,7 @@ def whitened_once() -> list[Replaced]:
 def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
     """The sampler has positions that count real tokens, every other pass has those of the columns [T16].
 
-    So the sampler's log-probs, which the original keeps [X26], are not those of the training pass: they are given.
+    So the sampler's log-probs, which the original keeps, are not those of the training pass: they are given.
     """
     read, forward, respond, stored = (
         *(lm.read_tokens, GPT2Model.forward, tldr_policy.respond),

@@ -2,10 +2,9 @@
 
     python tests/register.py
 
-updates docs/reference/*.md: the line numbers of our code from the marks in ppo_rlhf/**/*.py, those of the tests from
-the test files, and the effects of ablations from their tables, whose new rows it adds. In README.md it updates how
-many lines a script has, to the nearest fifty. It prints what it changed and what only a person can fix, and exits
-with 1 if there is any of the latter.
+updates docs/reference/: the line numbers of our code from the marks in ppo_rlhf/**/*.py, those of the tests from
+the test files, and the links to the rows of the atlas. In README.md it updates how many lines a script has, to the
+nearest fifty. It prints which pages it changed and what only a person can fix; if there is any, it exits with 1.
 
 A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field. A module's docstring has no
 marks, so it can speak about them. The lines of the original follow a mark in one of two forms:
@@ -26,7 +25,7 @@ may lack its first folders.
 The two-line form names repository and commit itself. It belongs to the marks on its line and on the lines above, back
 to the previous such reference.
 
-docs/reference/README.md describes the entries. Their measured numbers are compared with the pages of results.
+docs/reference/README.md describes the entries.
 """
 
 import ast
@@ -40,19 +39,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from posixpath import normpath
 
 ROOT = Path(__file__).parent.parent
 README = "README.md"
 PAGES = "docs/reference/"
 GOLDEN = ("tests/golden/", "ppo_rlhf/check/golden/")
 TO_ROOT = "../../"  # from a page
-DETAILS = [f"D{number:02d}" for number in range(1, 89)] + [f"T{number:02d}" for number in range(1, 60)]
-DETAILS += [f"V{number:02d}" for number in range(1, 114)]
 FIELDS = ["why", "without it", "measured", "original", "here", "proven by"]
 OPTIONAL = ("without it", "measured")
-ABLATIONS = "benchmark/results/ablations/"
-RESULTS = ("docs/results.md", "docs/chapter2.md", "docs/chapter3.md", "benchmark/results/")
 ORIGINALS = {
     "openai/lm-human-preferences": "cbfd210bb8b08f6bc5c26878c10984b90f516c66",
     "vwxyzjn/summarize_from_feedback_details": "ee77a9abc31f5338365ee087945c5bcafac7f1ca",
@@ -71,14 +65,11 @@ SHORT_REFERENCE = re.compile(rf"(?:\s\s|\] |^\W*)({SHORT}(?:, {SHORT})*)\W*$")
 BASE = re.compile(
     rf"(?:\b({SHORT_NAME})(?:\s+is|:)\s+)?({'|'.join(ORIGINALS)})\s+(?:at\s+commit\s+|@)([0-9a-f]{{7,40}})\b"
 )
-HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* (★ )?')
+HEAD = re.compile(r'<a id="(\w+)"></a>\*\*(\w+)\*\* ')
 FIELD = re.compile(r"- \*([\w ]+)\*: (.*)")
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)(?:#L(\d+))?\)")
 GOLDEN_ROW = re.compile(r"^\| (`[\w*/.]+\.(?:npz|jsonl?|xz)`.*?) \|", re.MULTILINE)
-QUOTE = r" \(.*?\): .*?\d(?=\. |; |\.$|$)"
-INTERVAL = r"[+-]?\d+(?:\.\d+)? ± \d+(?:\.\d+)?"
-SHARE = r"\d+\.\d+ %"
 LENGTH = re.compile(r"(\]\((ppo_rlhf/[\w/]+\.py)\), )([\d,]+)( lines)")
 
 Files = dict[str, str]  # path below the root -> text; of the golden files only the path
@@ -97,7 +88,6 @@ class Row:
     fields: dict[str, str]
     lines: dict[str, int]  # of the fields
     complete: bool  # whether it has its fields, in their order
-    one_of_ten: bool  # whether it has a star
 
 
 # ---- The code --------------------------------------------------------------------------------------------------
@@ -105,7 +95,6 @@ class Row:
 
 def read_files() -> Files:
     found = [ROOT / README, *ROOT.glob(f"{PAGES}*.md"), *ROOT.glob("ppo_rlhf/**/*.py"), *ROOT.glob("tests/test_*.py")]
-    found += [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/results/**/*.md")]
     golden = [path for folder in GOLDEN for path in ROOT.glob(f"{folder}**/*")]
     golden = [path for path in golden if path.is_file() and path.name != "README.md"]
     files = {path: path.read_text() for path in sorted(found)} | dict.fromkeys(sorted(golden), "")
@@ -117,7 +106,7 @@ def ours(files: Files) -> list[str]:
 
 
 def pages(files: Files) -> list[str]:
-    names = ("README", "chapter1", "chapter2", "chapter3")
+    names = ("README", "chapter1", "chapter2", "chapter3", "golden")
     return [path for path in (f"{PAGES}{name}.md" for name in names) if path in files]
 
 
@@ -237,7 +226,7 @@ def rows(files: Files) -> list[Row]:
         lines = files[page].split("\n")
         heads = [number for number, line in enumerate(lines) if HEAD.match(line)]
         for head, end in itertools.pairwise([*heads, len(lines)]):
-            name, shown, star = HEAD.match(lines[head]).groups()
+            name, shown = HEAD.match(lines[head]).groups()
             fields, places, names = {}, {}, []
             for number in range(head + 1, end):
                 if lines[number].startswith("#"):
@@ -246,15 +235,8 @@ def rows(files: Files) -> list[Row]:
                     names.append(match[1])
                     fields[match[1]], places[match[1]] = match[2], number
             complete = names == [field for field in FIELDS if field in names or field not in OPTIONAL]
-            found.append(Row(name, page, head, fields, places, complete and shown == name, star is not None))
+            found.append(Row(name, page, head, fields, places, complete and shown == name))
     return found
-
-
-def the_ten(files: Files) -> str:
-    """The list of the ten most important entries."""
-    return (
-        files[f"{PAGES}README.md"].partition("## The ten that decide whether a run works\n")[2].partition("\n## ")[0]
-    )
 
 
 def links(places: Places) -> str:
@@ -265,52 +247,32 @@ def nearest_fifty(text: str) -> str:
     return f"{max(50, round(len(text.splitlines()) / 50) * 50):,}"
 
 
-def quotes(files: Files) -> dict[str, dict[str, str]]:
-    """What the entry of each id says of the ablations of its detail: the beginning, which names one, and the rest.
-
-    All tables have the columns detail, ablation, what is different, seeds, perhaps compared with, and then effects.
-    The first two effects are quoted, and of the others those whose interval excludes 0, which are bold.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for path in files:
-        head: list[str] = []
-        world = Path(path).stem.removesuffix("-settings").replace("ablations", "tales")
-        for line in files[path].split("\n") if path.startswith(ABLATIONS) else []:
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            head = cells if cells[0] == "detail" else head
-            detail, row = LINK.match(cells[0]), dict(zip(head, cells, strict=False))
-            effects = [(name, text) for name, text in list(row.items())[4:] if name != "compared with"]
-            if not detail or not all(text for _, text in effects):
-                continue
-            against = f", compared with {row['compared with']}" if "compared with" in row else ""
-            shown = [f"{name} {text.strip('*')}" for i, (name, text) in enumerate(effects) if i < 2 or text[0] == "*"]
-            start = f"[{row['ablation']}](atlas.md#{world}-{row['ablation'].strip('`')})"
-            seeds = " seeds, ".join(row["seeds"].split(", ")) if ", " in row["seeds"] else f"{row['seeds']} seeds"
-            found.setdefault(detail[1], {})[start] = f" ({seeds}{against}): {', '.join(shown)}"
+def measurements(files: Files) -> dict[str, list[str]]:
+    """Of each id, links to the rows of the atlas in which its detail is changed."""
+    found: dict[str, list[str]] = {}
+    for row in re.findall(r"^\| \[.*", files.get(f"{PAGES}atlas.md", ""), re.MULTILINE):
+        (name, _), (anchor, change) = (
+            LINK.search(row).groups(),
+            re.search(r'<a id="([^"]+)"></a>(`[^`]+`)', row).groups(),
+        )
+        found.setdefault(name, []).append(f"[{change}](atlas.md#{anchor})")
     return found
 
 
-def with_quotes(measured: str, quoted: dict[str, str]) -> str:
-    """The field `measured` with the current effects of all ablations."""
-    for start, rest in quoted.items():
-        if start in measured:
-            measured = re.sub(re.escape(start) + QUOTE, lambda _, new=start + rest: new, measured)
-        else:
-            world = start.partition("#")[2].partition("-")[0]
-            measured += f" On {world}, {start}{rest}."
-    return measured.strip()
-
-
 def updated(files: Files) -> Files:
-    """README and pages with the current lines of our code and of the tests, and the effects of ablations."""
-    places, test_lines, quoted = marks(files), tests(files), quotes(files)
+    """README and pages with the current lines of our code and of the tests, and links to the atlas."""
+    places, test_lines, measured = marks(files), tests(files), measurements(files)
     lines = {page: files[page].split("\n") for page in pages(files)}
     for row in rows(files):
         if "here" in row.fields and row.id in places:
             lines[row.page][row.lines["here"]] = f"- *here*: {links(places[row.id])}"
-        if row.complete and row.id in quoted:
+        if row.complete and row.id in measured:
+            others = [
+                f"[{name}]({link})" for name, link in LINK.findall(row.fields.get("measured", "")) if "#" in link
+            ]
+            kept = [link for link in others if "(atlas.md" not in link]
+            text = f"- *measured*: {', '.join([*kept, *measured[row.id]])}"
             before = next(name for name in ("measured", "without it", "why") if name in row.fields)
-            text = f"- *measured*: {with_quotes(row.fields.get('measured', ''), quoted[row.id])}"
             line = lines[row.page][row.lines[before]]
             lines[row.page][row.lines[before]] = text if before == "measured" else f"{line}\n{text}"
 
@@ -359,37 +321,13 @@ def row_problems(row: Row, places: Places, references: set[Reference]) -> Iterat
     for repository, lines in sorted(references):
         if not any(same_lines((repository, lines), other) for other in linked):
             yield f"has {lines} of {repository} at its mark, but not in its row"
-    if row.id in DETAILS and linked and not references:
+    if row.id[0] != "X" and linked and not references:
         yield "has lines of the original in its row, but none at its mark"
-    if row.id in DETAILS and not linked and row.fields["original"] != "none":
+    if row.id[0] != "X" and not linked and row.fields["original"] != "none":
         yield "has neither lines of the original nor `none`"
     proof = row.fields["proven by"]
     if "MISSING" in proof or not TEST_LINK.search(proof):
         yield "is not proven: " + LINK.sub(r"\1", proof)
-
-
-def measurement_problems(files: Files) -> Iterator[str]:
-    """Entries that differ from the pages of results: numbers without a source, and ablations that are not quoted."""
-    results = "\n".join(text for path, text in files.items() if path.startswith(RESULTS))
-    entries = {row.id: row for row in rows(files) if row.complete}
-    figures = [("README.md", figure) for figure in re.findall(INTERVAL, " ".join(the_ten(files).split()))]
-    for row in entries.values():
-        measured = row.fields.get("measured", "")
-        targets = [normpath(PAGES + target) for _, target in LINK.findall(measured)]
-        if measured and not any(target.startswith((*RESULTS, "docs/reference/atlas.md")) for target in targets):
-            yield f"{row.id} is measured, but links to no result"
-        figures += [(row.id, figure) for figure in re.findall(f"{INTERVAL}|{SHARE}", measured)]
-        figures += [
-            (row.id, figure) for name in FIELDS[:2] for figure in re.findall(INTERVAL, row.fields.get(name, ""))
-        ]
-    for name, figure in figures:
-        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", results):
-            yield f"{name} says {figure}, which no page of results has"
-    for name, quoted in quotes(files).items():
-        measured = entries[name].fields.get("measured", "") if name in entries else ""
-        yield from (
-            f"{name} does not say {start}{rest}" for start, rest in quoted.items() if start + rest not in measured
-        )
 
 
 def problems(files: Files) -> list[str]:
@@ -401,16 +339,12 @@ def problems(files: Files) -> list[str]:
         wrong = row_problems(row, places.get(row.id, []), references.get(row.id, set()))
         found += [f"{row.id} {problem}" for problem in wrong]
     names = [row.id for row in rows(files)]
-    without_row = re.findall(r"^([DTV]\d{2,3}) has no row", text, re.MULTILINE)
     found += [f"{name} is marked at {links(places[name])}, but has no row" for name in places if name not in names]
-    found += [f"{name} has no row" for name in DETAILS if name not in [*names, *without_row, *places]]
-    found += [f"{name} has two rows" for name in set(names) if [*names, *without_row].count(name) > 1]
-    found += measurement_problems(files)
-    ten = re.findall(r"^\d+\. \[(\w+)\]", the_ten(files), re.MULTILINE)
-    starred = {row.id for row in rows(files) if row.one_of_ten}
-    found += [f"{name} has a star or is one of the ten, but not both" for name in sorted(starred ^ {*ten})]
-    if len(ten) != 10:
-        found.append(f"{PAGES}README.md lists {len(ten)} entries as the ten")
+    found += [f"{name} has two rows" for name in set(names) if names.count(name) > 1]
+    fields = {row.id: row.fields for row in rows(files)}
+    for name, changes in measurements(files).items():
+        said = fields.get(name, {}).get("measured", "")
+        found += [f"{name} does not name {change} of the atlas" for change in changes if change not in said]
     for name, path, line in TEST_LINK.findall(text):
         if (path, name) not in test_lines:
             found.append(f"{path} has no {name}")
@@ -434,21 +368,10 @@ def problems(files: Files) -> list[str]:
 def main() -> int:
     old = read_files()
     new = updated(old)
-    measured = [line for page in pages(old) for line in new[page].split("\n") if line.startswith("- *measured*")]
-    print("".join(f"updated: {line}\n" for line in measured if line not in "".join(old.values())), end="")
     for path in (README, *pages(old)):
-        before, after = (
-            [line for line in text.split("\n") if "*measured*" not in line] for text in (old[path], new[path])
-        )
-        for was_line, line in zip(before, after, strict=True):
-            if was_line != line:
-                for (label, was), (_, now) in zip(LINK.findall(was_line), LINK.findall(line), strict=False):
-                    if was != now:
-                        print(f"updated: {label} {was} -> {now}")
-                for was, now in zip(LENGTH.findall(was_line), LENGTH.findall(line), strict=True):
-                    if was != now:
-                        print(f"updated: {was[1]}, {was[2]} -> {now[2]} lines")
-        (ROOT / path).write_text(new[path])
+        if old[path] != new[path]:
+            (ROOT / path).write_text(new[path])
+            print(f"updated: {path}")
     left = problems(new)
     print("\n".join(left) or f"{PAGES} agrees with code, tests and results")
     return 1 if left else 0

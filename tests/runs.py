@@ -4,10 +4,10 @@ import csv
 import dataclasses
 import json
 import os
-import re
 from pathlib import Path
 from unittest.mock import patch
 
+from ppo_rlhf import report
 from ppo_rlhf.worlds import posts, sums, tales
 
 TINY_WORLD = tales.TalesArgs(
@@ -122,15 +122,6 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def explained_metrics(chapter: int) -> set[str]:
-    """Metrics that docs/reference/metrics.md explains: a row names one in full, or, after its kind, the last part.
-
-    What stands between < and > is any text.
-    """
-    page = (Path(__file__).parent.parent / "docs/reference/metrics.md").read_text()
-    named, part = set(), page.partition(f"## Chapter {chapter}\n")[2].partition("\n## ")[0]
-    for row in re.findall(r"^\| (`[^|]+`[^|]*) \|", part, re.MULTILINE):
-        folder = ""
-        for name in re.findall(r"`([^`]+)`", row):
-            folder = name.rpartition("/")[0] or folder
-            named.add(f"{folder}/{name}" if folder and "/" not in name else name)
-    return named
+    """Metrics that metrics.toml explains for a chapter. What stands between < and > is any text."""
+    (rows,) = (table["rows"] for table in report.METRICS["meanings"] if table["chapter"] == chapter)
+    return {name for cell, _ in rows for name in report.full_names(cell)}

@@ -129,7 +129,7 @@ def check_advantages(name: str) -> None:
     close(gae_values, expected["values"], atol=VALUE)
     close(advantages, expected["advantages"], atol=VALUE)
     close(returns, expected["returns"], atol=VALUE)
-    # [X24] Each masked place adds -1 to the original's entropy.
+    # Each masked place adds -1 to the original's entropy.
     entropies = -given["logprobs"].masked_fill(~mask, 0).sum(1) - (~mask).sum(1)
     close(entropies.mean(), expected["mean_entropy"], atol=LOGPROB)
     close(kl.sum(1).mean(), expected["mean_kl"], atol=VALUE)
@@ -182,7 +182,7 @@ def check_losses(name: str) -> None:
     close(entropies, expected["entropy"], atol=LOGPROB)
     loss = stats["pg_loss"] + ppo.vf_coef * stats["vf_loss"]
     share = mask.double().mean()
-    for ours, key in (  # [X24] the original's statistics of tokens are over all positions
+    for ours, key in (  # the original's statistics of tokens are over all positions
         (loss, "loss"),
         (stats["pg_loss"], "pg_loss_stats"),
         (stats["vf_loss"], "vf_loss_stats"),
@@ -441,7 +441,7 @@ def check_reward_run(name: str) -> None:
     stored = arrays["posts_score_order"].sort().values - case["config_bias"]
     close(run.references.sort().values, stored, atol=MARGIN)
     close(run.references.mean(), scalar(0.0), atol=VALUE)
-    # [X33] The original's deviation is the unbiased one; its extremes are from before the shift.
+    # The original's deviation is the unbiased one; its extremes are from before the shift.
     rows = len(stored)
     deviation = run.results["eval/rm/normalized_std"] * math.sqrt(rows / (rows - 1))
     assert deviation == pytest.approx(scalars["eval/rm/normalized_std"], abs=MARGIN)
@@ -507,7 +507,7 @@ def check_policy_run(name: str) -> None:
     close(value_losses, arrays["micro/vf_loss"], atol=LOSS)
     close(policy_losses + vf_coef * value_losses, arrays["micro/loss"], atol=LOSS)
     close(value_clipfracs, arrays["micro/vf_clipfrac"], atol=LOSS)
-    # [X24] The original's statistics of tokens are over all positions.
+    # The original's statistics of tokens are over all positions.
     update_of = torch.arange(len(rows)) * len(updates) // len(rows)
     masks = torch.stack([~updates[i]["padding_mask"][inds] for i, inds in zip(update_of, rows, strict=True)])
     share = masks.double().mean((1, 2))

@@ -71,7 +71,7 @@ def test_sampling_ends_with_the_last_response_and_rows_that_ended_leave(tiny_mod
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_attention_reads_no_room_for_later_tokens(tiny_models, monkeypatch, architecture):
-    """V121: keys and values of 6 columns of context and of the tokens so far, though there is room for 20."""
+    """Keys and values of 6 columns of context and of the tokens so far, though there is room for 20."""
     model, seen = tiny_models(architecture).double(), []
     attend = torch.nn.functional.scaled_dot_product_attention
 

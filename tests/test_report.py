@@ -152,6 +152,17 @@ def test_curves_that_are_the_same_are_drawn_once():
     assert [one["name"] for one in report.joined(curves)] == ["a = c", "b", "d", "e", "f"]
 
 
+def test_a_panel_says_what_its_metrics_mean(tmp_path):
+    """Those of the run's chapter, and of the metrics that it has."""
+    folder = make_run(tmp_path, "a", chapter=3)
+    (folder / "metrics.csv").write_text("step,objective/kl,val/ratio_var\n0,0.5,0.1\n")
+    page = write_report(folder)
+    assert "<code>objective/kl</code>: divergence from the reference by kl_estimator" in page
+    assert "<code>val/ratio_var</code>: mean and variance of the probability ratio" in page
+    assert "minus that under the reference" not in page and "loss/policy_avg</code>" not in page
+    assert report.full_names("a/b; c; d; e/f; g") == ["a/b", "a/c", "a/d", "e/f", "e/g"]
+
+
 def test_what_shows_the_danger_of_sampling_ahead_has_a_panel(tmp_path):
     """Each metric of rlvr_async.py, and what rlvr_policy.py says of sampler and staleness."""
     names = [name for name in explained_metrics(3) if name.startswith(("async/", "time/"))]

@@ -104,7 +104,7 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_prompt_is_read_once_for_all_its_responses(tiny_models, architecture):
-    """V100: two prompts, four responses to each, the same as if each row were alone."""
+    """Two prompts, four responses to each, the same as if each row were alone."""
     model, tokens = tiny_models(architecture, ARCHITECTURES[architecture]).double(), tokens_and_mask()[0]
     prompts = tokens[[1, 4], :CONTEXT].repeat_interleave(4, 0)  # of 5 and 2 tokens
     uniforms = torch.rand(8, RESPONSE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -127,7 +127,7 @@ def problems_of(prompts: list[list[int]], texts: list[str], answers: list[str]) 
 
 
 def test_evaluations_read_a_prompt_once_for_all_its_samples(tiny_models):
-    """V100: three problems, four samples of each, at most ten rows at a time; the same as one sample at a time."""
+    """Three problems, four samples of each, at most ten rows at a time; the same as one sample at a time."""
     model, tokens = tiny_models("llama", PAD).double(), tokens_and_mask()[0]
     prompts = [row[row != PAD].tolist() for row in tokens[:3, :CONTEXT]]
     held_out = problems_of(prompts, list("abc"), list("xyz"))

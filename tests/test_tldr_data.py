@@ -191,7 +191,7 @@ def test_rows_are_padded_on_one_side(left, expected):
     assert posts.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
 
 
-# ---- Posts [T07] [T08] -----------------------------------------------------------------------------------------
+# ---- Posts [T07] -----------------------------------------------------------------------------------------
 
 
 def test_queries_are_padded_on_the_left_and_references_on_the_right(tmp_path):
@@ -234,7 +234,7 @@ def test_a_limit_takes_the_first_rows(tmp_path):
 
 
 def test_query_and_summary_are_the_tokens_of_their_text(tiny_posts):
-    """So what the policy continues is what SFT has read [T09]."""
+    """So what the policy continues is what SFT has read."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_posts / "model")
     pad_id, eos = len(tokenizer), tokenizer.eos_token_id
     limits = TaskArgs(posts=str(tiny_posts), query_length=96, response_length=24)
@@ -248,7 +248,7 @@ def test_query_and_summary_are_the_tokens_of_their_text(tiny_posts):
         assert real == [*tokenizer(text)["input_ids"], eos]
 
 
-# ---- Comparisons [T02] [T11] -----------------------------------------------------------------------------------
+# ---- Comparisons -----------------------------------------------------------------------------------
 
 
 def read_comparisons(folder: Path, rows: list[dict[str, Any]], articles: bool = False, **changes: Any):

@@ -271,7 +271,7 @@ def test_h3c_padding_adds_no_entropy(filler: float):
 
 
 def test_h4_pairwise_loss():
-    """T25, T26."""
+    """T25."""
     chosen, rejected = double(1.0, 0.2), double(0.5, 0.9)
     assert pairwise_losses(chosen, rejected).mean().item() == pytest.approx(0.78863152, abs=5e-9)
     assert prefers_chosen(chosen, rejected).tolist() == [True, False]
@@ -601,7 +601,7 @@ def test_schedules():
 
 @pytest.mark.parametrize(("posts", "batch"), [(10, 4), (7, 3), (5, 5), (3, 8), (12, 4), (1, 2)])
 def test_posts_come_in_passes_without_a_gap(posts: int, batch: int):
-    """T12: batches may lie across passes; each pass has every post once, in an order of its own."""
+    """Batches may lie across passes; each pass has every post once, in an order of its own."""
     updates = 6 * posts
     drawn = [posts_of_update(3, posts, update, batch) for update in range(updates)]
     assert all(len(inds) == batch for inds in drawn)
@@ -664,7 +664,7 @@ def test_every_row_is_dealt_once(rows: int, batch: int, processes: int):
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 8, 11])
 def test_map_rows_gives_every_row_once_and_in_order(processes: int, rows: int):
-    """T28, defect 1: rows that fill up the last batch are dropped again."""
+    """Defect 1: rows that fill up the last batch are dropped again."""
     table = torch.arange(rows * 2.0).view(rows, 2)
 
     def mapped(process: Process) -> tuple[torch.Tensor, ...]:
@@ -690,7 +690,7 @@ def test_pairwise_losses_equal_a_loop():
 
 
 def test_a_tie_is_wrong():
-    """T26."""
+    """A tie counts as wrong."""
     assert prefers_chosen(double(1.0, 1.0, 1.0), double(1.0, 1.0 - 1e-9, 1.0 + 1e-9)).tolist() == [False, True, False]
 
 
@@ -703,7 +703,7 @@ def test_tokens_that_are_predicted():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trimmed_padding_equals_a_loop(seed: int):
-    """T09: columns that are padding in every row go, the order of what is left stays."""
+    """Columns that are padding in every row go, the order of what is left stays."""
     random = np.random.default_rng(seed)
     left = [[PAD] * n + [1] * (5 - n) for n in random.integers(1, 5, 6)]
     right = [[2] * n + [PAD] * (4 - n) for n in random.integers(1, 4, 6)]

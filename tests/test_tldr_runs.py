@@ -378,7 +378,7 @@ def test_references_have_a_mean_score_of_0(reward, policy, tiny_posts):
 
 
 def test_accuracies_are_those_of_the_table(reward, tiny_posts):
-    """[T28] Overall and by group, from validation.csv; and the table from the saved reward model."""
+    """Overall and by group, from validation.csv; and the table from the saved reward model."""
     samples = [json.loads(line) for line in (reward.run / "samples.jsonl").read_text().splitlines()]
     with (reward.run / "validation.csv").open() as file:
         first = list(csv.DictReader(file))[:3]
@@ -631,7 +631,7 @@ def function_runs(common, sft, tmp_path_factory) -> dict[str, Trained]:
 
 
 def test_each_pass_sees_each_post_once(function_runs, tiny_posts):
-    """[T12] On one process, beyond the first pass."""
+    """On one process, beyond the first pass."""
     run = function_runs["subtract"]
     texts = [query_of(post) for post in world_rows(tiny_posts, "posts_train")]
     seen = [query for line in (run.folder / "seen.jsonl").read_text().splitlines() for query in json.loads(line)[0]]

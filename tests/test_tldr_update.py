@@ -251,7 +251,7 @@ def test_language_model_equals_a_loop(tiny_models, architecture: str):
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
 def test_place_and_content_of_padding_do_not_matter(tiny_models, architecture: str):
-    """T09, T21: right, left, on both sides; whatever its id; whatever token 0 means, as which it is looked up."""
+    """T21: right, left, on both sides; whatever its id; whatever token 0 means, as which it is looked up."""
     lm_backbone = tiny_models(architecture, ARCHITECTURES[architecture]).double()
     model, text = LanguageModel(lm_backbone, PAD), [*token_ids(3, 6).tolist(), EOS]
     expected = slow_logprobs(lm_backbone, torch.tensor(text))[0].sum()
@@ -339,7 +339,7 @@ def slow_pair_scores(model, comparisons: Comparisons, index: int) -> list[float]
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
-    """T25, T26, T27: pairs that fill up the batch weigh nothing; micro-batches add up to the whole batch."""
+    """T25, T27: pairs that fill up the batch weigh nothing; micro-batches add up to the whole batch."""
     comparisons = make_comparisons()
     inds, counts = torch.tensor([4, 1, 5, 2, 3, 0, 0, 0]), torch.arange(8) < 5
     model = scalar_model(tiny_models("gpt2"), tldr_reward.RewardModel)
@@ -541,7 +541,7 @@ def test_gradient_equals_finite_differences(tiny_models):
 
 @pytest.mark.parametrize(("epochs", "nminibatches", "micro_batch"), [(1, 1, 0), (4, 1, 2), (2, 4, 1), (3, 2, 4)])
 def test_steps_are_epochs_times_minibatches(tiny_models, epochs: int, nminibatches: int, micro_batch: int):
-    """T47, T48, defects 4 and 5."""
+    """T48, defects 4 and 5."""
     actor_critic = make_actor_critic(tiny_models)
     ppo = PpoArgs(noptepochs=epochs, nminibatches=nminibatches, local_micro_batch_size=micro_batch)
     minibatches = draw_minibatches(1, 0, epochs, slice(0, 8), nminibatches)
@@ -940,7 +940,7 @@ def right_padded(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_saved_policy_and_critic_are_those_that_learnt(adapted: Adapted, tiny_tokenizer, tmp_path: Path):
-    """T51: adapters are merged into an ordinary language model; the critic opens as a classifier."""
+    """Adapters are merged into an ordinary language model; the critic opens as a classifier."""
     tokens = ragged_rows()
     with torch.no_grad():
         logprobs, _, _ = adapted.actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)

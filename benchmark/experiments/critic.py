@@ -42,9 +42,9 @@ COLORS = dict(zip(VARIANTS, ("black", "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 EXPLAINED, MOVED = "val/explained_var", "policy/approxkl_avg"
 LAST = 3  # updates at the end that are averaged
 COLUMNS = (
-    Column(head="right, while it learns (%)", of="course"),
-    Column(head="right, samples after it (%)", of="samples"),
-    Column(head="right, greedy after it (%)", of="greedy"),
+    Column(head="correct, while it learns (%)", of="course"),
+    Column(head="correct, samples after it (%)", of="samples"),
+    Column(head="correct, greedy after it (%)", of="greedy"),
     Column(head="more samples than gae", of="samples", form="+.1f", paired=True),
     Column(head="updates of the critic alone", of="alone", scale=1),
     Column(head="then explained", of="explained", form=".2f", scale=1),
@@ -74,7 +74,7 @@ def picture_of(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
         own, style = updates[updates["variant"] == name], "--" if name in ("gae", "rloo") else "-"
         for axes, column in zip(panels, EXPERIMENT.curves, strict=True):
             lab.draw_curve(axes, own, name, column=column, smoothed=LAST, color=color, linestyle=style)
-    for axes, title in zip(panels, ("right samples, problems not seen before", "explained variance"), strict=True):
+    for axes, title in zip(panels, ("correct samples, problems not seen before", "explained variance"), strict=True):
         lab.finish_panel(axes, title)
     panels[1].set_ylim(-0.25, 1)
     panels[0].legend(fontsize=8, frameon=False)

@@ -39,8 +39,8 @@ CURVES = (CORRECT, *LENGTHS.values(), "policy/entropy_avg")
 LAST = 3  # updates at the end that are averaged
 ANY = "pass@16"
 COLUMNS = (
-    Column(head="right, samples (%)", of="samples"),
-    Column(head="right, greedy (%)", of="greedy"),
+    Column(head="correct, samples (%)", of="samples"),
+    Column(head="correct, greedy (%)", of="greedy"),
     Column(head="one of 16 samples (%)", of=ANY, optional=True),
     *(Column(head=f"tokens, {name}", of=column, scale=1) for name, column in LENGTHS.items()),
     Column(head="KL (nats)", of="objective/true_kl", form=".2f", scale=1, optional=True),
@@ -95,14 +95,14 @@ def picture_of(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
     colors = dict(zip(names, itertools.cycle(mpl.color_sequences["tab10"])))
     for name in names:
         lab.draw_curve(curves, updates[updates["variant"] == name], name, smoothed=LAST, color=colors[name])
-    lab.finish_panel(curves, "right samples, problems not seen before")
+    lab.finish_panel(curves, "correct samples, problems not seen before")
     curves.legend(fontsize=8, frameon=False)
     for i, name in enumerate(reversed(names)):
         for what, marker in {"samples": "o", "greedy": "D"}.items():
             mean, half = lab.interval(list(runs.loc[runs["variant"] == name, what]))
             final.errorbar(mean, i, xerr=half, fmt=marker, markersize=5, capsize=2, color=colors[name])
     final.set_yticks(range(len(names)), reversed(names), fontsize=8)
-    lab.finish_panel(final, "held-out problems: samples (o), greedy (◇)", "right")
+    lab.finish_panel(final, "held-out problems: samples (o), greedy (◇)", "share correct")
     return figure
 
 

@@ -41,8 +41,8 @@ KL, ESS, CLIPPED, APPROX_KL = "async/kl", "async/ess", "policy/clipfrac_avg", "p
 CURVES, MASKED = (CORRECT, KL, ESS, CLIPPED, APPROX_KL), "async/masked_share"
 LATER = 0.75
 COLUMNS = (
-    Column(head="right, samples (%)", of="samples"),
-    Column(head="right, greedy (%)", of="greedy"),
+    Column(head="correct, samples (%)", of="samples"),
+    Column(head="correct, greedy (%)", of="greedy"),
     Column(head="beside 0, same seed", of="samples", form="+.1f", paired=True),
     Column(head="`async/kl` (nats)", of=KL, form=".4f", scale=1),
     Column(head="`async/ess`", of=ESS, form=".3f", scale=1),
@@ -91,9 +91,9 @@ def picture_of(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
         own = updates[(updates["staleness"] == staleness) & (updates["way"] == way)]
         style = {"color": STYLES[way][0], "linestyle": line}
         lab.draw_curve(curves, own, name.replace("-", ", "), band=0.12, **style)
-    lab.finish_panel(curves, "right samples,\nproblems not seen before")
+    lab.finish_panel(curves, "correct samples,\nproblems not seen before")
     draw_over_staleness(final, runs, "samples")
-    lab.finish_panel(final, "right samples, held-out problems,\nafter the last update", "staleness (updates)")
+    lab.finish_panel(final, "correct samples, held-out problems,\nafter the last update", "staleness (updates)")
     draw_over_staleness(distance, runs[runs["staleness"] > 0], KL)  # at 0 there is rounding alone
     distance.set_yscale("log")
     lab.finish_panel(distance, "how far the sampler is off:\nKL per token (nats)", "staleness (updates)")

@@ -3,7 +3,7 @@
     python benchmark/interoperability/others.py                       # all; makes the environments first
     python benchmark/interoperability/others.py --only verl_0_9_1     # one adapter of others/
 
-It writes a file for each adapter to benchmark/results/others and prints the tables of docs/others.md.
+It writes a file for each adapter to benchmark/results/others and prints the tables of its README.
 """
 
 import json
@@ -81,8 +81,7 @@ def finding(function: dict) -> str:
     if not function["diagnoses"]:
         return "no known fault has these numbers"
     names = [
-        f"{fault['name']} [{fault['mark']}]({fault['page'].removeprefix('docs/')})"
-        f"{' (a choice)' if fault['choice'] else ''}"
+        f"{fault['name']} [{fault['mark']}](../../../{fault['page']}){' (a choice)' if fault['choice'] else ''}"
         for fault in function["diagnoses"][0]
     ]
     return " and ".join(names)

@@ -55,7 +55,7 @@ def write(
 
 
 def remove_old(run_folder: Path, keep: int) -> None:
-    """Remove all checkpoints of a run but the newest few [X05]."""
+    """Remove all checkpoints of a run but the newest few."""
     for old in checkpoint_steps(run_folder)[:-keep]:
         shutil.rmtree(run_folder / "checkpoints" / str(old))
 

@@ -36,7 +36,7 @@ def save_reward_model(
     = w h + c. Where that norm has no bias, c is in the configuration as `score_constant` and must be added.
     `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
     """
-    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+    # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     backbone, pad_id = reward_model.lm_backbone.base_model, pretrained.vocabulary_size(tokenizer)
     kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
     weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)

@@ -406,7 +406,7 @@ def ppo_sizes(ppo: Any, num_processes: int) -> PpoSizes:
     slices = ppo.whiten_groups * ppo.nminibatches
     what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
     group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
-    # [D68] The original asks for eight episodes.   train_policy.py#L69-L75
+    # The original asks for eight episodes.   train_policy.py#L69-L75
     if ppo.whiten_rewards and group_minibatch < 8:
         raise InputError(
             f"{typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
@@ -444,7 +444,7 @@ def reward_sizes(args: Any, num_processes: int) -> RewardSizes:
     at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
     at_least(0, "", args, "normalize_samples", "save_interval")
     at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    # [D43] A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
+    # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
     local_batch = split_evenly("batch_size", args.batch_size, num_processes, "processes")
     local_rollout_batch = split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
     if args.num_train % args.batch_size:

@@ -1003,7 +1003,7 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
             formula="log π_new(y_t)",
             numbers="{new_logprobs}",
             sentence="The policy said this in the chosen epoch, before its optimiser step.",
-            where=("train_policy.py ppo_update D62", "tldr_policy.py ppo_update T47", "rlvr_policy.py update V77"),
+            where=("train_policy.py ppo_update D62", "tldr_policy.py ppo_update T48", "rlvr_policy.py update V77"),
             only="learns",
         )
     ]

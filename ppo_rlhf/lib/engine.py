@@ -53,7 +53,7 @@ class Spec:
 class Sampled(NamedTuple):
     """Responses, n to each prompt one after the other."""
 
-    # [V93] Ids as they were drawn, never read back from text; their log-probs; whether it ended; whose it is.
+    # Ids as they were drawn, never read back from text; their log-probs; whether it ended; whose it is.
     responses: np.ndarray  # (rows, response_length), padding after the stop id
     logprobs: np.ndarray  # (rows, response_length), with which the tokens were drawn; 0 after the stop id
     finished: np.ndarray  # (rows,) bool, whether it ended with a stop id
@@ -100,7 +100,7 @@ class BuiltIn:
                 self.model, contexts, uniforms, spec.pad, spec.pad, temperature, spec.stops
             )
         finished = torch.isin(responses.cpu(), torch.tensor(spec.stops)).any(1)
-        # [V91] Weights change between calls alone, so the first version is the last.
+        # Weights change between calls alone, so the first version is the last.
         versions = np.full((len(responses), 2), version)
         return Sampled(responses.cpu().numpy(), logprobs.cpu().numpy(), finished.numpy(), versions)
 
@@ -142,7 +142,7 @@ class VLLM:
         torch.set_num_threads(self.spec.threads)
         model = models.load_base_model(self.spec).eval()
         self.parameters = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
-        # [V94] [V92] One prompt, weights that no file has, and a forward pass of ours.
+        # [V94] One prompt, weights that no file has, and a forward pass of ours.
         for parameter in model.parameters():
             parameter.mul_(1.05)
         self.load({name: parameter.float().numpy() for name, parameter in model.named_parameters()}, 0)
@@ -186,7 +186,7 @@ class VLLM:
         """As BuiltIn's; noise gives each response its seed."""
         check_version(version, self.version)
         spec, rows = self.spec, prompts.repeat(n, 0)
-        # [V93] The seed is the episode's own, so a piece that was lost is asked for again with the same.
+        # The seed is the episode's own, so a piece that was lost is asked for again with the same.
         seeds = [int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:7]) for row in noise]
         # vLLM takes any other temperature below 0.01 for 0.01.
         settings = {"temperature": 0.0 if temperature <= problems.GREEDY else temperature}
@@ -197,7 +197,7 @@ class VLLM:
             if len(ids) < noise.shape[1] and not {*ids[-1:]} & {*spec.stops}:
                 raise RuntimeError(f"vLLM has cut a response after {len(ids)} of {noise.shape[1]} tokens")
             responses[row, : len(ids)], logprobs[row, : len(ids)] = ids, theirs
-        # [V91] Weights change between calls alone, as above.
+        # Weights change between calls alone, as above.
         versions = np.full((len(rows), 2), version)
         return Sampled(responses, logprobs, np.isin(responses, spec.stops).any(1), versions)
 
@@ -220,7 +220,7 @@ def check_version(asked: int, loaded: int) -> None:
 
 def check_names(weights: Weights, parameters: Mapping[str, Tensor]) -> None:
     """Refuse weights that are not those of the model, by name and shape."""
-    # [V92] A name that is missing or unknown is an error, not a warning: the old weights would sample on.
+    # A name that is missing or unknown is an error, not a warning: the old weights would sample on.
     if odd := sorted(set(weights) ^ set(parameters)):
         where = "unexpected" if odd[0] in weights else "missing"
         raise RuntimeError(f"of the weights that were sent, {odd[0]} is {where} ({len(odd)} such names)")

@@ -53,10 +53,10 @@ def load(llm: Any, weights: dict[str, Any]) -> None:
     import torch
 
     tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
-    # [V95] Its own way to change weights under a running engine.
+    # Its own way to change weights under a running engine.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
     llm.apply_model(pack_output_layer)
-    # [V92] What the old weights made of a prompt is kept no longer.
+    # What the old weights made of a prompt is kept no longer.
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM did not give up what the old weights had read")
 

@@ -102,7 +102,7 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
     is not, all ids must be in its vocabulary. Without a padding_id, 50259 is padding, as in OpenAI's files. If 50259
     is a token, padding_id must be given, and it must not be a token.
     """
-    # [D19] A choice among samples.   label_types.py#L33-L55
+    # A choice among samples.   label_types.py#L33-L55
     # [D21] A rating, or a difference.   label_types.py#L58-L120
     path = find_label_file(label_dataset, task.query_dataset)
     what, vocab_size = f"{flag('label_dataset')} {path}", pretrained.vocabulary_size(tokenizer)

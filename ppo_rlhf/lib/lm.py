@@ -254,7 +254,7 @@ def generate_until(
                 tensor[kept] for tensor in (rows, ended, tokens, position_ids, token_mask)
             )
             states = [tuple(x.index_select(0, kept) for x in both) for both in states]  # faster than x[kept]
-        # [V121] Attention gets the columns that are filled. The room for later tokens would cost as much as they do.
+        # Attention gets the columns that are filled. The room for later tokens would cost as much as they do.
         filled = width + column + 1
         token_mask[..., filled - 1] = 0
         for layer, both in zip(cache.layers, states, strict=True):
@@ -278,7 +278,7 @@ def read_contexts(
     Returns the last hidden state of each (batch, width), which of its columns are real, and the cache of keys and
     values, with room for the response.
     """
-    # [V100] A prompt is read once for all its responses, which are next to each other.
+    # A prompt is read once for all its responses, which are next to each other.
     contexts, copies = contexts.unique_consecutive(dim=0, return_inverse=True)  # copies: (batch,)
     mask, length = contexts != pad_id, contexts.shape[1]  # (batch, context_length)
     position_ids, tokens = mask.cumsum(1) - mask.long(), contexts.masked_fill(~mask, 0)

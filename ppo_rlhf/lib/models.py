@@ -228,7 +228,7 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
     """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
-    # [D44] Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+    # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     find_head(folder)
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
     reward_model = lm.RewardModel(backbone)

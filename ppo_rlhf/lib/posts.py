@@ -315,7 +315,7 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     A post whose reference has more than response_length tokens is left out and counted: cut, it would lose the
     end-of-text token, and teach that summaries need not end.
     """
-    # [T01] [T08] A post with one reference; none loses its end-of-text token.
+    # A post with one reference; none loses its end-of-text token.
     #       tldr_dataset.py#L184, tldr_dataset.py#L409-L418
     ids = task_ids(task, tokenizer)
     encoder = encoder_of(tokenizer, ids)
@@ -394,9 +394,9 @@ def read_comparisons(
     articles: those of news articles, in place of posts.
 
     A summary of more than comparison_length tokens is cut and has no end-of-text token then. A comparison whose two
-    summaries are the same ids, by that or from the start, says nothing and is left out [X29].
+    summaries are the same ids, by that or from the start, says nothing and is left out.
     """
-    # [T02] [T11] A post, two summaries and a choice; compared summaries may be longer than sampled ones.
+    # A post, two summaries and a choice; compared summaries may be longer than sampled ones.
     #       tldr_dataset.py#L256-L259
     ids = task_ids(task, tokenizer)
     encoder = encoder_of(tokenizer, ids)
@@ -487,7 +487,7 @@ def evaluation_rows(
 
     queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
     """
-    # [T06] Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
+    # Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
     summaries = [without_ends(tokens, tokenizer, ids) for tokens in (responses, references)]
     decoded = [texts.to_texts(tokenizer, tokens, ids.pad) for tokens in (bare(queries, ids), *summaries)]
     lengths = [(tokens != ids.pad).sum(1).tolist() for tokens in (responses, references)]
@@ -565,7 +565,7 @@ def rouge(responses: list[str], references: list[str]) -> dict[str, float]:
     """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure over all pairs, without stemming."""
     from rouge_score.rouge_scorer import RougeScorer  # slow
 
-    # [T23] [X20] Mean over examples.
+    # [T23] Mean over examples.
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
     scores = [scorer.score(reference, response) for reference, response in zip(references, responses, strict=True)]
     return {name: math.fsum(score[name].fmeasure for score in scores) / len(scores) for name in scores[0]}

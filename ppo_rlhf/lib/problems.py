@@ -247,7 +247,7 @@ class Problems:
 
     def batch(self, inds: Iterable[int], pad_id: int) -> torch.Tensor:
         """Prompts with these numbers, padded on the left to the longest of them: (prompts, longest)."""
-        # [V05] To the longest of the whole batch: its shape does not depend on how it is split.
+        # To the longest of the whole batch: its shape does not depend on how it is split.
         #       experimental/agent_loop/agent_loop.py#L534-L586
         rows = [self.prompts[i] for i in inds]
         return posts.pad_rows(rows, max(map(len, rows)), pad_id, left=True)
@@ -385,7 +385,7 @@ def doubts(found: Problems, split: str, verifier: str) -> Iterator[str]:
 
 def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torch.Tensor:
     """Which problems make a batch: (batch,). number: how many batches came before it, since the run began."""
-    # [V07] Each epoch has an order of its own, by seed and epoch alone; what does not fill a batch is left out of it.
+    # Each epoch has an order of its own, by seed and epoch alone; what does not fill a batch is left out of it.
     #       trainer/main_ppo.py#L411-L442
     epoch, place = divmod(number, problems // batch)
     order = torch.randperm(problems, generator=lm.keyed_generator(seed, "problems", epoch))
@@ -433,7 +433,7 @@ def solve(
     n = uniforms.shape[1]
 
     def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # [V100] The responses to a prompt are next to each other, so it is read once for all of them.
+        # The responses to a prompt are next to each other, so it is read once for all of them.
         rows = inds.repeat_interleave(n)
         contexts = held_out.batch(rows.tolist(), ids.pad).to(accelerator.device)
         responses, _ = sample(

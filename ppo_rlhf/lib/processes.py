@@ -180,7 +180,7 @@ def average_gradients(model: nn.Module, accelerator: Accelerator | None = None) 
     If a model is sharded, the backward pass has done so already. accelerator: its processes; None: those of
     torch.distributed.
     """
-    # [D73] Before each step of the optimiser.   utils/core.py#L468-L488
+    # Before each step of the optimiser.   utils/core.py#L468-L488
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     if (accelerator.num_processes > 1 if accelerator else several) and not isinstance(model, FSDPModule):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -115,7 +115,7 @@ def raw_posts(files: tuple[str, ...]) -> Iterator[dict[str, str]]:
 
 
 def join_book_rows(rows: Sequence[str]) -> str:
-    """Join rows of BookCorpus, sentences with spaces around punctuation, to a passage of ordinary text [X08]."""
+    """Join rows of BookCorpus, sentences with spaces around punctuation, to a passage of ordinary text."""
     text = " ".join(row.strip() for row in rows).replace("`` ", '"').replace(" ''", '"')
     text = re.sub(r" ([.,;:!?%)\]]|n't\b|'(?:s|m|d|re|ve|ll)\b)", r"\1", text)
     return re.sub(r"([(\[$]) ", r"\1", text)
@@ -123,7 +123,7 @@ def join_book_rows(rows: Sequence[str]) -> str:
 
 def clean_cnndm(text: str) -> str:
     """Remove bylines, datelines, update notices and highlights from a CNN/Daily Mail story."""
-    # [D03] The rules apply in the original's order.   datasets/cnndm.py#L70-L103
+    # The rules apply in the original's order.   datasets/cnndm.py#L70-L103
     if text.startswith("By"):
         text = "\n".join(text.split("\n")[2:])
     text = re.sub(r"(?s).*\(CNN\) +--", "", text)
@@ -136,5 +136,5 @@ def clean_cnndm(text: str) -> str:
 
 def clean_tldr(text: str) -> str:
     """Fix broken characters, and leave at most one empty line in a row."""
-    # [D04] Fix characters and line breaks, and strip space at both ends.   datasets/tldr.py#L24-L29
+    # Fix characters and line breaks, and strip space at both ends.   datasets/tldr.py#L24-L29
     return re.sub(r"\n{3,}", "\n\n", ftfy.fix_text(text)).strip()

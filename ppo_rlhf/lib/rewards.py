@@ -437,7 +437,7 @@ def load_verifier(
 
     on_all_processes: all processes call it together, each with its own texts. If it fails on one, it fails on all.
     """
-    # [V22] It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
+    # It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
     what = f"{flag(field)} {name}"
     if name in VERIFIERS:
         verifier = VERIFIERS[name]

@@ -222,7 +222,7 @@ class Run:
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
-        # [D82] The arguments are next to the results of the run.   train_policy.py#L422-L436
+        # The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": previous.get("name", self.folder.name),
             "script": script_of(args),
@@ -460,7 +460,7 @@ class Run:
             trace()
         speed = self.meta["sizes"]["batch"] / self.seconds_of_update()
         self._advance(f"{speed:.0f} episodes/s, {status}")
-        # [D81] Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
+        # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
         if self.is_time_to_save(update + 1, self.meta["sizes"]["updates"]):
             self.save_checkpoint(update + 1, *checkpoint())
 
@@ -490,7 +490,7 @@ class Run:
 
     @contextlib.contextmanager
     def _bar(self, title: str, total: int, done: int):
-        # [D79] [X16] Progress and speed, on the first process.   train_policy.py#L311-L316
+        # Progress and speed, on the first process.   train_policy.py#L311-L316
         if not self.is_main:
             yield lambda text: None
             return

@@ -38,7 +38,7 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     Only cnndm, tldr and folders with stories_test.txt have files for each split. Of all other sources every 50th text
     is held out, and `all` gives both splits.
     """
-    # [D01] The name says where the texts come from.   datasets/books.py#L7-L17
+    # The name says where the texts come from.   datasets/books.py#L7-L17
     if query_dataset in HUB_TEXTS:
         from ppo_rlhf.lib import published
 
@@ -133,7 +133,7 @@ class Subset(Sequence):
 
 def dummy_texts() -> list[str]:
     """Random strings of 40 letters and full stops."""
-    # [D86] For tests without downloads.   language/datasets.py#L109-L116
+    # For tests without downloads.   language/datasets.py#L109-L116
     rng = random.Random(0)
     return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz.", k=40)) for _ in range(10_000)]
 

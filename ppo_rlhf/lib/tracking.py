@@ -24,7 +24,7 @@ def open_tensorboard(run: Any) -> None:
 
     for event_file in run.folder.glob("events.out.tfevents.*"):
         event_file.unlink()
-    # [D78] Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
+    # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
     board = SummaryWriter(str(run.folder))
     board.add_text("arguments", "```json\n" + json.dumps(run.meta["args"], indent=2) + "\n```")
 

@@ -1,0 +1,312 @@
+"""Write the pages whose numbers and tables come from code and results:
+
+    python benchmark/pages.py
+
+docs/results.md and docs/questions.md are rendered with jinja2 from templates next to them (*.md.jinja), which quote
+the CSVs and JSONs of benchmark/results and static. docs/reference/metrics.md and docs/reference/arguments.md are made
+from ppo_rlhf/metrics.toml and the classes of arguments. Edit those, never the pages. The tables of
+docs/reference/atlas.md are written by benchmark/experiments/ablations.py.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import statistics
+import textwrap
+import typing
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from benchmark import lab
+from benchmark.experiments import ablations
+from ppo_rlhf import report
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr_sft", "tldr_reward", "tldr_policy", "tldr_all")
+SCRIPTS += ("rlvr_policy", "rlvr_async", "rlvr_tools", "sample", "judge", "report")
+
+
+# ---- Numbers: what the templates call --------------------------------------------------------------------------
+
+
+@cache
+def table(name: str) -> pd.DataFrame:
+    """A committed CSV, below benchmark/results or static, without its ending."""
+    paths = (ROOT / folder / f"{name}.csv" for folder in ("benchmark/results", "static"))
+    return pd.read_csv(next(path for path in paths if path.exists()), dtype={"commit": str})
+
+
+def by_seed(name: str, query: str, column: str) -> pd.Series:
+    """A number of each seed; the mean if a seed has several rows."""
+    rows = table(name).query(query)
+    assert len(rows), f"{name} has no rows with {query}"
+    return rows.groupby("seed")[column].mean()
+
+
+def paired(name: str, column: str, one: str, other: str) -> pd.Series:
+    """One minus the other, seed by seed. one, other: queries."""
+    gap = by_seed(name, one, column) - by_seed(name, other, column)
+    assert gap.notna().all(), f"{name}: {one} and {other} have other seeds"
+    return gap
+
+
+def shown(values: pd.Series, places: int = 1, scale: float = 1, sign: bool = False) -> str:
+    """Mean and half of the 95 % interval."""
+    mean, half = lab.interval(list(scale * values))
+    return f"{mean:{'+' if sign else ''}.{places}f} ± {half:.{places}f}"
+
+
+def of(name: str, column: str, query: str, places: int = 1, scale: float = 1) -> str:
+    return shown(by_seed(name, query, column), places, scale)
+
+
+def less(name: str, column: str, one: str, other: str, places: int = 1, scale: float = 1) -> str:
+    """One minus the other, seed by seed."""
+    return shown(paired(name, column, one, other), places, scale, sign=True)
+
+
+def differences(name: str, column: str, pairs: list[list[str]], places: int = 1, scale: float = 1) -> list[str]:
+    """Several such differences; a star: significant at 5 %, after Holm's correction for all of them."""
+    gaps = [paired(name, column, one, other) for one, other in pairs]
+    kept = lab.holm([lab.p_value(list(gap)) for gap in gaps])
+    return [shown(gap, places, scale, True) + (" *" if p < 0.05 else "") for gap, p in zip(gaps, kept, strict=True)]
+
+
+def average(name: str, column: str, one: str, other: str, places: int = 1, scale: float = 1) -> str:
+    """Like `less`, of rows that agree in their staleness, averaged over it."""
+    rows = table(name).set_index(["staleness", "seed"])
+    gap = rows.query(one)[column] - rows.query(other)[column]
+    return shown(gap.dropna().groupby("seed").mean(), places, scale, sign=True)
+
+
+def ablation(world: str, name: str, column: str, against: str = "baseline", places: int = 2) -> str:
+    return less(
+        f"ablations/{ablations.WORLDS[world].file}",
+        column,
+        f"ablation == '{name}'",
+        f"ablation == '{against}'",
+        places,
+    )
+
+
+@cache
+def atlas() -> pd.DataFrame:
+    worlds = {kind: table(f"ablations/{world.file}") for kind, world in ablations.WORLDS.items()}
+    tables = {kind: ablations.differences(runs, ablations.WORLDS[kind]) for kind, runs in worlds.items()}
+    return ablations.all_differences(tables).set_index(["world", "name"])
+
+
+def star(world: str, name: str) -> str:
+    """Whether the effect on the reward is significant, corrected for all changes of the atlas."""
+    return " *" if atlas().loc[(world, name), "holm"] < 0.05 else ""
+
+
+def end_of_curve(metric: str, name: str = "tales/curves", task: str = "tales") -> tuple[float, float, float]:
+    """Of ten seeds: the first mean; mean and deviation over the last twentieth."""
+    curve = table(name).query(f"task == '{task}' and metric == '{metric}'")
+    last = curve[curve["update"] >= 0.95 * curve["update"].max()]
+    return curve["mean"].iloc[0], last["mean"].mean(), last["std"].mean()
+
+
+def proxies(labels: str) -> list[dict[str, float]]:
+    """Of each seed of over-optimisation: accuracy, the peak of the gold score with its distance, and both ends."""
+    runs = table("overoptimisation/overoptimisation").query(f"experiment == '{labels}'").groupby("seed")
+    found = []
+    for _, run in runs:
+        smooth = run[["d", "gold", "proxy"]].rolling(5).mean()
+        peak, end = smooth.loc[smooth["gold"].idxmax()], smooth.iloc[-1]
+        ends = {"gold": end["gold"], "proxy": end["proxy"], "end": end["d"]}
+        found.append({"accuracy": run["accuracy"].iloc[0], "peak": peak["gold"], "d": peak["d"]} | ends)
+    return found
+
+
+def best_of_n(method: str, setting: float) -> pd.Series:
+    """Gold score minus that of best-of-n with the same reward model at the same KL, interpolated, by seed."""
+    rows = table("methods/points")
+    ends = rows[(rows["method"] == method) & (rows["setting"] == setting)].sort_values("at").groupby("seed").last()
+    curves = rows[rows["method"] == "best-of-n"].sort_values("kl").groupby("seed")
+    gold = {seed: np.interp(ends["kl"][seed], curve["kl"], curve["gold"]) for seed, curve in curves}
+    return ends["gold"] - pd.Series(gold)
+
+
+@cache
+def speed(name: str) -> dict:
+    return json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())
+
+
+def rate(name: str, side: str) -> float:
+    """Episodes per second, the median of five runs."""
+    return float(next(row for row in speed(name)["speed"] if row[""] == side)["episodes/s"].split()[0])
+
+
+def times(name: str, side: str, peer: str) -> str:
+    """How many times as fast, by pairs of runs: the median, the least and the most."""
+    runs = speed(name)["runs"]
+    pairs = zip(runs[side], runs[peer], strict=True)
+    ratios = [ours["episodes_per_second"] / theirs["episodes_per_second"] for ours, theirs in pairs]
+    return f"{statistics.median(ratios):.1f} [{min(ratios):.1f}, {max(ratios):.1f}]"
+
+
+def commits(name: str) -> str:
+    return ", ".join(dict.fromkeys(table(name)["commit"].dropna()))
+
+
+def meta(demo: str) -> dict:
+    return json.loads((ROOT / f"static/{demo}/meta.json").read_text())
+
+
+def engines(words: str) -> list[float]:
+    """Measured differences of vLLM from our forward pass, in nats."""
+    checks = json.loads((ROOT / "benchmark/results/engines/engines.json").read_text())["checks"]
+    return [row["difference"] for row in checks if words in row["name"]]
+
+
+def pairs_of_texts(first: int, last: int) -> list[dict]:
+    lines = (ROOT / "static/demo/comparison.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[first:last]]
+
+
+FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
+FUNCTIONS += (commits, meta, pairs_of_texts, paired, average, engines, star, zip)
+
+
+WIDTH = 128
+
+
+def filled(text: str) -> str:
+    """The same page with lines of at most WIDTH characters; tables, headings, pictures and code stay as they are."""
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = ["\n\n".join(block_filled(block) for block in re.split(r"\n{2,}", part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def block_filled(block: str) -> str:
+    if re.match(r"\s*(\||#|!|<)", block) or not block.strip():
+        return block
+    entries = re.split(r"\n(?=\s*(?:-|\d+\.) )", block.strip("\n"))
+    lines = []
+    for entry in entries:
+        indent = re.match(r"\s*(?:(?:-|\d+\.) )?", entry)[0]
+        words, first = entry[len(indent) :].split(), indent
+        lines.append(
+            textwrap.fill(
+                " ".join(words),
+                WIDTH,
+                initial_indent=first,
+                subsequent_indent=" " * len(indent),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    before, after = re.match(r"\n*", block)[0], re.search(r"\n*$", block)[0]
+    return before + "\n".join(lines) + after
+
+
+def rendered(template: Path) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(template.parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals |= {function.__name__: function for function in FUNCTIONS}
+    return filled(environment.get_template(template.name).render()).strip() + "\n"
+
+
+# ---- Reference -------------------------------------------------------------------------------------------------
+
+
+def metrics_page() -> str:
+    chapters = [f"Chapter {part['chapter']}" for part in report.METRICS["meanings"]]
+    lines = [
+        "# Metrics",
+        "",
+        "`python benchmark/pages.py` makes this page from [metrics.toml](../../ppo_rlhf/metrics.toml).",
+    ]
+    lines += ["`report.py` shows the same sentences next to each curve of a run.", ""]
+    lines += [f"- [{name}](#{name.lower().replace(' ', '-')})" for name in (*chapters, "How to read the curves")]
+    for name, part in zip(chapters, report.METRICS["meanings"], strict=True):
+        lines += ["", f"## {name}", "", part["about"], "", "| metric | meaning |", "|---|---|"]
+        cells = (", ".join(f"`{name}`" for name in names.split("; ")) for names, _ in part["rows"])
+        lines += [f"| {cell} | {meaning} |" for cell, (_, meaning) in zip(cells, part["rows"], strict=True)]
+    lines += ["", "## How to read the curves", "", "| panel of the report | healthy | sick |", "|---|---|---|"]
+    panels = ([panel[key].strip() for key in ("title", "healthy", "sick")] for panel in report.METRICS["panel"])
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in panels)]) + "\n"
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(inspect.cleandoc(inspect.getsource(base))).body[0].body
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[field.target.id] = " ".join(text.value.value.split())
+    return found
+
+
+def arguments(cls: type, group: Any = None, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, default and meaning of each argument, nested ones too, but not those of the stages of a joint script."""
+    texts, kinds = docstrings(cls), typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        made = field.default_factory if callable(field.default_factory) else lambda field=field: field.default
+        value = getattr(group, field.name) if group else made()
+        if type(value).__name__ == "Args":  # a stage
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from arguments(type(value), value, f"{prefix}{field.name}.")
+        elif not dataclasses.is_dataclass(kinds[field.name]):
+            choices = typing.get_args(kinds[field.name]) if typing.get_origin(kinds[field.name]) is Literal else ()
+            shown = "" if value in ("", ()) or value is dataclasses.MISSING else f"`{value}`"
+            others = [f"`{choice}`" for choice in choices if choice != value]
+            yield f"--{prefix}{field.name}", " or ".join([shown, *others]), texts[field.name]
+
+
+def arguments_page() -> str:
+    lines = [
+        "# Arguments",
+        "",
+        "`python benchmark/pages.py` makes this page from the classes of arguments; `--help` says the",
+    ]
+    lines += ["same, with the values of a preset. A row is under the first script that has it."]
+    lines += [
+        "`train_both.py` and `tldr_all.py` also take the arguments of their stages, such as `--policy.ppo.lr`.",
+        "",
+    ]
+    lines += [f"- [{name}.py](#{name}py)" for name in SCRIPTS]
+    seen: set[tuple[str, str, str]] = set()
+    for name in SCRIPTS:
+        rows = [row for row in arguments(import_module(f"ppo_rlhf.{name}").Args) if row not in seen]
+        lines += ["", f"## {name}.py", "", "| argument | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{flag}` | {default} | {meaning} |" for flag, default, meaning in rows]
+        seen |= {*rows}
+    return "\n".join(lines) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Each page that is made here, by its path, with its text."""
+    found = {
+        template.relative_to(ROOT).with_suffix("").as_posix(): rendered(template)
+        for template in sorted((ROOT / "docs").glob("*.md.jinja"))
+    }
+    reference = {"metrics": metrics_page, "arguments": arguments_page}
+    return found | {f"docs/reference/{name}.md": make() for name, make in reference.items()}
+
+
+def main() -> None:
+    for name, text in pages().items():
+        path = ROOT / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"written: {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""benchmark/pages.py writes pages from code and committed numbers, which are those of scipy and of the files."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+import scipy.stats
+from jinja2 import UndefinedError
+
+from benchmark import pages
+from ppo_rlhf import rlvr_async
+from ppo_rlhf.lib import engine, processes
+from ppo_rlhf.lib.errors import InputError
+
+ROOT = pages.ROOT
+RESULTS = ROOT / "benchmark/results"
+STALENESS = (
+    pd.read_csv(RESULTS / "staleness/runs.csv").set_index(["way", "staleness", "seed"]).sort_index()["samples"]
+)
+FRESH = "staleness == 0 and way == 'any'"
+
+
+def by_scipy(values: pd.Series, form: str = "+.1f") -> str:
+    found = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return f"{values.mean():{form}} ± {(found.high - found.low) / 2:{form.strip('+')}}"
+
+
+def test_pages_are_as_they_are_rendered():
+    """Run python benchmark/pages.py after a change of a template, of a class of arguments or of results."""
+    for name, text in pages.pages().items():
+        assert (ROOT / name).read_text() == text, name
+
+
+def test_differences_are_by_seed_and_corrected():
+    """The direct difference of none and decoupled, and Holm by hand: only the smallest of four p-values is below."""
+    gaps = [100 * (STALENESS["none", k] - STALENESS["decoupled", k]) for k in (1, 2, 4, 8)]
+    p_values = [scipy.stats.ttest_1samp(gap, 0).pvalue for gap in gaps]
+    assert 4 * p_values[3] < 0.05 < 3 * sorted(p_values)[1]
+    pairs = [[f"staleness == {k} and way == '{way}'" for way in ("none", "decoupled")] for k in (1, 2, 4, 8)]
+    shown = pages.differences("staleness/runs", "samples", pairs, 1, 100)
+    assert shown == [f"{by_scipy(gap)}{' *' if k == 3 else ''}" for k, gap in enumerate(gaps)]
+    assert shown[0] == "-2.4 ± 3.3" and shown[3] == "-25.0 ± 14.4 *"
+    page = (ROOT / "docs/results.md").read_text()
+    assert f"| {shown[0]} |" in page and f"| {shown[3]} |" in page
+
+
+def test_best_of_n_is_compared_at_the_same_kl():
+    """Seed 1 of PPO with 0.2, between the two points of best-of-n around its KL, by hand."""
+    rows = pd.read_csv(RESULTS / "methods/points.csv").query("seed == 1").sort_values("at")
+    end = rows.query("method == 'ppo' and setting == 0.2").iloc[-1]
+    curve = rows[rows["method"] == "best-of-n"]
+    below, above = curve[curve["kl"] <= end["kl"]].iloc[-1], curve[curve["kl"] > end["kl"]].iloc[0]
+    share = (end["kl"] - below["kl"]) / (above["kl"] - below["kl"])
+    gold = below["gold"] + share * (above["gold"] - below["gold"])
+    assert pages.best_of_n("ppo", 0.2)[1] == pytest.approx(end["gold"] - gold)
+
+
+def test_numbers_without_rows_or_with_other_seeds_are_refused(tmp_path):
+    with pytest.raises(AssertionError, match="no rows"):
+        pages.of("staleness/runs", "samples", "staleness == 3")
+    with pytest.raises(AssertionError, match="other seeds"):
+        pages.less("staleness/runs", "samples", FRESH + " and seed < 3", FRESH)
+    (tmp_path / "page.md.jinja").write_text("{{ nobody }}")
+    with pytest.raises(UndefinedError, match="nobody"):
+        pages.rendered(tmp_path / "page.md.jinja")
+
+
+def test_paragraphs_are_filled_and_nothing_else():
+    long, row = "word " * 40, f"| {'cell ' * 40}|"
+    text = f"# {long}\n\n{row}\n\n```\n{long}\n```\n\n{long}\n\n- a\n  b\n- {long}"
+    lines = pages.filled(text).split("\n")
+    assert lines[:7] == [f"# {long}", "", row, "", "```", long, "```"] and "- a b" in lines
+    assert max(map(len, lines[7:])) <= pages.WIDTH and lines[-1].startswith("  word")
+
+
+def test_arguments_have_their_defaults_and_meanings():
+    page = (ROOT / "docs/reference/arguments.md").read_text()
+    assert f"| `--correction_cap` | `{rlvr_async.Args().correction_cap}` | " in page
+    assert "| `--rewards.adaptive_kl.target` | `6.0` | " in page
+    assert not re.search(r"\| `--[\w.]+` \| [^|]* \|\s*\|$", page, re.MULTILINE)  # one without a meaning
+
+
+def test_limits_that_the_questions_name():
+    page = " ".join((ROOT / "docs/questions.md").read_text().split())
+    limits = processes.FIRST_RATIO_TOLERANCE
+    assert f"above {limits['float32']}, or {limits['bfloat16']} in bfloat16" in page
+    assert "at most 0.001 nats, or 0.05 in bfloat16" in page
+    for limit, dtype in ((0.001, "float32"), (0.05, "bfloat16")):
+        engine.check_gap(limit, dtype)
+        with pytest.raises(InputError):
+            engine.check_gap(1.001 * limit, dtype)
+    assert f"A cap of {rlvr_async.Args().correction_cap:g} on the weight" in page
+    assert "parameter.mul_(1.05)" in (ROOT / "ppo_rlhf/lib/engine.py").read_text() and "times 1.05" in page
+    checks = json.loads((RESULTS / "engines/engines.json").read_text())["checks"]
+    gap = max(row["difference"] for row in checks if "largest difference" in row["name"])
+    assert f"differ by {gap:.1e} nats" in page
