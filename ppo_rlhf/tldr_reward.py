@@ -161,7 +161,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
             this_run.write_table(name, table)
             if name == "validation":
-                this_run.log_samples(sizes.steps, sample_rows(rows, table, tokenizer, ids.pad))
+                this_run.log_samples(sizes.steps, sample_rows(rows, table, tokenizer, ids))
 
         # 3. Normalise.
         normalised = shift_to_references(reward_model, train_posts, ids.pad, chunk, accelerator)
@@ -297,11 +297,11 @@ def agreement(
 
 
 def sample_rows(
-    comparisons: posts.Comparisons, table: list[dict], tokenizer: PreTrainedTokenizerBase, pad_id: int
+    comparisons: posts.Comparisons, table: list[dict], tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds
 ) -> list[dict]:
     """The first comparisons to print, with their scores. table: of `agreement`."""
     tokens = comparisons.tokens(torch.arange(len(table[:3])))
-    rows = zip(posts.evaluation_rows(tokenizer, pad_id, *tokens), table, strict=False)
+    rows = zip(posts.evaluation_rows(tokenizer, ids, *tokens), table, strict=False)
     return [
         {"query": texts["query"], "chosen": texts["response"], "rejected": texts["reference"]}
         | {name: row[name] for name in ("chosen_reward", "rejected_reward")}
