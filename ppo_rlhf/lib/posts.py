@@ -538,8 +538,10 @@ def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: 
     """Score with a function of texts; the texts do not show the end-of-text token."""
     scorer = scorers.text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
 
-    def score(queries: torch.Tensor, *summaries: torch.Tensor) -> torch.Tensor:
-        return scorer(bare(queries, ids), *(without_ends(tokens, tokenizer, ids) for tokens in summaries))
+    def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
+        if references is not None:  # a prompt that somebody types has none
+            references = without_ends(references, tokenizer, ids)
+        return scorer(bare(queries, ids), without_ends(responses, tokenizer, ids), references)
 
     return score
 
