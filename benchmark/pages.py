@@ -89,6 +89,12 @@ def average(name: str, column: str, one: str, other: str, places: int = 1, scale
     return shown(gap.dropna().groupby("seed").mean(), places, scale, sign=True)
 
 
+def gained(name: str, column: str, variant: str) -> str:
+    """After minus before, in points."""
+    runs = table(name).query(f"variant == '{variant}'").set_index("seed")
+    return shown(runs[f"{column} after"] - runs[f"{column} before"], 1, 100, sign=True)
+
+
 def ablation(world: str, name: str, column: str, against: str = "baseline", places: int = 2) -> str:
     return less(
         f"ablations/{ablations.WORLDS[world].file}",
@@ -177,7 +183,7 @@ def pairs_of_texts(first: int, last: int) -> list[dict]:
 
 
 FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (commits, meta, pairs_of_texts, paired, average, engines, star, zip)
+FUNCTIONS += (commits, meta, pairs_of_texts, paired, average, engines, star, zip, gained)
 
 
 WIDTH = 128

@@ -122,7 +122,8 @@ def update_metrics(
             counted = "critic_tokens" if name in OF_CRITIC and "critic_tokens" in steps else "tokens"
             inds = live_steps["right_tokens" if name == "loss/nll_avg" else counted]
             shares[name] = x[inds].sum() / max(len(inds), 1)
-    m |= processes.sum_over_processes(shares | {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0]}, accelerator)
+    shares |= {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0], "val/num_stop_token_ids": one["stopped"].sum()}
+    m |= processes.sum_over_processes(shares, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
     off = m["val/ratio"] - 1 if len(live_steps["tokens"]) else 0
     m |= {"val/ratio_var": m[SQUARED_RATIO_GAP] - off**2, "val/first_ratio_gap": math.sqrt(m[FRESH_RATIO_GAP])}
@@ -132,7 +133,6 @@ def update_metrics(
         # Returns that differ by no more than rounding have nothing that a critic could explain.
         vary = variance_of_returns > 1e-12 * (m["square_of_return"] + m["square_of_error"])
         m["val/explained_var"] = 1 - variance_of_errors / variance_of_returns if vary else 0.0
-    m["val/num_stop_token_ids"] = accelerator.reduce(one["stopped"].sum(), "sum").item()
     all_lengths = accelerator.gather(lengths)
     m |= {"val/sequence_lengths_min": all_lengths.min().item(), "val/sequence_lengths_max": all_lengths.max().item()}
     left_out = () if critic else ("loss/value_avg", "val/clipfrac_avg")
@@ -159,6 +159,8 @@ PATIENCE = 3  # updates
 def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None:
     """Say once if nothing gets a score, nothing is correct, or all responses to a problem always score the same."""
     rows, args, flag = this_run.rows, setup.args, cli.flag
+    if not this_run.is_main:  # the others have no rows
+        return
     if rows[-1]["val/unscorable"] == 1:
         if all(row["val/unscorable"] < 1 for row in rows[:-1]):
             run.say(

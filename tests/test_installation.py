@@ -20,8 +20,8 @@ OTHER_NAMES = {"yaml": "pyyaml"}  # of modules whose package has another name
 # Other environments run the scripts that import these: a vLLM worker, and other libraries as peers.
 ELSEWHERE = {"vllm", "trl", "verl", "openrlhf"}
 # Functions that need them say so in one line where they are missing; Python 3.14 has no openrlbenchmark.
-EXTRAS = {"ppo_rlhf": ["math", "async", "real", "judge", "gym"], "benchmark": ["benchmark", "dev"]}
-EXTRAS["tests"] = ["math", "async", "real", "judge", "gym", "dev", "benchmark"]
+EXTRAS = {"ppo_rlhf": ["math", "async", "real", "judge", "gym", "trackio"], "benchmark": ["benchmark", "dev"]}
+EXTRAS["tests"] = ["math", "async", "real", "judge", "gym", "trackio", "dev", "benchmark"]
 
 
 def imported(folder: Path) -> set[str]:

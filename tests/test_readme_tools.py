@@ -2,12 +2,10 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 
-from benchmark import lab
 from ppo_rlhf.lib import tools as lib_tools
 
 ROOT = Path(__file__).parent.parent
@@ -38,26 +36,6 @@ def test_numbers_of_the_demo():
     assert calls == [f"{part.mean():.2f}" for part in (metrics["val/tool_calls"][:3], metrics["val/tool_calls"][-3:])]
     assert len(metrics) == meta["sizes"]["updates"] == 60 and meta["args"]["preset"] == "sums-tools"
     assert f"seed {meta['args']['seed']} at commit {meta['commit'][:7]}" in CHAPTER3
-
-
-def test_numbers_of_the_mistake():
-    runs = pd.read_csv(ROOT / "benchmark/results/tools/runs.csv", dtype={"commit": str})
-    (commit,) = set(runs["commit"])
-    assert Counter(runs["variant"]) == {"masked": 5, "in-the-loss": 5} and f"at commit {commit}" in RESULTS
-    table = (ROOT / "benchmark/results/tools/tools.md").read_text().splitlines()[2:4]
-    shown = [cells(line) for line in RESULTS.splitlines() if line.startswith(("| masked |", "| in the loss |"))]
-    assert shown == [cells(line) for line in table]
-    differences = {
-        column: runs.pivot(index="seed", columns="variant", values=column) for column in (lab.CORRECT, "samples")
-    }
-    lost = [lab.cell(100 * (x["masked"] - x["in-the-loss"]), ".1f") for x in differences.values()]
-    said = " ".join(RESULTS[RESULTS.index("## What a tool") :].split())
-    assert f"{lost[0]} points fewer while it learns, and {lost[1]} after it, among samples" in said
-    assert f"cost {lost[1]} points of correct samples" in RESULTS
-    means = runs.groupby("variant")[["policy/grad_norm", "policy/clipfrac_avg"]].mean()
-    norms, clipped = (means[column][["masked", "in-the-loss"]] for column in means)
-    assert "rises from {:.2f} to {:.2f},".format(*norms) in said
-    assert "{1:.2f} % of the tokens are clipped, not {0:.2f} %".format(*(100 * clipped)) in said
 
 
 def test_the_tool_of_the_page_is_one(tmp_path, monkeypatch):

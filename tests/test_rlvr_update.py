@@ -199,7 +199,7 @@ def make_episodes(actor_critic: ActorCritic, reference: Reference, seed: int = 1
 def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process, **options) -> rlvr_data.Batch:
     """Steps 6 and 7 up to the losses, as in `train`."""
     reduce = partial(process.reduce, reduction="sum")
-    estimate = rlvr_policy.compute_advantages(episodes, rewards, ppo, reduce)
+    estimate = rlvr_policy.compute_advantages(episodes, rewards, ppo, reduce, weights=[1.0])
     correction = Correction(episodes=episodes, **options)
     return rlvr_data.make_batch(correction, (rewards, rewards, rewards), estimate, 0)
 

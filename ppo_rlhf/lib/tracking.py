@@ -36,7 +36,7 @@ def open_tensorboard(run: Any) -> None:
     for row in run.rows:
         write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
     run.writers.append(write)
-    run.result_writers.append(lambda results: write(len(run.rows), numbers(results)))
+    run.result_writers.append(lambda results: numbers(results) and write(len(run.rows), numbers(results)))
     run.closers.append(board.close)
 
 
