@@ -964,7 +964,7 @@ MAY_BE_0 = """
     rewards.kl_coef rewards.kl_loss_coef rewards.missing_stop_penalty rewards.min_response_length
     rewards.missing_eos_penalty rewards.overlong_buffer rewards.overlong_factor endpoint.temperature
     ppo.beta2 ppo.critic_lam ppo.critic_warmup ppo.entropy_coef ppo.gamma ppo.lam ppo.lr_warmup ppo.nll_coef
-    ppo.prompts_per_round ppo.weight_decay
+    ppo.prompts_per_round ppo.weight_decay ppo.critic_epochs ppo.critic_minibatches
     ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size
     staleness rejection_low gpus_per_worker
     n endpoint.max_tokens endpoint.retries endpoint.price_input endpoint.price_output
