@@ -355,7 +355,8 @@ def test_a_rejected_token_leaves_the_loss_but_not_the_advantages(tiny_models, na
     cut = dataclasses.replace(episodes, loss_mask=episodes.mask & (torch.arange(RESPONSE) < 2))
     for whitened in (False, True):
         ppo = PpoArgs(advantage=name, whiten_advantages=whitened)
-        whole, narrowed = (rlvr_policy.compute_advantages(e, rewards, ppo, torch.clone)[0] for e in (episodes, cut))
+        advantages = partial(rlvr_policy.compute_advantages, ppo=ppo, reduce=torch.clone, weights=[1.0])
+        whole, narrowed = (advantages(one, rewards)[0] for one in (episodes, cut))
         assert whole.equal(narrowed) and whole.any()
 
 
