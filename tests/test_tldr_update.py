@@ -798,7 +798,7 @@ def summaries(actor_critic: ActorCritic, ids: TaskIds, temperature: float, rows:
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
 def test_summaries_end_where_they_stop(tiny_models, architecture: str, stop: int):
     """T33, T36, T39, 1.3: after the stop token all is padding, another one that could end a text ends nothing."""
-    ids, temperature = replace(IDS, stop=stop), 5.0
+    ids, temperature = replace(IDS, stops=(stop,)), 5.0
     actor_critic = make_actor_critic(tiny_models, architecture)
     contexts, responses, logprobs, values, gap = summaries(actor_critic, ids, temperature)
     lengths = []
