@@ -530,6 +530,9 @@ def test_what_the_prompt_ended_with_belongs_to_the_response():
     response = "a</think><answer>b</answer>"
     assert load("think_answer")(["p <think>"], [response], ["b"]) == [0.0]
     assert load("think_answer", response_prefix="<think>")(["p <think>"], [response], ["b"]) == [1.0]
+    for prefix, said in {"The answer is ": "14", "<answer>": "14</answer>", "": "14"}.items():
+        for name in ("exact", "reasoning_gym"):
+            assert load(name, response_prefix=prefix)(["p"] * 2, [said, "1"], ["14", "14"]) == [1.0, 0.0]
     assert load("test_verifiers:of_two", response_prefix="<think>")(["p"], [response], ["b"]) == [1.0 - 34]
 
 

@@ -361,6 +361,7 @@ def reasoning_gym(response: str, answer: str) -> float:
         return 0.0
 
 
+WHOLE_TEXTS = ("exact", "reasoning_gym")  # verifiers that take the whole response for the answer
 RIGHT_FROM = {"reasoning_gym": 1.0}  # verifiers whose values between 0 and this are no correct responses
 
 
@@ -433,12 +434,15 @@ def load_verifier(
 
     It takes prompts, responses and answers, and returns a number for each response, or NaN if a response cannot be
     scored. A user's function returns None or NaN for such a response; any other mistake of it ends in an InputError.
-    response_prefix: the end of the prompts that belongs to the responses, such as <think>.
+    response_prefix: the end of the prompts that belongs to the responses, such as <think>. Words without a tag, as in
+    `The answer is`, are no part of an answer that is a whole response.
 
     on_all_processes: all processes call it together, each with its own texts. If it fails on one, it fails on all.
     """
     # It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
     what = f"{flag(field)} {name}"
+    if name in WHOLE_TEXTS and "<" not in response_prefix:
+        response_prefix = ""
     if name in VERIFIERS:
         verifier = VERIFIERS[name]
 
