@@ -707,7 +707,7 @@ def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_siz
             logits = F.linear(hidden_states, *(parameter.float() for parameter in output_layer.parameters()))
         else:
             logits = output_layer(hidden_states)
-    if cap := getattr(lm_backbone.config, "final_logit_softcapping", None):  # Gemma 2
+    if cap := getattr(getattr(lm_backbone, "config", None), "final_logit_softcapping", None):  # Gemma 2
         logits = cap * torch.tanh(logits / cap)
     # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
     # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
