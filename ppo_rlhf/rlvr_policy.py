@@ -441,10 +441,15 @@ def update(
                 actor_critic, lengths[mb_inds], mb.query_responses, torch.arange(len(mb_inds)), **limits
             ):
                 micro_batch = mb.rows(rows)
-                alone = {} if of_policy and of_critic else {"with_values": of_critic}
-                alone |= {} if of_policy else {"recorded": micro_batch.logprobs}
-                responses, mask = micro_batch.responses, micro_batch.loss_mask
-                new = actor_critic(tokens, responses, mask, pad_id, reference=read_by, **alone)
+                new = actor_critic(
+                    tokens,
+                    micro_batch.responses,
+                    micro_batch.loss_mask,
+                    pad_id,
+                    reference=read_by,
+                    recorded=None if of_policy else micro_batch.logprobs,
+                    with_values=of_critic,
+                )
                 loss, share = micro_batch_loss(new, micro_batch, args, counts=counts, right_tokens=right_tokens)
                 if of_policy:
                     batch.see(mb_inds[rows], new, with_values=of_critic)

@@ -122,6 +122,6 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def explained_metrics(chapter: int) -> set[str]:
-    """Metrics that metrics.toml explains for a chapter. What stands between < and > is any text."""
+    """The names of the metrics that metrics.toml explains for a chapter, where <x> stands for any text."""
     (rows,) = (table["rows"] for table in report.METRICS["meanings"] if table["chapter"] == chapter)
     return {name for cell, _ in rows for name in report.full_names(cell)}

@@ -24,6 +24,7 @@ pytest.importorskip("vaderSentiment")
 
 SENTENCES, HELD_OUT = 64, 24
 GGUF = b"GGUF, or so it says"
+CONVERT = smollm.convert  # for which the stand-in has another function
 
 
 def text_of(number: int) -> str:
@@ -129,7 +130,8 @@ def test_the_model_comes_from_the_index(stand_in):
         assert worlds.find_value(argument, "reviews", Path()) == str(world)
 
 
-# A file of llama.cpp: the names of its weights; those of its attention stand in another order (see `write_gguf`).
+# What llama.cpp's files call the parts of a weight's name. They also order attention's weights differently: see
+# `write_gguf`.
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -204,7 +206,7 @@ def test_a_quantised_file_becomes_an_ordinary_folder(tmp_path):
     written, place = quantisable_llama(), tmp_path / "model"
     place.mkdir()
     write_gguf(tmp_path / "small.gguf", written)
-    smollm.convert(tmp_path / "small.gguf", place)
+    CONVERT(tmp_path / "small.gguf", place)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
     assert model.config.tie_word_embeddings and not hasattr(model.config, "quantization_config")
     assert model.state_dict().keys() == written.state_dict().keys()

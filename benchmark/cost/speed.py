@@ -13,9 +13,9 @@
         --dtype bfloat16 --compile --output speed.json
 
 Everyone trains the same model on the same queries for the same number of episodes, minibatches and epochs, in
-processes of their own, by turns: ours, the peers, ours, the peers. Its weights are random, but for those of sums and
-of smollm2-135m, the real model. The first update of a run warms up and does not count. Each figure is the median of
-all runs, with its range. What remains different is said below the table.
+processes of their own, by turns: ours, the peers, ours, the peers. The weights are random; only those of sums and of
+smollm2-135m, the real model, are trained. The first update of a run warms up and does not count. Each figure is the
+median of all runs, with its range. What remains different is said below the table.
 
 A ratio compares runs of the same turn. Model FLOP utilisation is the share of the device's rate of matrix products
 that the products of the model itself make up. The product of (n, k) and (k, m) has 2 n k m FLOPs; so a forward pass

@@ -23,8 +23,9 @@ from types import ModuleType
 from unittest.mock import patch
 
 import pandas as pd
-import scipy.stats
 import tyro
+
+from benchmark import lab
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST = 3  # updates that are averaged
@@ -158,9 +159,9 @@ def cell(values: pd.Series) -> str:
     """The mean, and half of its 95 % interval by Student's t."""
     if values.isna().any():
         return ""
-    half = scipy.stats.t.ppf(0.975, len(values) - 1) * values.sem() if len(values) > 1 else 0
-    digits = 1 if max(abs(values.mean()), half) >= 10 else 2
-    return f"{values.mean():.{digits}f}" + f" ± {half:.{digits}f}" * (len(values) > 1)
+    mean, half = lab.interval(list(values))  # half is NaN for one seed
+    digits = 1 if abs(mean) >= 10 or half >= 10 else 2
+    return f"{mean:.{digits}f}" + f" ± {half:.{digits}f}" * (len(values) > 1)
 
 
 def tables(runs: pd.DataFrame) -> str:

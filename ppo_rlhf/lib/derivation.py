@@ -1057,7 +1057,7 @@ def loss_steps(s: Mapping[str, Any]) -> list[Step]:
         far = {"formula": "0", "numbers": "0", "only": "is_clipped"}
         found.append(Step(**loss, **near, sentence="The probability is still in the trust region."))
         found.append(
-            Step(**loss, **far, sentence="The probability has left the trust region, so the token counts not.")
+            Step(**loss, **far, sentence="The probability has left the trust region, so the token does not count.")
         )
     else:
         loss = {"result": "loss", "title": "policy loss of the token", "where": where}

@@ -53,7 +53,7 @@ class Spec:
 class Sampled(NamedTuple):
     """Responses, n to each prompt one after the other."""
 
-    # Ids as they were drawn, never read back from text; their log-probs; whether it ended; whose it is.
+    # The ids are those that were drawn, never read back from text.
     responses: np.ndarray  # (rows, response_length), padding after the stop id
     logprobs: np.ndarray  # (rows, response_length), with which the tokens were drawn; 0 after the stop id
     finished: np.ndarray  # (rows,) bool, whether it ended with a stop id
@@ -142,7 +142,7 @@ class VLLM:
         torch.set_num_threads(self.spec.threads)
         model = models.load_base_model(self.spec).eval()
         self.parameters = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
-        # [V94] One prompt, weights that no file has, and a forward pass of ours.
+        # [V94] One prompt is sampled by weights that no file has, and read by a forward pass of ours.
         for parameter in model.parameters():
             parameter.mul_(1.05)
         self.load({name: parameter.float().numpy() for name, parameter in model.named_parameters()}, 0)

@@ -53,7 +53,7 @@ def load(llm: Any, weights: dict[str, Any]) -> None:
     import torch
 
     tensors = [(name, torch.from_numpy(array.copy())) for name, array in weights.items()]
-    # Its own way to change weights under a running engine.
+    # vLLM has a way of its own to change weights under a running engine.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
     llm.apply_model(pack_output_layer)
     # What the old weights made of a prompt is kept no longer.

@@ -15,7 +15,6 @@ every 50th text.
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import functools
 import json
 import random
 from collections import Counter
@@ -110,14 +109,6 @@ def left_out(stream: Any) -> str:
         return ""
     why = " and ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
     return f"queries: of the first {looked_at:,} texts, {reasons.total():,} give none: {why}"
-
-
-@functools.lru_cache(maxsize=2)
-def shuffled(texts: int, number: int) -> list[int]:
-    """An order of so many texts, one for each number."""
-    order = list(range(texts))
-    random.Random(number).shuffle(order)
-    return order
 
 
 class Subset(Sequence):

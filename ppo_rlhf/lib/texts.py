@@ -3,6 +3,7 @@
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+import random
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,9 @@ class TaskArgs(cli.FormatArgs):
     query_length: int = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
-    """text before each query, in a chat in its turn; the policy sees it, the reward model does not"""
+    """text before each query, and in its turn of a chat; the policy reads it, the reward model does not"""
     query_suffix: str = ""
-    """text after each query, in a chat in its turn; the policy sees it, the reward model does not"""
+    """text after each query, and in its turn of a chat; the policy reads it, the reward model does not"""
     start_text: str | None = "."
     """queries begin after the first such token of their text; None: at the beginning"""
     end_text: str | None = "."
@@ -74,25 +75,29 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
 class QueryStream:
     """An endless stream of queries: the texts in one shuffled order, again and again, unless the task reshuffles.
 
-    The order depends neither on the run's seed nor on the number of processes. `position` counts the texts that have
-    been read. A stream that starts at the position of another one continues where that one stopped.
+    The order depends neither on the run's seed nor on the number of processes. `position` counts the texts read; a
+    stream that starts at the position of another one continues where that one stopped.
     """
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
         self.texts = sources.load_texts(task.query_dataset, split)
         self.task, self.tokenizer, self.position = task, tokenizer, position
+        self.order, self.number = [], -1  # of the texts in one pass; which order it is
         self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
             raise InputError(sources.no_query(self, split))
 
     def tokens(self, place: int) -> list[int]:
-        """Token ids of a text, by its place in the order of the pass that the place is in."""
+        """Token ids of a text, by its place among all that are read, pass after pass."""
         # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
-        order = sources.shuffled(len(self.texts), place // len(self.texts) if self.task.reshuffle else 0)
+        number = place // len(self.texts) if self.task.reshuffle else 0
+        if number != self.number:
+            self.order, self.number = list(range(len(self.texts))), number
+            random.Random(number).shuffle(self.order)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
-        text, options = self.texts[order[place % len(order)]], {"split_special_tokens": True}
-        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
+        text = self.texts[self.order[place % len(self.order)]]
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
     def trim(self, tokens: list[int]) -> list[int] | None:
         return trim_query(tokens, self.task.query_length, self.start_id, self.end_id)

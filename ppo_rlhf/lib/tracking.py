@@ -33,10 +33,14 @@ def open_tensorboard(run: Any) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         board.file_writer.add_summary(Summary(value=values), step)
 
+    def write_results(results: dict[str, Any]) -> None:
+        if found := numbers(results):
+            write(len(run.rows), found)
+
     for row in run.rows:
         write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
     run.writers.append(write)
-    run.result_writers.append(lambda results: numbers(results) and write(len(run.rows), numbers(results)))
+    run.result_writers.append(write_results)
     run.closers.append(board.close)
 
 
