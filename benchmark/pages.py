@@ -92,7 +92,7 @@ def average(name: str, column: str, one: str, other: str, places: int = 1, scale
 def gained(name: str, column: str, variant: str) -> str:
     """After minus before, in points."""
     runs = table(name).query(f"variant == '{variant}'").set_index("seed")
-    return shown(runs[f"{column} after"] - runs[f"{column} before"], 1, 100, sign=True)
+    return shown(runs[f"{column} after"] - runs[f"{column} before"], 1, 100)
 
 
 def ablation(world: str, name: str, column: str, against: str = "baseline", places: int = 2) -> str:

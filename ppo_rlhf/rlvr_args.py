@@ -321,8 +321,8 @@ PRESETS = {
     ),
     "sums": SUMS,
     "sums-grpo": dataclasses.replace(SUMS, ppo=SUMS_GRPO),
-    # A real language model, on two CPU cores in minutes. Without a KL penalty it forgets how to answer anything else,
-    # and if only the number counted, it would talk on behind it.
+    # A real language model, on two CPU cores in minutes. The small KL penalty is there so that it forgets less of what
+    # else it could answer. A response that does not end scores 0: if the number alone counted, it would talk on.
     "arithmetic": Args(
         base_model="smollm2-135m",
         save_interval=0,
