@@ -321,7 +321,7 @@ PRESETS = {
     ),
     "sums": SUMS,
     "sums-grpo": dataclasses.replace(SUMS, ppo=SUMS_GRPO),
-    # A real language model, on two CPU cores in minutes. The small KL penalty is there so that it forgets less of what
+    # A real language model, on two CPU cores in minutes. The small KL penalty is there so that it forgets less of
     # else it could answer. A response that does not end scores 0: if the number alone counted, it would talk on.
     "arithmetic": Args(
         base_model="smollm2-135m",
