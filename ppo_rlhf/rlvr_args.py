@@ -143,7 +143,7 @@ class PpoArgs:
     """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
     local_micro_batch_tokens: int = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
-    share_prefixes: bool = False
+    share_prefixes: bool = True
     """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
     local_rollout_batch_size: int = 0
     """episodes per pass of generation and scoring on one process; a memory knob; 0: all of a process"""
@@ -345,7 +345,6 @@ PRESETS = {
             weight_decay=0.0,
             advantage="dr_grpo",
             loss_aggregation="seq-mean-token-sum-norm",
-            share_prefixes=True,
         ),
     ),
 }

@@ -696,7 +696,7 @@ def test_a_run_that_learns_nothing_says_so_once(capsys):
     def said(words: str, right: list[float], equal: list[float], unscorable: float = 0.0) -> list[str]:
         args = cli.parse_args(PRESETS, ["--preset", "sums-grpo", *words.split()])
         names = "objective/verifiable_correct_rate", "val/groups_zero_std", "val/stop_token_rate", "val/unscorable"
-        rows, this_run = [], SimpleNamespace(rows=[])
+        rows, this_run = [], SimpleNamespace(rows=[], is_main=True)
         for row in zip(right, equal, [0.5] * len(right), [unscorable] * len(right), strict=True):
             this_run.rows.append(dict(zip(names, row, strict=True)))
             rlvr_metrics.say_if_nothing_is_learned(SimpleNamespace(args=args), this_run)

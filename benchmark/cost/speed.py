@@ -161,7 +161,7 @@ class Args:
     """arithmetic of ours; with several, ours runs with each. The peers run in float32"""
     processes: tuple[int, ...] = (1,)
     """processes of ours; with several, ours runs with each"""
-    share_prefixes: tuple[bool, ...] = (False,)
+    share_prefixes: tuple[bool, ...] = (True,)
     """chapter 3: whether ours reads what rows begin with once for all of them; with several, ours runs with each"""
     compile: bool = False
     """chapter 1: compile our models"""
@@ -350,7 +350,7 @@ class Runner:
     python: str
     dtype: str
     processes: int = 1
-    share_prefixes: bool = False
+    share_prefixes: bool = True
 
 
 def runners(args: Args) -> list[Runner]:
@@ -504,7 +504,7 @@ def main(args: Args) -> int:
         raise InputError("--peer details is one of --chapter 1")
     if args.compile and args.chapter == 3:
         raise InputError("--compile goes with --chapter 1")
-    if any(args.share_prefixes) and args.chapter == 1:
+    if args.share_prefixes != (True,) and args.chapter == 1:
         raise InputError("--share_prefixes goes with --chapter 3")
     if args.shortest_query > args.query_length:
         raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")

@@ -212,7 +212,7 @@ def rlvr(settings: Settings) -> Result:
         "ppo.lr": 1e-6,
         "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
     }
-    argv = as_argv(flags) + (["--ppo.share_prefixes"] if settings["share_prefixes"] else [])
+    argv = [*as_argv(flags), "--ppo.share_prefixes" if settings["share_prefixes"] else "--ppo.no-share_prefixes"]
     rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv))
     return finish(updates, device, settings, phases=phases, tokens=tokens_of(queries, responses))
 

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ppo_rlhf.lib import errors, passes, precision
+from ppo_rlhf.lib import passes, precision
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
@@ -46,8 +46,6 @@ def enable(*models: PreTrainedModel, share_prefixes: bool = False) -> None:
         tried = config.model_type in TRIED and type(model).__module__.startswith("transformers.")
         wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
         fits = tried and config._attn_implementation in ("sdpa", NAME)
-        if share_prefixes and not fits:
-            errors.say_once(f"{type(model).__name__} cannot share prefixes: each row is read by itself")
         if fits and (wide or share_prefixes):
             for part in backbone.modules():
                 if hasattr(part, "config"):  # the layers of a loaded model have another one than the model
