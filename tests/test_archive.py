@@ -18,7 +18,7 @@ def section(page: str, name: str) -> str:
 
 
 def fingerprint(kept: dict) -> str:
-    """A hash of the files and of the rows of the tables; of the chapters' pages, of rows and formulas with numbers."""
+    """A hash of the files and of the rows of the tables; of the chapters' pages, of rows and formulas."""
     found = hashlib.sha256()
     for file in kept["files"]:
         found.update((ROOT / file).read_bytes())

@@ -201,50 +201,41 @@ NAN = float("nan")
 
 
 CHAPTERS = {"train": 1, "tldr": 2, "rlvr": 3}  # by the beginning of a script's name
+WHITENED = ("gae", "gdpo", "reinforce++", "reinforce++-baseline")  # estimators, unless the arguments say otherwise
 
 
 def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
     """The arguments that a derivation needs, under one name in all chapters. args, script: of meta.json."""
     ppo, shaping = args.get("ppo", {}), args.get("rewards", {})
-    chapter = CHAPTERS[script.split("_")[0]]
-    estimator, loss = ppo.get("advantage", "gae"), ppo.get("loss", "ppo")
+    estimator, loss, chosen = ppo.get("advantage", "gae"), ppo.get("loss", "ppo"), ppo.get("whiten_advantages")
     low, high = (ppo.get(name, ppo.get("cliprange", NAN)) for name in ("cliprange_low", "cliprange_high"))
-    whitened = estimator in ("gae", "gdpo", "reinforce++", "reinforce++-baseline")
-    found = {name: ppo.get(name, NAN) for name in ("gamma", "lam")}
-    found |= {
-        "chapter": chapter,
-        "estimator": estimator,
-        "loss": loss,
-        "high": high,
-        "vf_coef": ppo.get("vf_coef", 1),
-    }
-    found["low"] = (1.0 if loss == "cispo" else 0.2) if low is None else low
-    bound = ppo.get("cliprange_value", NAN)
-    found["cliprange_value"] = math.inf if bound is None else bound
-    found |= {"lam_alpha": ppo.get("lam_alpha"), "nll_coef": ppo.get("nll_coef", 0.0)}
-    found["critic_lam"] = ppo.get("critic_lam")  # None: lam
-    changes = ("critic_lam", "lam_alpha", "critic_explains")
-    found["own_targets"] = any(ppo.get(name) is not None for name in changes)
-    found |= {"dual_clip": ppo.get("dual_clip"), "trust_region": ppo.get("trust_region", 0.3)}
+    bound, way = ppo.get("cliprange_value", NAN), args.get("correction", "none")
+    usual = {"gamma": NAN, "lam": NAN, "vf_coef": 1, "nll_coef": 0.0, "trust_region": 0.3}
+    usual |= dict.fromkeys(("dual_clip", "lam_alpha", "critic_lam"))  # critic_lam: None is lam
+    usual_of_shaping = {"kl_estimator": "k1", "kl_loss_coef": 0.0, "kl_loss_estimator": "k3"}
     names = {"verifier": "verifier", "format": "format", "trained": "reward_model"}
     switches = {"verifier": True, "format": shaping.get("format"), "trained": shaping.get("trained_model")}
-    found["sources"] = {
-        name: shaping.get(f"{key}_weight", 1.0) for key, name in names.items() if switches[key]
-    }  # and their weights
-    found["aggregation"] = ppo.get("loss_aggregation", "token-mean")
-    found["whiten_rewards"] = bool(ppo.get("whiten_rewards", False))
-    chosen = ppo.get("whiten_advantages")
-    found["whiten_advantages"] = whitened if chosen is None else chosen
-    found["kl_estimator"] = shaping.get("kl_estimator", "k1")
-    found["penalised"] = shaping.get("kl_coef", 1.0) > 0
-    found["kl_loss_coef"] = shaping.get("kl_loss_coef", 0.0)
-    found["kl_loss_estimator"] = shaping.get("kl_loss_estimator", "k3")
-    # An older policy may have sampled (rlvr_async.py).
-    way = args.get("correction", "none")
-    way = ("decoupled" if args.get("staleness") else "none") if way == "auto" else way
-    found["off_policy_mask"] = args.get("off_policy_mask")
-    found |= {"correction": way, "level": args.get("correction_level", "token"), "cap": args.get("correction_cap", 0)}
-    return found
+    return {
+        **{name: ppo.get(name, value) for name, value in usual.items()},
+        **{name: shaping.get(name, value) for name, value in usual_of_shaping.items()},
+        "chapter": CHAPTERS[script.split("_")[0]],
+        "estimator": estimator,
+        "loss": loss,
+        "low": (1.0 if loss == "cispo" else 0.2) if low is None else low,
+        "high": high,
+        "cliprange_value": math.inf if bound is None else bound,
+        "own_targets": any(ppo.get(name) is not None for name in ("critic_lam", "lam_alpha", "critic_explains")),
+        "sources": {name: shaping.get(f"{key}_weight", 1.0) for key, name in names.items() if switches[key]},
+        "aggregation": ppo.get("loss_aggregation", "token-mean"),
+        "whiten_rewards": bool(ppo.get("whiten_rewards", False)),
+        "whiten_advantages": estimator in WHITENED if chosen is None else chosen,
+        "penalised": shaping.get("kl_coef", 1.0) > 0,
+        # An older policy may have sampled (rlvr_async.py).
+        "correction": ("decoupled" if args.get("staleness") else "none") if way == "auto" else way,
+        "level": args.get("correction_level", "token"),
+        "cap": args.get("correction_cap", 0),
+        "off_policy_mask": args.get("off_policy_mask"),
+    }
 
 
 def row_of(values: Sequence[float | None] | None, n: int) -> list[float]:
