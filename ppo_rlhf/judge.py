@@ -88,10 +88,6 @@ class EndpointArgs:
     openai: the server's Retry-After up to two minutes, else twice the last wait, from 0.5 to 8 seconds"""
     replies: int = 3
     """replies to ask for, at most, until one ends in a verdict"""
-    price_input: float = 0.0
-    """price of a million prompt tokens, in any currency; the cost is reported if a price is above 0"""
-    price_output: float = 0.0
-    """price of a million completion tokens, in the same currency"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +128,7 @@ def check_arguments(args: Args) -> None:
         raise InputError("--endpoint.url: must be like http://localhost:8000/v1, without user, password or query")
     if not endpoint.model:
         raise InputError("--endpoint.model is empty; name the model that judges")
-    cli.at_least(0, "--endpoint.", endpoint, "retries", "max_tokens", "price_input", "price_output")
+    cli.at_least(0, "--endpoint.", endpoint, "retries", "max_tokens")
     cli.at_least(1, "--endpoint.", endpoint, "concurrency", "replies")
     cli.above_zero("--endpoint.", endpoint, "timeout")
     if endpoint.temperature is not None:
@@ -670,9 +666,6 @@ def judge_by_endpoint(args: Args, pairs: Sequence[Pair]) -> Judgement:
         usage = sum((answer.usage for answer in counted), Counter())
         numbers |= {f"{name}{suffix}": usage[name] for name in ("prompt_tokens", "completion_tokens")}
         numbers[f"requests_without_usage{suffix}"] = usage["requests_without_usage"]
-        cost = usage["prompt_tokens"] * args.endpoint.price_input
-        cost += usage["completion_tokens"] * args.endpoint.price_output
-        numbers |= {f"cost{suffix}": cost / 1e6} if args.endpoint.price_input + args.endpoint.price_output else {}
     return results, details, numbers
 
 

@@ -47,8 +47,6 @@ import math
 import os
 import queue
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,7 +145,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         if not self.is_main:
             yield
             return
-        with last_words(), contextlib.closing(Workers(self.setup, self.ray)) as self.workers:
+        with contextlib.closing(Workers(self.setup, self.ray)) as self.workers:
             # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
             for name, weights in kept_versions.items():
                 self.put(int(name.removeprefix("version ")), weights)
@@ -394,7 +392,7 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     at_end.callback(lambda: starter.submit(ray.shutdown).result())
     try:
         if port.isdecimal():  # where no cluster listens, Ray would wait for twelve minutes
-            greet(host.strip("[]"), int(port))
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         starter.submit(ray.init, **where, log_to_driver=False, logging_level="error").result()
     except (OSError, RuntimeError, ValueError, OverflowError) as error:  # some are of other versions of Ray or Python
         hint = "; `ray start --head` prints the address of a cluster" * bool(args.ray_address)
@@ -402,30 +400,6 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
             f"{cli.flag('ray_address')} {args.ray_address or '(a cluster of its own)'}: {error}{hint}"
         ) from error
     return ray
-
-
-def greet(host: str, port: int) -> None:
-    """Raise an OSError unless a server answers here in HTTP/2, which Ray speaks, within ten seconds."""
-    with socket.create_connection((host, port), timeout=10) as connection:
-        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-            return  # Ray then speaks HTTP/2 within TLS
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
-        # Both sides begin with a frame of settings: three bytes of length, type 4, and five more (RFC 9113, 3.4).
-        if connection.makefile("rb").read(9)[3:4] != b"\4":
-            raise OSError("a program other than Ray listens there")
-
-
-@contextlib.contextmanager
-def last_words() -> Iterator[None]:
-    """Starts a second process that prints a message if Ray ends this one without any, because Ray itself has died."""
-    words = f"error: this process has died: Ray was lost, or it was killed; {errors.how_to_go_on}"
-    code = "import os, sys; os.read(0, 1) or print(sys.argv[1], file=sys.stderr)"  # without a word, the end
-    options = {"stdin": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen([sys.executable, "-c", code, words], **options) as witness:
-        try:
-            yield
-        finally:
-            witness.communicate("ended as it should, or with an error of its own")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ begin with its name: --sft.*, --reward.* or --policy.*, for example --sft.lr 1e-
 import dataclasses
 import json
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,17 +59,8 @@ SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # argume
 
 
 def parse(argv: list[str]) -> Args:
-    """Read the command line. With --resume runs/<run>, the defaults are the arguments of that run."""
-    for flag in argv:  # in the patterns, a dot also matches the hyphen that may replace an underscore
-        shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
-        if match := re.match(rf"--(?:sft|reward|policy)\.((?:{shared})\b[^=]*)", flag):
-            raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
-        if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
-            raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use tldr_policy.py")
-    resume = cli.flag_value(argv, "--resume")
-    if not resume:
-        return cli.parse_args(PRESETS, argv, __doc__)
-    return sequence.joint_args(Args, Path(resume), argv, "tldr_all.py", __doc__)
+    names = {"script": "tldr_all.py", "policy_script": "tldr_policy.py"}
+    return sequence.parse(PRESETS, argv, **names, description=__doc__)
 
 
 def train(args: Args) -> tuple[Path, Path, Path]:

@@ -15,7 +15,6 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 import dataclasses
 import json
 import os
-import re
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,17 +61,8 @@ SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # argume
 
 
 def parse(argv: list[str]) -> Args:
-    """Read the command line. With --resume runs/<run>, the defaults are the arguments of that run."""
-    for flag in argv:
-        shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
-        if match := re.match(rf"--(?:reward|policy)\.((?:{shared})\b[^=]*)", flag):
-            raise InputError(f"{match[0]}: both parts share it; give --{match[1]}")
-        if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
-            raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use train_policy.py")
-    resume = cli.flag_value(argv, "--resume")
-    if not resume:
-        return cli.parse_args(PRESETS, argv, __doc__)
-    return sequence.joint_args(Args, Path(resume), argv, "train_both.py", __doc__)
+    names = {"script": "train_both.py", "policy_script": "train_policy.py"}
+    return sequence.parse(PRESETS, argv, **names, description=__doc__)
 
 
 def train(args: Args) -> tuple[Path, Path]:

@@ -27,7 +27,7 @@ from runs import (
 torch.set_num_threads(1)
 
 # The files that take longest, longest first: so that several workers, each with a file at a time, end together.
-LONGEST = ["invariance", "tldr_runs", "safety", "ablations", "soak", "end_to_end", "compare", "speed"]
+LONGEST = ["invariance", "tldr_runs", "safety", "soak", "end_to_end", "compare", "speed"]
 LONGEST += [
     "rlvr_async",
     "device",

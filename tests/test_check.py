@@ -16,7 +16,6 @@ import our_adapter
 import pytest
 import torch
 
-from benchmark.interoperability import others
 from ppo_rlhf.check import __main__ as command, calls, cases, child, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
 from ppo_rlhf.lib.errors import InputError
@@ -505,16 +504,6 @@ def test_the_page_lists_every_function_with_its_arguments():
     assert f"[{len(rows)} functions]" in PAGE and rows.keys() == set(cases.NAMES)
     for name, cell in rows.items():
         assert re.findall(r"`(\w+)", cell) == list(inspect.signature(getattr(forms, name)).parameters), name
-
-
-def test_the_page_about_other_libraries_has_the_committed_results():
-    page = (ROOT / "benchmark/results/others/README.md").read_text()
-    for adapter, (library, _, _) in others.PACKAGES.items():
-        found = json.loads((others.RESULTS / f"{adapter}.json").read_text())
-        assert found["library"] == library and re.fullmatch("[0-9a-f]{40}", found["commit"])
-        assert others.table(found) in page
-        assert all(function["ok"] or function["diagnoses"] for function in found["functions"])  # as the page says
-    assert page.count("| function | cases |") == len(others.PACKAGES) == len(list(others.ADAPTERS.glob("*.py")))
 
 
 def test_the_golden_numbers_in_the_package_are_few():

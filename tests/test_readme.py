@@ -382,7 +382,7 @@ def test_a_project_without_a_commit_is_found():
     assert undated("verl at commit\n# b178a3c") == set()
 
 
-NO_COMMANDS = {"experiments/ablation_list", "cost/speed_runs"}
+NO_COMMANDS = {"cost/speed_runs"}
 
 
 def test_flags_of_the_benchmark_exist():

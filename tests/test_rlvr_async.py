@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -454,40 +453,6 @@ def test_an_address_where_nothing_listens_ends_in_one_line_at_once(monkeypatch, 
     assert line.startswith(f"--ray_address {address}: ") and "`ray start --head`" in line and "\n" not in line
 
 
-def deaf(connection: socket.socket) -> None:
-    connection.recv(1)  # and no answer
-
-
-def web_server(connection: socket.socket) -> None:
-    connection.recv(100)
-    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"), [(deaf, "timed out"), (web_server, "a program other than Ray listens there")]
-)
-@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
-def test_an_address_where_another_program_listens_ends_in_one_line(monkeypatch, form, answer, words):
-    """Ray itself would try for twelve minutes here, too."""
-    connect = socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", lambda place, timeout: connect(place, timeout / 20))
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked"))
-    kept = []  # a connection that is forgotten would be closed
-    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as program:
-        address = form.format(listening.getsockname()[1])
-        program.submit(lambda: (kept.append(listening.accept()[0]), answer(kept[0])))
-        with pytest.raises(InputError) as caught, rlvr_async.connected(Args(ray_address=address)):
-            pass
-    assert str(caught.value).startswith(f"--ray_address {address}: {words}; `ray start --head`")
-
-
-def test_a_cluster_answers_a_greeting(cluster):
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    rlvr_async.greet(host, int(port))
-
-
 RAY = """
 import pathlib, signal, sys, threading, time
 
@@ -543,25 +508,6 @@ def test_more_threads_than_cores_are_said(monkeypatch, capsys, staleness, worker
         "2 processes of 2 threads each share 2 cores and slow each other down; PPO_",
     )
     assert (f"{words}RLHF_THREADS=1" in said) == ("slow each other down" in said) == crowded
-
-
-WITNESSED = """
-import os, sys
-from ppo_rlhf import rlvr_async
-
-with rlvr_async.last_words():
-    os._exit(7) if sys.argv[1] == "at once" else sys.exit(3)
-"""
-
-
-@pytest.mark.parametrize(("way", "status"), [("at once", 7), ("in order", 3)])
-def test_a_learner_that_ray_ends_at_once_has_last_words(tmp_path, way, status):
-    (tmp_path / "witnessed.py").write_text(WITNESSED)
-    launched, begun = Launched(tmp_path / "witnessed.py", way, folder=tmp_path), time.monotonic()
-    assert launched.wait(60).status == status
-    while "Ray was lost" not in launched.wait().stderr and time.monotonic() < begun + (20 if status == 7 else 0):
-        time.sleep(0.05)
-    assert ("Ray was lost" in launched.wait().stderr) == (status == 7)
 
 
 def test_an_engine_takes_whole_weights_and_samples_by_no_others(tiny_sums):

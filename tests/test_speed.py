@@ -249,45 +249,6 @@ def make_environment(folder: Path, chapter: int) -> Path:
     return environment
 
 
-# A script as lm-human-preference-details has one: what it imports, how it is called, what it logs.
-DETAILS = """
-import sys, time
-from functools import partial
-from datasets import load_dataset
-from torch.optim.optimizer import _dispatch_sqrt
-from torch.utils.tensorboard import SummaryWriter
-if __name__ == "__main__":
-    assert _dispatch_sqrt(9) == 3
-    texts = load_dataset("bookcorpus", split="train")["text"]
-    assert len(texts) > 100 and len(texts[0].split()) > 20
-    flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    assert (int(flags["--task.query_length"]), int(flags["--task.response_length"])) == (16, 8)
-    data = load_dataset("bookcorpus", split="train")
-    data.set_transform(partial(lambda rows, response_length: {"length": [response_length]}, response_length=8))
-    assert data[:1] == {"length": [16]}
-    writer = SummaryWriter("events")
-    for update in range(int(flags["--ppo.total_episodes"]) // int(flags["--ppo.local_batch_size"])):
-        time.sleep(0.1)
-        writer.add_scalar("ppo/loss", 0.0, update)
-        writer.add_scalar("ppo/episode", update, update)
-"""
-
-
-def test_speed_of_a_peer_beside_ours(tmp_path):
-    package = tmp_path / "details/lm_human_preference_details"
-    package.mkdir(parents=True)
-    (package / "train_policy_accelerate.py").write_text(DETAILS)
-    make_environment(tmp_path / "speed", chapter=1)
-    more = ["--peer", "details", "--details_path", str(tmp_path / "details"), "--folder", str(tmp_path / "speed")]
-    more += ["--query_length", "16", "--output", str(tmp_path / "out.json")]
-    result = launch(SPEED, *SMALL, *more, folder=tmp_path)
-    assert result.status == 0, result.stdout + result.stderr
-    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert 0.1 <= runs["details"][0]["seconds_per_update"] < 60
-    ratio = runs["ours"][0]["episodes_per_second"] / runs["details"][0]["episodes_per_second"]
-    assert f"{ratio:.3g} [{ratio:.3g}, {ratio:.3g}]" in result.stdout
-
-
 # GRPOTrainer as TRL has one: every prompt comes so many times, and its callbacks hear of each optimiser step.
 GRPO = """
 import time
@@ -345,9 +306,6 @@ def test_speed_of_chapter_3(tmp_path):
 
 
 BAD = {
-    "no checkout": (["--peer", "details"], "--details_path"),
-    "another checkout": (["--peer", "details", "--details_path", "."], "train_policy_accelerate.py"),
-    "another chapter": (["--peer", "details", "--details_path", ".", "--chapter", "3"], "one of --chapter 1"),
     "no compiler": (["--chapter", "3", "--compile"], "--compile goes with --chapter 1"),
     "micro-batches": (["--micro_batch_size", "3", "--processes", "2"], "does not divide by 2 processes"),
 }

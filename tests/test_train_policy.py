@@ -687,7 +687,7 @@ def test_a_policy_has_one_scorer_and_finds_the_newest_reward_model(args: Args, t
 )
 def test_a_joint_run_refuses_what_both_parts_share(part: str, flag: str):
     for words in ([f"--{part}.{flag}", "1"], [f"--{part}.{flag}=1"]):
-        with pytest.raises(InputError, match=rf"^--{part}\.{flag}: both parts share it; give --{flag}$"):
+        with pytest.raises(InputError, match=rf"^--{part}\.{flag}: all stages share it; give --{flag}$"):
             train_both.parse(["--preset", "tales", *words])
 
 

@@ -2,8 +2,7 @@
 
     python benchmark/cost/speed.py   # ours alone, the small model of tales
     python benchmark/cost/speed.py --peer trl --query_length 64
-    python benchmark/cost/speed.py --peer details trl --details_path lm-human-preference-details --base_model gpt2 \\
-        --batch_size 16 --dtype float32 bfloat16
+    python benchmark/cost/speed.py --peer trl --base_model gpt2 --batch_size 16 --dtype float32 bfloat16
     python benchmark/cost/speed.py --query_length 64 --shortest_query 24 --peer trl
     python benchmark/cost/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 \\
         --batch_size 256 --minibatches 2 --epochs 1 --peer trl --share_prefixes False True
@@ -77,8 +76,7 @@ from ppo_rlhf.worlds import smollm, sums
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
-DETAILS_SCRIPT = "lm_human_preference_details/train_policy_accelerate.py"
-PLACES = ("folder", "output", "peer_python", "details_path")  # arguments that say nothing about what was measured
+PLACES = ("folder", "output", "peer_python")  # arguments that say nothing about what was measured
 WARM_UP = 1  # updates of each run that do not count
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}
 PYTHIA = {
@@ -121,8 +119,6 @@ REMARKS = {
     1: {
         "trl": "TRL runs in float32; it also trains a value network of the same size as the policy, which "
         "nearly doubles its work; it uses AdamW and whitens no rewards.",
-        "details": "lm-human-preference-details is its published script, in float32, with its TensorFlow-style Adam; "
-        "it whitens the whole batch at once.",
     },
     3: {
         "trl": "TRL's GRPOTrainer runs in float32, generates by itself, without vLLM, and keeps activations as ours "
@@ -167,12 +163,10 @@ class Args:
     """chapter 1: compile our models"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
-    peer: tuple[Literal["trl", "details"], ...] = ()
+    peer: tuple[Literal["trl"], ...] = ()
     """implementations to compare with ours"""
     peer_python: str = ""
     """interpreter of an environment with this TRL; by default one is made from the package index"""
-    details_path: Path | None = None
-    """a checkout of lm-human-preference-details"""
     updates: int = 3
     """measured updates of each run"""
     pairs: int = 5
@@ -346,7 +340,7 @@ class Runner:
     """Who runs: a row of the table."""
 
     name: str
-    kind: Literal["ours", "trl", "details"]
+    kind: Literal["ours", "trl"]
     python: str
     dtype: str
     processes: int = 1
@@ -371,7 +365,6 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
     settings = inputs | {
         "chapter": args.chapter,
         "folder": str(folder),
-        "details_script": str(args.details_path and (args.details_path / DETAILS_SCRIPT).resolve()),
         "query_length": args.query_length,
         "response_length": args.response_length,
         "batch_size": args.batch_size,
@@ -500,18 +493,12 @@ def main(args: Args) -> int:
     for processes in args.processes:
         if args.micro_batch_size % processes:
             raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {processes} processes")
-    if "details" in args.peer and args.chapter == 3:
-        raise InputError("--peer details is one of --chapter 1")
     if args.compile and args.chapter == 3:
         raise InputError("--compile goes with --chapter 1")
     if args.share_prefixes != (True,) and args.chapter == 1:
         raise InputError("--share_prefixes goes with --chapter 3")
     if args.shortest_query > args.query_length:
         raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")
-    if "details" in args.peer and args.details_path is None:
-        raise InputError("--peer details needs --details_path, a checkout of lm-human-preference-details")
-    if "details" in args.peer and not (args.details_path / DETAILS_SCRIPT).exists():
-        raise InputError(f"--details_path {args.details_path} has no {DETAILS_SCRIPT}")
     if args.output and args.output.exists():
         raise InputError(f"--output {args.output} exists; remove it or choose another name")
     inputs, who = make_inputs(args), runners(args)

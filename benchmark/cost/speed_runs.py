@@ -1,6 +1,6 @@
 """The processes that speed.py starts: one training run each, of ours or of a peer, with the times of its updates.
 
-    python speed_runs.py ours|trl|details <settings.json> <result.json>
+    python speed_runs.py ours|trl <settings.json> <result.json>
 
 settings.json is made by speed.py. The result holds: `updates`, the time (seconds since the epoch) at which each
 update ended; `phases`, seconds in each part of each update (ours only); `peak_memory` in bytes (on a CPU, the
@@ -9,11 +9,9 @@ of a query and of a response on average, and of the shortest and the longest res
 of its own, so nothing of ppo_rlhf is imported before it is known to be ours.
 """
 
-import functools
 import json
 import os
 import resource
-import runpy
 import statistics
 import sys
 import time
@@ -338,58 +336,13 @@ def grpo(settings: Settings) -> Result:
     return finish(updates, trainer.accelerator.device, settings, tokens=tokens_of(queries, responses))
 
 
-def details(settings: Settings) -> Result:
-    """lm-human-preference-details, its script unmodified.
-
-    What is put under it: a function of PyTorch that the script imports and that is gone; our texts in place of a data
-    set of the hub; and the length of queries, which it would cut to the length of the responses.
-    """
-    import datasets
-    from torch.utils.tensorboard import SummaryWriter
-
-    updates = []
-
-    def add_scalar(writer: SummaryWriter, tag: str, *args: Any, **kwargs: Any) -> None:
-        if tag == "ppo/episode":  # the last number of an update
-            updates.append(time.time())
-        add_scalar_untimed(writer, tag, *args, **kwargs)
-
-    texts = [json.loads(line) for line in Path(settings["texts"]).read_text().splitlines()]
-    sys.modules["torch.optim.optimizer"]._dispatch_sqrt = lambda x: x**0.5
-    datasets.load_dataset = lambda name, split: datasets.Dataset.from_dict({"text": texts})
-    set_transform, length = datasets.Dataset.set_transform, settings["query_length"]
-    datasets.Dataset.set_transform = lambda dataset, transform: set_transform(
-        dataset, functools.partial(transform, response_length=length)
-    )
-    add_scalar_untimed, SummaryWriter.add_scalar = SummaryWriter.add_scalar, add_scalar
-    flags = {
-        "base_model": settings["model"],
-        "rewards.trained_model": "",
-        "save_path": "",
-        "print_sample_output_freq": 0,
-        "task.query_length": settings["query_length"],
-        "task.response_length": settings["response_length"],
-        "ppo.total_episodes": settings["batch_size"] * settings["updates"],
-        "ppo.local_batch_size": settings["batch_size"],
-        "ppo.gradient_accumulation_steps": settings["batch_size"]
-        // (settings["micro_batch_size"] or settings["batch_size"]),
-        "ppo.noptepochs": settings["epochs"],
-    }
-    sys.argv = [
-        settings["details_script"],
-        *(word for flag, value in flags.items() for word in (f"--{flag}", str(value))),
-    ]
-    runpy.run_path(settings["details_script"], run_name="__main__")
-    return finish(updates, torch.device("cuda" if torch.cuda.is_available() else "cpu"), settings)
-
-
 if __name__ == "__main__":
     if len(sys.argv) != 4:
         print(__doc__)
         sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     kind, settings_file, result_file = sys.argv[1:]
     settings = json.loads(Path(settings_file).read_text())
-    runs = {1: {"ours": ours, "trl": trl, "details": details}, 3: {"ours": rlvr, "trl": grpo}}
+    runs = {1: {"ours": ours, "trl": trl}, 3: {"ours": rlvr, "trl": grpo}}
     result = runs[settings["chapter"]][kind](settings)
     if os.environ.get("RANK", "0") == "0":
         Path(result_file).write_text(json.dumps(result))

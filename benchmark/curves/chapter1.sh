@@ -7,7 +7,7 @@
 #     sentiment-1gpu descriptiveness-1gpu         the same on one GPU
 #     tales tales-descriptiveness                 the small world, ten seeds on a CPU
 #     overoptimisation-320 -640 -4992             the small world, that many labels and no controller, four seeds
-#     torch-adam gradient-accumulation            what lm-human-preference-details varied, on eight GPUs
+#     gradient-accumulation                       what lm-human-preference-details varied, on eight GPUs
 #     gpt2-medium gpt2-large gpt2-xl              other base models, on eight GPUs
 #     cerebras-111m                               the same; MODEL says where cerebras/Cerebras-GPT-111M lies with
 #                                                 safetensors, which its main branch lacks: a folder, or name@revision
@@ -50,10 +50,8 @@ for experiment in "$@"; do
         free="--policy.rewards.adaptive_kl.target None --policy.rewards.kl_coef 0.001"
         seeds "$experiment" 4 "python $both --preset tales $labels $free --policy.ppo.total_episodes 9600" ;;
 
-    # The ablations of lm-human-preference-details, on its task. Pythia is missing: the labels are token ids of GPT-2,
+    # An ablation of lm-human-preference-details, on its task. Pythia is missing: the labels are token ids of GPT-2,
     # and train_reward.py refuses to read them with another tokenizer.
-    torch-adam)
-        seeds "$experiment" 10 "$eight benchmark/experiments/ablations.py with torch-adam $both --preset descriptiveness $track" ;;
     gradient-accumulation) # 64 pieces of one episode; here a memory knob, so nothing may happen
         pieces="--policy.ppo.local_micro_batch_size 1 --reward.local_micro_batch_size 1"
         seeds "$experiment" 5 "$eight $both --preset descriptiveness $track $pieces" ;;

@@ -170,33 +170,18 @@ def print_case(adapter: Path, which: str, timeout: float, python: str) -> bool:
 
 
 def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:
-    return json.dumps(
-        {
-            "adapter": adapter,
-            "ok": all(report.ok for report in reports),
-            "functions": [
-                {
-                    "function": report.function,
-                    "ok": report.ok,
-                    "cases": report.cases,
-                    "matches": report.matches,
-                    "largest_error": report.error if math.isfinite(report.error) else None,
-                    "left_out": report.left_out,
-                    "missing": report.missing,
-                    "unseen": report.unseen,
-                    "gradients": report.gradients,
-                    "failed": report.failed,
-                    "changes": report.changes,
-                    "diagnoses": [[described(fault) for fault in found] for found in report.diagnoses],
-                    "nearest": [described(fault) | {"cases": count} for fault, count in report.nearest],
-                    "hints": report.hints,
-                }
-                for report in reports
-            ],
-            "not_checked": others,
-        },
-        indent=1,
-    )
+    names = ("function", "ok", "cases", "matches", "left_out", "missing", "unseen", "gradients", "failed", "changes")
+    functions = [
+        {name: getattr(report, name) for name in (*names, "hints")}
+        | {
+            "largest_error": report.error if math.isfinite(report.error) else None,
+            "diagnoses": [[described(fault) for fault in found] for found in report.diagnoses],
+            "nearest": [described(fault) | {"cases": count} for fault, count in report.nearest],
+        }
+        for report in reports
+    ]
+    ok = all(report.ok for report in reports)
+    return json.dumps({"adapter": adapter, "ok": ok, "functions": functions, "not_checked": others}, indent=1)
 
 
 def described(fault: faults.Fault) -> dict[str, Any]:

@@ -1,30 +1,24 @@
-"""One update of chapter 1 in plain arithmetic: a function for each step, on lists of numbers.
+"""Every number of a token, from its log-prob to its loss, in plain arithmetic: a function for each step.
 
-train_policy.py computes with tensors, many episodes at a time. This module computes the same numbers slowly, one
-token after the other, so that each can be followed with a pocket calculator. It shares no code with train_policy.py,
-and adds up a sum where train_policy.py uses a recursion. A test compares the two. docs/chapter1.md shows one update
-in these numbers.
+The training scripts compute with tensors, many episodes at a time. This module computes the same numbers slowly, one
+token after the other, so that each can be followed with a pocket calculator. It shares no code with the scripts, and
+adds up a sum where they use a recursion. Tests compare the two. `derive` and `explain` do all steps, for an episode
+of a trace of any chapter.
 
-A row is a list with a number for each token of a response; rows have equal lengths. Log-probs and the KL divergence
-are in nats.
+A row is a list with a number for each token of a response. Log-probs and the KL divergence are in nats.
 """
 
 import math
 import re
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = Sequence[float]
-Rows = Sequence[Row]
 
 
-# ---- Steps 4 and 5: score and rewards --------------------------------------------------------------------------
-
-
-def score(raw_score: float, stopped: bool, penalty: float) -> float:
-    """The score of a response. A penalty takes its place if there is no stop token."""
-    return raw_score if stopped else penalty
+# ---- Steps 4 and 5: rewards -----------------------------------------------------------------------------------
 
 
 def kl(logprobs: Row, ref_logprobs: Row) -> list[float]:
@@ -39,27 +33,6 @@ def rewards(score: float, kl: Row, kl_coef: float) -> list[float]:
 
 
 # ---- Step 6: advantages and returns ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Whitened:
-    """Rows that were whitened together, and the two numbers that all of them share."""
-
-    rows: list[list[float]]
-    mean: float
-    deviation: float
-
-
-def whiten(rows: Rows, *, keep_mean: bool) -> Whitened:
-    """(x - mean) / deviation over all numbers of a group; keep_mean adds the mean back.
-
-    The variance divides by how many numbers there are, not by one less, and 1e-8 is added to it.
-    """
-    numbers = [number for row in rows for number in row]
-    mean = math.fsum(numbers) / len(numbers)
-    deviation = math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / len(numbers) + 1e-8)
-    shift = mean if keep_mean else 0.0
-    return Whitened([[(number - mean) / deviation + shift for number in row] for row in rows], mean, deviation)
 
 
 def temporal_differences(rewards: Row, values: Row, gamma: float) -> list[float]:
@@ -87,11 +60,6 @@ def returns(advantages: Row, values: Row) -> list[float]:
 # ---- Step 7: losses --------------------------------------------------------------------------------------------
 
 
-def ratio(new_logprob: float, logprob: float) -> float:
-    """How much likelier the token has become since it was sampled: p_new / p_old."""
-    return math.exp(new_logprob - logprob)
-
-
 def clip(number: float, low: float, high: float) -> float:
     return min(max(number, low), high)
 
@@ -113,134 +81,10 @@ class Term:
         return self.clipped > self.free
 
 
-def policy_term(ratio: float, advantage: float, cliprange: float) -> Term:
-    """-A * ratio and -A * clip(ratio, 1 - range, 1 + range)."""
-    return Term(-advantage * ratio, -advantage * clip(ratio, 1 - cliprange, 1 + cliprange))
-
-
 def value_term(new_value: float, value: float, return_: float, cliprange_value: float) -> Term:
     """(V - R)^2 and (clip(V, V_old - range, V_old + range) - R)^2. The loss takes half of the mean."""
     clipped_value = clip(new_value, value - cliprange_value, value + cliprange_value)
     return Term((new_value - return_) ** 2, (clipped_value - return_) ** 2)
-
-
-# ---- Step 8: the KL coefficient --------------------------------------------------------------------------------
-
-
-def kl_error(kl: float, target: float) -> float:
-    """How far the KL per response is off its target, as a share of it, at most 0.2 either way."""
-    return clip(kl / target - 1, -0.2, 0.2)
-
-
-def next_kl_coef(kl_coef: float, error: float, episodes: int, horizon: float) -> float:
-    """beta * (1 + error * episodes / horizon)"""
-    return kl_coef * (1 + error * episodes / horizon)
-
-
-# ---- All steps -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """The numbers of one pass over the episodes, before its optimiser step."""
-
-    ratios: list[list[float]]
-    policy_terms: list[list[Term]]
-    value_terms: list[list[Term]]
-    policy_loss: float
-    value_loss: float
-    total_loss: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """Every number of an update; lists have an entry for each episode."""
-
-    scores: list[float]
-    kl: list[list[float]]
-    rewards: list[list[float]]
-    whitened_rewards: Whitened
-    deltas: list[list[float]]
-    advantages: list[list[float]]
-    returns: list[list[float]]
-    whitened_advantages: Whitened
-    epochs: list[Epoch]
-    mean_kl: float  # per response
-    kl_error: float
-    next_kl_coef: float
-
-
-def update(recorded: Mapping[str, Any], settings: Mapping[str, float]) -> Update:
-    """All steps, for one group whose rewards are whitened and which is one minibatch.
-
-    recorded: raw_scores and stopped, a number for each episode; logprobs, ref_logprobs and values, rows; epochs, each
-    with the rows new_logprobs and new_values that the models say before its step. settings: those of train_policy.py.
-    """
-    old_logprobs, values = recorded["logprobs"], recorded["values"]
-    kl_coef, gamma = settings["kl_coef"], settings["gamma"]
-    scores = [
-        score(raw_score, stopped, settings["penalty_reward_value"])
-        for raw_score, stopped in zip(recorded["raw_scores"], recorded["stopped"], strict=True)
-    ]
-    kl_rows = [kl(*rows) for rows in zip(old_logprobs, recorded["ref_logprobs"], strict=True)]
-    reward_rows = [rewards(*row, kl_coef) for row in zip(scores, kl_rows, strict=True)]
-    whitened_rewards = whiten(reward_rows, keep_mean=True)
-    deltas = [temporal_differences(*rows, gamma) for rows in zip(whitened_rewards.rows, values, strict=True)]
-    advantage_rows = [advantages(row, gamma, settings["lam"]) for row in deltas]
-    return_rows = [returns(*rows) for rows in zip(advantage_rows, values, strict=True)]
-    whitened_advantages = whiten(advantage_rows, keep_mean=False)
-    old = {"logprobs": old_logprobs, "values": values, "advantages": whitened_advantages.rows, "returns": return_rows}
-    mean_kl = math.fsum(part for row in kl_rows for part in row) / len(kl_rows)
-    error = kl_error(mean_kl, settings["target"])
-    return Update(
-        scores=scores,
-        kl=kl_rows,
-        rewards=reward_rows,
-        whitened_rewards=whitened_rewards,
-        deltas=deltas,
-        advantages=advantage_rows,
-        returns=return_rows,
-        whitened_advantages=whitened_advantages,
-        epochs=[
-            losses(one["new_logprobs"], one["new_values"], **old, settings=settings) for one in recorded["epochs"]
-        ],
-        mean_kl=mean_kl,
-        kl_error=error,
-        next_kl_coef=next_kl_coef(kl_coef, error, len(scores), settings["horizon"]),
-    )
-
-
-def losses(
-    new_logprobs: Rows,
-    new_values: Rows,
-    logprobs: Rows,
-    values: Rows,
-    advantages: Rows,
-    returns: Rows,
-    settings: Mapping[str, float],
-) -> Epoch:
-    """Step 7 for one pass: both losses are means over all tokens of all episodes. advantages: whitened."""
-
-    def each(function, *tables: Rows) -> list[list]:
-        return [[function(*of_token) for of_token in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
-
-    def mean(terms: list[list[Term]]) -> float:
-        found = [term.loss for row in terms for term in row]
-        return math.fsum(found) / len(found)
-
-    ratios = each(ratio, new_logprobs, logprobs)
-    policy_terms = each(lambda *x: policy_term(*x, settings["cliprange"]), ratios, advantages)
-    value_terms = each(lambda *x: value_term(*x, settings["cliprange_value"]), new_values, values, returns)
-    policy_loss, value_loss = mean(policy_terms), 0.5 * mean(value_terms)
-    total_loss = policy_loss + settings["vf_coef"] * value_loss
-    return Epoch(
-        ratios=ratios,
-        policy_terms=policy_terms,
-        value_terms=value_terms,
-        policy_loss=policy_loss,
-        value_loss=value_loss,
-        total_loss=total_loss,
-    )
 
 
 # ---- Chapters 2 and 3: other forms of the same steps -----------------------------------------------------------
@@ -357,50 +201,41 @@ NAN = float("nan")
 
 
 CHAPTERS = {"train": 1, "tldr": 2, "rlvr": 3}  # by the beginning of a script's name
+WHITENED = ("gae", "gdpo", "reinforce++", "reinforce++-baseline")  # estimators, unless the arguments say otherwise
 
 
 def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
     """The arguments that a derivation needs, under one name in all chapters. args, script: of meta.json."""
     ppo, shaping = args.get("ppo", {}), args.get("rewards", {})
-    chapter = CHAPTERS[script.split("_")[0]]
-    estimator, loss = ppo.get("advantage", "gae"), ppo.get("loss", "ppo")
+    estimator, loss, chosen = ppo.get("advantage", "gae"), ppo.get("loss", "ppo"), ppo.get("whiten_advantages")
     low, high = (ppo.get(name, ppo.get("cliprange", NAN)) for name in ("cliprange_low", "cliprange_high"))
-    whitened = estimator in ("gae", "gdpo", "reinforce++", "reinforce++-baseline")
-    found = {name: ppo.get(name, NAN) for name in ("gamma", "lam")}
-    found |= {
-        "chapter": chapter,
-        "estimator": estimator,
-        "loss": loss,
-        "high": high,
-        "vf_coef": ppo.get("vf_coef", 1),
-    }
-    found["low"] = (1.0 if loss == "cispo" else 0.2) if low is None else low
-    bound = ppo.get("cliprange_value", NAN)
-    found["cliprange_value"] = math.inf if bound is None else bound
-    found |= {"lam_alpha": ppo.get("lam_alpha"), "nll_coef": ppo.get("nll_coef", 0.0)}
-    found["critic_lam"] = ppo.get("critic_lam")  # None: lam
-    changes = ("critic_lam", "lam_alpha", "critic_explains")
-    found["own_targets"] = any(ppo.get(name) is not None for name in changes)
-    found |= {"dual_clip": ppo.get("dual_clip"), "trust_region": ppo.get("trust_region", 0.3)}
+    bound, way = ppo.get("cliprange_value", NAN), args.get("correction", "none")
+    usual = {"gamma": NAN, "lam": NAN, "vf_coef": 1, "nll_coef": 0.0, "trust_region": 0.3}
+    usual |= dict.fromkeys(("dual_clip", "lam_alpha", "critic_lam"))  # critic_lam: None is lam
+    usual_of_shaping = {"kl_estimator": "k1", "kl_loss_coef": 0.0, "kl_loss_estimator": "k3"}
     names = {"verifier": "verifier", "format": "format", "trained": "reward_model"}
     switches = {"verifier": True, "format": shaping.get("format"), "trained": shaping.get("trained_model")}
-    found["sources"] = {
-        name: shaping.get(f"{key}_weight", 1.0) for key, name in names.items() if switches[key]
-    }  # and their weights
-    found["aggregation"] = ppo.get("loss_aggregation", "token-mean")
-    found["whiten_rewards"] = bool(ppo.get("whiten_rewards", False))
-    chosen = ppo.get("whiten_advantages")
-    found["whiten_advantages"] = whitened if chosen is None else chosen
-    found["kl_estimator"] = shaping.get("kl_estimator", "k1")
-    found["penalised"] = shaping.get("kl_coef", 1.0) > 0
-    found["kl_loss_coef"] = shaping.get("kl_loss_coef", 0.0)
-    found["kl_loss_estimator"] = shaping.get("kl_loss_estimator", "k3")
-    # An older policy may have sampled (rlvr_async.py).
-    way = args.get("correction", "none")
-    way = ("decoupled" if args.get("staleness") else "none") if way == "auto" else way
-    found["off_policy_mask"] = args.get("off_policy_mask")
-    found |= {"correction": way, "level": args.get("correction_level", "token"), "cap": args.get("correction_cap", 0)}
-    return found
+    return {
+        **{name: ppo.get(name, value) for name, value in usual.items()},
+        **{name: shaping.get(name, value) for name, value in usual_of_shaping.items()},
+        "chapter": CHAPTERS[script.split("_")[0]],
+        "estimator": estimator,
+        "loss": loss,
+        "low": (1.0 if loss == "cispo" else 0.2) if low is None else low,
+        "high": high,
+        "cliprange_value": math.inf if bound is None else bound,
+        "own_targets": any(ppo.get(name) is not None for name in ("critic_lam", "lam_alpha", "critic_explains")),
+        "sources": {name: shaping.get(f"{key}_weight", 1.0) for key, name in names.items() if switches[key]},
+        "aggregation": ppo.get("loss_aggregation", "token-mean"),
+        "whiten_rewards": bool(ppo.get("whiten_rewards", False)),
+        "whiten_advantages": estimator in WHITENED if chosen is None else chosen,
+        "penalised": shaping.get("kl_coef", 1.0) > 0,
+        # An older policy may have sampled (rlvr_async.py).
+        "correction": ("decoupled" if args.get("staleness") else "none") if way == "auto" else way,
+        "level": args.get("correction_level", "token"),
+        "cap": args.get("correction_cap", 0),
+        "off_policy_mask": args.get("off_policy_mask"),
+    }
 
 
 def row_of(values: Sequence[float | None] | None, n: int) -> list[float]:
@@ -601,21 +436,21 @@ def losses_of(
         value_term(*x, s["cliprange_value"])
         for x in zip(new_values, found["values"], found.get("returns", [NAN] * n), strict=True)
     ]
+    branches = ("free", "clipped", "dual")
+
+    def both(mask: str, flags: Sequence[bool]) -> list[bool]:
+        return [counts_here and flag for counts_here, flag in zip(found[mask], flags, strict=True)]
+
     return {
         **{"old_logprobs": old, "new_logprobs": new, "new_values": new_values, "ratio": ratios, "weights": weights},
         "moved": [moved(*x) for x in zip(new, ratios, strict=True)],
         "log_ratio": [sequence] * n if s["loss"] == "gspo" else gaps,
         "clipped_ratio": [clip(ratio, 1 - s["low"], 1 + s["high"]) for ratio in ratios],
-        **{
-            f"is_{branch}": [
-                learns and term.branch == branch for learns, term in zip(found["learns"], terms, strict=True)
-            ]
-            for branch in ("free", "clipped", "dual")
-        },
+        **{f"is_{name}": both("learns", [term.branch == name for term in terms]) for name in branches},
         **{name: [getattr(term, name) for term in terms] for name in ("loss", "free", "clipped", "gradient")},
         "divisor": divided,
-        "is_kept": [learns and not out for learns, out in zip(found["learns"], masked, strict=True)],
-        "is_masked": [learns and out for learns, out in zip(found["learns"], masked, strict=True)],
+        "is_kept": both("learns", [not out for out in masked]),
+        "is_masked": both("learns", masked),
         "share": [w * term.loss / divided for w, term in zip(factors, terms, strict=True)],
         "nll_share": [-s["nll_coef"] * logprob / max(shared["right_tokens"], 1) for logprob in new],
         "kl_loss": kl_losses,
@@ -626,12 +461,8 @@ def losses_of(
         "value_free": [term.free for term in value_terms],
         "value_clipped": [term.clipped for term in value_terms],
         "value_loss": [0.5 * term.loss for term in value_terms],
-        "value_is_free": [
-            learns and not term.is_clipped for learns, term in zip(found["value_learns"], value_terms, strict=True)
-        ],
-        "value_is_clipped": [
-            learns and term.is_clipped for learns, term in zip(found["value_learns"], value_terms, strict=True)
-        ],
+        "value_is_free": both("value_learns", [not term.is_clipped for term in value_terms]),
+        "value_is_clipped": both("value_learns", [term.is_clipped for term in value_terms]),
         "value_divisor": value_divided,
         "value_share": [0.5 * term.loss / value_divided for term in value_terms],
     }
@@ -655,27 +486,39 @@ class Step:
     divisor: str = ""  # by which rounding grows
 
 
-CLIPPED = "max(−A'_t · ratio_t, −A'_t · clip(ratio_t, 1 − ε, 1 + ε))"
-VALUE_CLIPPED = "½ max((V_new − R_t)², (clip(V_new, V_t − ε_V, V_t + ε_V) − R_t)²)"
-GROUP_FORMS = {
+GROUP_FORMS = {  # place, formula, numbers, sentence
     "grpo": (
+        "grpo V33",
         "A_t = (R − μ) / (σ + 10⁻⁶)",
         "({total} − {group_mean}) / ({group_deviation} + 10⁻⁶)",
         "The deviation of the group is the unit, so a rare success counts for more.",
     ),
-    "dr_grpo": ("A_t = R − μ", "{total} − {group_mean}", "The advantage is not divided by the deviation."),
-    "reinforce++-baseline": ("A_t = R − μ", "{total} − {group_mean}", "The batch is whitened after that."),
+    "dr_grpo": (
+        "dr_grpo V36",
+        "A_t = R − μ",
+        "{total} − {group_mean}",
+        "The advantage is not divided by the deviation.",
+    ),
+    "reinforce++-baseline": (
+        "reinforce_pp_baseline V40",
+        "A_t = R − μ",
+        "{total} − {group_mean}",
+        "The batch is whitened after that.",
+    ),
     "maxrl": (
+        "maxrl V109",
         "A_t = (R − μ) / (μ + 10⁻⁶)",
         "({total} − {group_mean}) / ({group_mean} + 10⁻⁶)",
         "The mean, the share of correct responses, is the unit, so success at a hard prompt counts for more.",
     ),
     "rloo": (
+        "rloo V38",
         "A_t = n / (n − 1) · (R − μ)",
         "{group_size} / ({group_size} − 1) · ({total} − {group_mean})",
         "This is the total minus the mean of the other responses.",
     ),
     "opo": (
+        "opo V42",
         "A_t = R − Σ |y_i| R_i / Σ |y_i|",
         "{total} − {group_weighted_mean}",
         "In this mean, each response of the group is weighted by its length.",
@@ -699,514 +542,355 @@ DIVISORS = {
 }
 
 
+# Of each step: what it gives, its title, and other fields; then formula, numbers, sentence and places, a line each.
+# `when` has flags that must be set, or with ! must not be. `steps` fills in what begins with $.
+STEPS = """\
+logprobs: log-prob
+    log π(y_t | x, y_<t)
+    {logprobs}
+    How likely the policy found the token when it sampled it, in nats, read from the model.
+    train_policy.py make_rollout D25, tldr_policy.py respond T36, rlvr_policy.py read_responses V76
+ref_logprobs: log-prob, reference
+    log ρ(y_t | x, y_<t)
+    {ref_logprobs}
+    How likely the model that training started from finds the same token.
+    train_policy.py response_logprobs D47, tldr_policy.py reference_logprobs T35, rlvr_policy.py logprobs V57
+kl: KL; only pays; recorded kl
+    $kl_formula
+    $kl_numbers
+    $kl_sentence
+    train_policy.py compute_rewards D51, tldr_policy.py compute_rewards T42, rlvr_math.py kl_estimate V48
+rewards: reward; only is_inner; recorded rewards
+    r_t = −β · KL_t
+    −{kl_coef} · {kl}
+    $inner_sentence
+    train_policy.py compute_rewards D52, tldr_policy.py compute_rewards T43, rlvr_math.py compute_rewards V27
+rewards: reward; only is_last; recorded rewards
+    r_t = −β · KL_t + s
+    −{kl_coef} · {kl} + {score}
+    $last_sentence
+    train_policy.py compute_rewards D52, tldr_policy.py compute_rewards T43, rlvr_math.py compute_rewards V27
+whitened_rewards: whitened reward; only valued; divisor reward_deviation; when whiten_rewards
+    r'_t = (r_t − μ_r) / σ_r + μ_r
+    ({rewards} − {reward_mean}) / {reward_deviation} + {reward_mean}
+    Rewards of all tokens that are whitened together get the deviation 1 and keep their mean μ_r.
+    train_policy.py group_advantages D55, tldr_policy.py compute_advantages T44
+values: value; only valued; when gae
+    V_t
+    {values}
+    $value_sentence
+    train_policy.py forward D26, tldr_policy.py forward T38, rlvr_policy.py forward V30
+deltas: temporal difference; only valued; when gae
+    δ_t = $symbol + γ · V_t+1 − V_t
+    $reward + {gamma} · {next_values} − {values}
+    How much better, or below 0 worse, things went than the critic had expected.
+    train_policy.py compute_gae D56, tldr_policy.py compute_gae T44, rlvr_math.py gae V31
+policy_lam: lambda; only valued; when gae lam_alpha
+    λ = 1 − 1 / (α · |y|)
+    max(0, 1 − 1 / ({lam_alpha} · {valued_tokens}))
+    The longer the response, the closer to 1, so that its first token still hears of the score.
+    rlvr_math.py gae V106
+raw_advantages: advantage; only valued; recorded $recorded; when gae
+    A_t = δ_t + γ λ · A_t+1
+    {deltas} + {gamma} · {policy_lam} · {next_raw_advantages}
+    A token also gets credit for what follows it, and less the further away that is.
+    train_policy.py compute_gae D56, tldr_policy.py compute_gae T44, rlvr_math.py gae V31
+of_targets: advantage for the critic; only valued; when gae own_targets
+    G_t = δ_t + γ λ_V · G_t+1
+    {deltas} + {gamma} · {critic_lam} · {next_of_targets}
+    The critic's targets have a lambda of their own.
+    rlvr_math.py gae V105
+returns: return; only valued; recorded returns; when gae
+    R_t = $target + V_t
+    {of_targets} + {values}
+    The critic should have said this.
+    train_policy.py compute_gae D56, tldr_policy.py compute_gae T44, rlvr_math.py gae V31
+sums: rewards from here on; only valued; when reinforce++
+    G_t = r_t + γ · G_t+1
+    {rewards} + {gamma} · {next_sums}
+    Without a critic, a token gets everything that came after it.
+    rlvr_math.py reinforce_pp V39
+raw_advantages: advantage; only valued; recorded $recorded; when reinforce++
+    A_t = G_t
+    {sums}
+    This is the advantage before whitening.
+    rlvr_math.py reinforce_pp V39
+sums: rewards from here on; only valued; when remax
+    G_t = r_t + G_t+1
+    {rewards} + {next_sums}
+    Without a critic, a token gets everything that came after it.
+    rlvr_math.py remax V41
+raw_advantages: advantage; only valued; recorded $recorded; when remax
+    A_t = G_t − s_greedy
+    {sums} − {baselines}
+    The score of the greedy response to the same prompt shows what was to be expected.
+    rlvr_math.py remax V41
+scaled_SOURCE: SOURCE, scaled; when gdpo
+    z = (s − μ) / (σ + 10⁻⁶)
+    ({SOURCE} − {mean_SOURCE}) / ({deviation_SOURCE} + 10⁻⁶)
+    What this source says of the response, with the mean and deviation of the group.
+    rlvr_math.py gdpo V112
+raw_advantages: advantage; only valued; recorded $recorded; when gdpo
+    A_t = Σ w z
+    $sources
+    All tokens of the response share it. A point is worth more where it is rare in the group.
+    rlvr_math.py gdpo V112
+total: total; when group
+    R = Σ_t r_t
+    {total}
+    This is the whole reward of the response.
+    rlvr_math.py centred_scores V32
+group_mean: mean of the group; when group
+    μ = Σ_i R_i / n
+    ({totals}) / {group_size}
+    The other responses to the same prompt show what was to be expected.
+    rlvr_math.py centred_scores V32
+group_deviation: deviation of the group; when group
+    σ = √(Σ_i (R_i − μ)² / (n − 1))
+    {group_deviation}
+    It is 0 if all responses did equally well.
+    rlvr_math.py $group_place
+raw_advantages: advantage; only differ; recorded $recorded; when group
+    $group_formula
+    $group_numbers
+    All tokens of the response share it. $group_sentence
+    rlvr_math.py $group_place
+raw_advantages: advantage; only equal; recorded $recorded; when group
+    A_t = 0
+    0
+    $equal_sentence
+    rlvr_math.py centred_scores V34
+advantages: whitened advantage; only learns; recorded advantages; divisor advantage_deviation; when whiten_advantages
+    A'_t = (A_t − μ_A) / σ_A
+    ({raw_advantages} − {advantage_mean}) / {advantage_deviation}
+    Advantages of all tokens that are whitened together get mean 0 and deviation 1, so that the size of a step does
+    not depend on the scale of the scores.
+    train_policy.py group_advantages D58, tldr_policy.py whiten T44, rlvr_math.py whiten V45
+new_logprobs: new log-prob; only learns
+    log π_new(y_t)
+    {new_logprobs}
+    The policy said this in the chosen epoch, before its optimiser step.
+    train_policy.py ppo_update D62, tldr_policy.py ppo_update T48, rlvr_policy.py update V77
+ratio: ratio; only learns; when gspo
+    ratio = exp(mean over y of log π_new − log π)
+    exp({log_ratio})
+    The response has become this many times as likely, averaged over its tokens.
+    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py token_losses V65
+ratio: ratio; only learns; when !gspo !reinforce
+    ratio_t = π_new(y_t) / π(y_t)
+    exp({new_logprobs} − {old_logprobs})
+    The token has become this many times as likely since it was sampled.
+    $losses V58
+loss: policy loss of the token; only learns; when reinforce
+    −A_t · log π_new(y_t)
+    −{advantages} · {new_logprobs}
+    There is no ratio and no clip.
+    $losses V64
+loss: policy loss of the token; only learns; when cispo
+    −clip(ratio_t) · A_t · log π_new(y_t)
+    −{clipped_ratio} · {advantages} · {new_logprobs}
+    The clipped ratio is only a weight, so every token keeps its gradient.
+    $losses V66
+moved: change of the probability; only learns; when trust_region
+    π_new(y_t) − π(y_t)
+    exp({new_logprobs}) − exp({old_logprobs})
+    By how much the probability has grown since the token was sampled.
+    $losses V113
+loss: policy loss of the token; only is_free; when trust_region
+    −A'_t · ratio_t
+    −{advantages} · {ratio}
+    The probability is still in the trust region.
+    $losses V113
+loss: policy loss of the token; only is_clipped; when trust_region
+    0
+    0
+    The probability has left the trust region, so the token does not count.
+    $losses V113
+loss: policy loss of the token; only is_free; when clip
+    max(−A'_t · ratio_t, −A'_t · clip(ratio_t, 1 − ε, 1 + ε))
+    max({free}, {clipped})
+    The first of the two counts: the loss is not clipped, and the token has a gradient.
+    $losses V58
+loss: policy loss of the token; only is_clipped; when clip
+    max(−A'_t · ratio_t, −A'_t · clip(ratio_t, 1 − ε, 1 + ε))
+    max({free}, {clipped})
+    The second counts: the ratio has left its range in the direction that pays. The loss is constant.
+    $losses V58
+loss: policy loss of the token; only is_dual; when dual_clip
+    −A'_t · c
+    −{advantages} · {dual_clip}
+    A token of a bad response that became much more likely has a constant loss (dual clip).
+    $losses V59
+gradient: gradient; only is_free
+    ∂loss / ∂log π_new = $slope_formula
+    $slope_numbers
+    Descent makes the token more likely where this is below 0, and less likely where it is above.
+    $losses $slope_mark
+gradient: gradient; only is_clipped; when zeroed
+    ∂loss / ∂log π_new = 0
+    0
+    In this epoch, the token teaches the policy nothing.
+    $losses $slope_mark
+gradient: gradient; only is_dual; when dual_clip
+    ∂loss / ∂log π_new = 0
+    0
+    In this epoch, the token teaches the policy nothing.
+    $losses $slope_mark
+weights: importance weight; only learns; when weighted
+    w_t = min(π / π_sampler, cap)
+    {weights}
+    Older weights have sampled the response. This factor corrects for it.
+    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py importance_weights V85
+share: share of the policy loss; only $shares
+    $weight_formula / N
+    $weight_numbers / {divisor}
+    N is the divisor of the whole minibatch: $divisor.
+    train_policy.py policy_loss D61, tldr_policy.py policy_loss T45, rlvr_math.py aggregate V60
+share: share of the policy loss; only is_masked; when off_policy_mask
+    0
+    0
+    The response became so unlikely that it is no longer blamed (off-policy mask).
+    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py off_policy_mask V110
+nll_share: share of the likelihood loss; only is_right; when nll_coef
+    −μ · log π_new(y_t) / N_right
+    −{nll_coef} · {new_logprobs} / {right_tokens}
+    The response is right, so each of its tokens is made more likely, whatever its advantage.
+    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_policy.py micro_batch_loss V108
+kl_loss: KL in the loss; only learns; when kl_loss_coef
+    $kl_loss_formula
+    $kl_loss_numbers
+    In the loss, only the slope of this estimate acts.
+    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_policy.py kl_in_loss V49
+kl_share: share of the KL loss; only learns; when kl_loss_coef
+    β_loss · KL_t / N
+    {kl_loss_coef} · {kl_loss} / {divisor}
+    It has the divisor of the policy loss.
+    train_policy.py policy_loss D61, tldr_policy.py policy_loss T45, rlvr_math.py aggregate V60
+new_values: new value; only value_learns; when gae
+    V_new
+    {new_values}
+    The critic said this in the chosen epoch, before its optimiser step.
+    $value_losses
+value_loss: value loss of the token; only value_is_free; when gae
+    ½ max((V_new − R_t)², (clip(V_new, V_t − ε_V, V_t + ε_V) − R_t)²)
+    ½ max({value_free}, {value_clipped})
+    The first error counts: the critic has a gradient here.
+    $value_losses
+value_loss: value loss of the token; only value_is_clipped; when gae
+    ½ max((V_new − R_t)², (clip(V_new, V_t − ε_V, V_t + ε_V) − R_t)²)
+    ½ max({value_free}, {value_clipped})
+    The second error counts: the critic has moved as far towards the return as it may.
+    $value_losses
+value_share: share of the value loss; only value_learns; when gae
+    value loss_t / N_V
+    {value_loss} / {value_divisor}
+    N_V is what the minibatch's value loss is divided by.$value_weight
+    $value_losses
+"""
+
+
 def steps(settings: Mapping[str, Any]) -> list[Step]:
     """The lines of a run's derivations, in the order of the algorithm."""
-    s, chapter = settings, settings["chapter"]
-    found = [
-        Step(
-            result="logprobs",
-            title="log-prob",
-            formula="log π(y_t | x, y_<t)",
-            numbers="{logprobs}",
-            sentence="How likely the policy found the token when it sampled it, in nats, read from the model.",
-            where=(
-                "train_policy.py make_rollout D25",
-                "tldr_policy.py respond T36",
-                "rlvr_policy.py read_responses V76",
-            ),
-        ),
-        Step(
-            result="ref_logprobs",
-            title="log-prob, reference",
-            formula="log ρ(y_t | x, y_<t)",
-            numbers="{ref_logprobs}",
-            sentence="How likely the model that training started from finds the same token.",
-            where=(
-                "train_policy.py response_logprobs D47",
-                "tldr_policy.py reference_logprobs T35",
-                "rlvr_policy.py logprobs V57",
-            ),
-        ),
-    ]
-    rewards = (
-        "train_policy.py compute_rewards D52",
-        "tldr_policy.py compute_rewards T43",
-        "rlvr_math.py compute_rewards V27",
-    )
-    formula, numbers = KL_FORMS[s["kl_estimator"]]
-    found += [
-        Step(
-            result="kl",
-            title="KL",
-            formula=formula,
-            numbers=numbers,
-            sentence=(
-                "The exact divergence is a sum over the whole vocabulary, which the trace does not hold."
-                if s["kl_estimator"] == "full"
-                else "It is above 0 where the policy finds the token likelier than the reference does."
-            )
-            + (" The reward penalises it." if s["penalised"] else " β is 0, so the reward does not penalise it."),
-            where=(
-                "train_policy.py compute_rewards D51",
-                "tldr_policy.py compute_rewards T42",
-                "rlvr_math.py kl_estimate V48",
-            ),
-            recorded="kl",
-            only="pays",
-        ),
-        Step(
-            result="rewards",
-            title="reward",
-            formula="r_t = −β · KL_t",
-            numbers="−{kl_coef} · {kl}",
-            sentence="A token that moves the policy away from the reference pays for it."
-            if s["penalised"]
-            else "β is 0, so a token before the last has no reward.",
-            where=rewards,
-            recorded="rewards",
-            only="is_inner",
-        ),
-        Step(
-            result="rewards",
-            title="reward",
-            formula="r_t = −β · KL_t + s",
-            numbers="−{kl_coef} · {kl} + {score}",
-            sentence="The score s judges the whole response, so it is added once, at the end."
-            if chapter != 2
-            else "The score s judges the whole response. It is on the step after the last token, if there is one.",
-            where=rewards,
-            recorded="rewards",
-            only="is_last",
-        ),
-    ]
-    reward, symbol = "{rewards}", "r_t"
-    if s["whiten_rewards"]:
-        reward, symbol = "{whitened_rewards}", "r'_t"
-        found.append(
-            Step(
-                result="whitened_rewards",
-                title="whitened reward",
-                formula="r'_t = (r_t − μ_r) / σ_r + μ_r",
-                numbers="({rewards} − {reward_mean}) / {reward_deviation} + {reward_mean}",
-                sentence="Rewards of all tokens that are whitened together get the deviation 1 and keep their mean "
-                "μ_r.",
-                where=("train_policy.py group_advantages D55", "tldr_policy.py compute_advantages T44"),
-                only="valued",
-                divisor="reward_deviation",
-            )
-        )
-    found += estimator_steps(s, reward, symbol)
-    if s["whiten_advantages"]:
-        found.append(
-            Step(
-                result="advantages",
-                title="whitened advantage",
-                formula="A'_t = (A_t − μ_A) / σ_A",
-                numbers="({raw_advantages} − {advantage_mean}) / {advantage_deviation}",
-                sentence="Advantages of all tokens that are whitened together get mean 0 and deviation 1, so that "
-                "the size of a step does not depend on the scale of the scores.",
-                where=(
-                    "train_policy.py group_advantages D58",
-                    "tldr_policy.py whiten T44",
-                    "rlvr_math.py whiten V45",
-                ),
-                recorded="advantages",
-                only="learns",
-                divisor="advantage_deviation",
-            )
-        )
-    return found + loss_steps(s) + (value_steps(s) if s["estimator"] == "gae" else [])
-
-
-def estimator_steps(s: Mapping[str, Any], reward: str, symbol: str) -> list[Step]:
-    """Step 6: how a reward becomes an advantage."""
-    estimator = s["estimator"]
-    if estimator == "gae":
-        gae = ("train_policy.py compute_gae D56", "tldr_policy.py compute_gae T44", "rlvr_math.py gae V31")
-        critic = ("train_policy.py forward D26", "tldr_policy.py forward T38", "rlvr_policy.py forward V30")
-        adapts = s["lam_alpha"] is not None
-        own_lam = Step(
-            result="policy_lam",
-            title="lambda",
-            formula="λ = 1 − 1 / (α · |y|)",
-            numbers="max(0, 1 − 1 / ({lam_alpha} · {valued_tokens}))",
-            sentence="The longer the response, the closer to 1, so that its first token still hears of the score.",
-            where=("rlvr_math.py gae V106",),
-            only="valued",
-        )
-        own_targets = Step(
-            result="of_targets",
-            title="advantage for the critic",
-            formula="G_t = δ_t + γ λ_V · G_t+1",
-            numbers="{deltas} + {gamma} · {critic_lam} · {next_of_targets}",
-            sentence="The critic's targets have a lambda of their own.",
-            where=("rlvr_math.py gae V105",),
-            only="valued",
-        )
-        return [
-            Step(
-                result="values",
-                title="value",
-                formula="V_t",
-                numbers="{values}",
-                sentence="Before the token was written, the critic expected this sum of rewards from here on."
-                if s["chapter"] == 1
-                else "The critic, a network of its own, expected this sum of rewards before the token was written.",
-                where=critic,
-                only="valued",
-            ),
-            Step(
-                result="deltas",
-                title="temporal difference",
-                formula=f"δ_t = {symbol} + γ · V_t+1 − V_t",
-                numbers=f"{reward} + {{gamma}} · {{next_values}} − {{values}}",
-                sentence="How much better, or below 0 worse, things went than the critic had expected.",
-                where=gae,
-                only="valued",
-            ),
-            *([own_lam] if adapts else []),
-            Step(
-                result="raw_advantages",
-                title="advantage",
-                formula="A_t = δ_t + γ λ · A_t+1",
-                numbers="{deltas} + {gamma} · {policy_lam} · {next_raw_advantages}",
-                sentence="A token also gets credit for what follows it, and less the further away that is.",
-                where=gae,
-                recorded="" if s["whiten_advantages"] else "advantages",
-                only="valued",
-            ),
-            *([own_targets] if s["own_targets"] else []),
-            Step(
-                result="returns",
-                title="return",
-                formula="R_t = G_t + V_t" if s["own_targets"] else "R_t = A_t + V_t",
-                numbers="{of_targets} + {values}",
-                sentence="The critic should have said this.",
-                where=gae,
-                recorded="returns",
-                only="valued",
-            ),
-        ]
-    recorded = "" if s["whiten_advantages"] else "advantages"
-    if estimator in ("reinforce++", "remax"):
-        gamma = "γ · " if estimator == "reinforce++" else ""
-        sums = Step(
-            result="sums",
-            title="rewards from here on",
-            formula=f"G_t = r_t + {gamma}G_t+1",
-            numbers="{rewards} + {gamma} · {next_sums}" if gamma else "{rewards} + {next_sums}",
-            sentence="Without a critic, a token gets everything that came after it.",
-            where=(f"rlvr_math.py {'reinforce_pp V39' if gamma else 'remax V41'}",),
-            only="valued",
-        )
-        if gamma:
-            formula, numbers, sentence = "A_t = G_t", "{sums}", "This is the advantage before whitening."
-        else:
-            formula, numbers = "A_t = G_t − s_greedy", "{sums} − {baselines}"
-            sentence = "The score of the greedy response to the same prompt shows what was to be expected."
-        last = Step(
-            result="raw_advantages",
-            title="advantage",
-            formula=formula,
-            numbers=numbers,
-            sentence=sentence,
-            where=sums.where,
-            recorded=recorded,
-            only="valued",
-        )
-        return [sums, last]
-    if estimator == "gdpo":
-        found = [
-            Step(
-                result=f"scaled_{name}",
-                title=f"{name.replace('_', ' ')}, scaled",
-                formula="z = (s − μ) / (σ + 10⁻⁶)",
-                numbers=f"({{{name}}} − {{mean_{name}}}) / ({{deviation_{name}}} + 10⁻⁶)",
-                sentence="What this source says of the response, with the mean and deviation of the group.",
-                where=("rlvr_math.py gdpo V112",),
-            )
-            for name in s["sources"]
-        ]
-        last = Step(
-            result="raw_advantages",
-            title="advantage",
-            formula="A_t = Σ w z",
-            numbers=" + ".join(f"{{weight_{name}}} · {{scaled_{name}}}" for name in s["sources"]),
-            sentence="All tokens of the response share it. A point is worth more where it is rare in the group.",
-            where=("rlvr_math.py gdpo V112",),
-            recorded=recorded,
-            only="valued",
-        )
-        return [*found, last]
-    formula, numbers, sentence = GROUP_FORMS[estimator]
-    name = {"reinforce++-baseline": "reinforce_pp_baseline V40", "grpo": "grpo V33", "dr_grpo": "dr_grpo V36"}
-    name |= {"maxrl": "maxrl V109"}
-    equally = "All responses of the group did equally well, so there is nothing to learn from their differences."
-    equally = "All responses did equally well, or their mean is not above 0." if estimator == "maxrl" else equally
-    where = (f"rlvr_math.py {(name | {'rloo': 'rloo V38', 'opo': 'opo V42'})[estimator]}",)
-    centred = ("rlvr_math.py centred_scores V32",)
-    return [
-        Step(
-            result="total",
-            title="total",
-            formula="R = Σ_t r_t",
-            numbers="{total}",
-            sentence="This is the whole reward of the response.",
-            where=centred,
-        ),
-        Step(
-            result="group_mean",
-            title="mean of the group",
-            formula="μ = Σ_i R_i / n",
-            numbers="({totals}) / {group_size}",
-            sentence="The other responses to the same prompt show what was to be expected.",
-            where=centred,
-        ),
-        Step(
-            result="group_deviation",
-            title="deviation of the group",
-            formula="σ = √(Σ_i (R_i − μ)² / (n − 1))",
-            numbers="{group_deviation}",
-            sentence="It is 0 if all responses did equally well.",
-            where=where,
-        ),
-        Step(
-            result="raw_advantages",
-            title="advantage",
-            formula=formula,
-            numbers=numbers,
-            sentence=f"All tokens of the response share it. {sentence}",
-            where=where,
-            recorded=recorded,
-            only="differ",
-        ),
-        Step(
-            result="raw_advantages",
-            title="advantage",
-            formula="A_t = 0",
-            numbers="0",
-            sentence=equally,
-            where=("rlvr_math.py centred_scores V34",),
-            recorded=recorded,
-            only="equal",
-        ),
-    ]
-
-
-def loss_steps(s: Mapping[str, Any]) -> list[Step]:
-    """Step 7: the policy's loss."""
-    where = ("train_policy.py policy_loss D60", "tldr_policy.py policy_loss T45", "rlvr_math.py token_losses V58")
-    found = [
-        Step(
-            result="new_logprobs",
-            title="new log-prob",
-            formula="log π_new(y_t)",
-            numbers="{new_logprobs}",
-            sentence="The policy said this in the chosen epoch, before its optimiser step.",
-            where=("train_policy.py ppo_update D62", "tldr_policy.py ppo_update T48", "rlvr_policy.py update V77"),
-            only="learns",
-        )
-    ]
-    if s["loss"] != "reinforce":
-        whole = s["loss"] == "gspo"
-        found.append(
-            Step(
-                result="ratio",
-                title="ratio",
-                formula="ratio = exp(mean over y of log π_new − log π)" if whole else "ratio_t = π_new(y_t) / π(y_t)",
-                numbers="exp({log_ratio})" if whole else "exp({new_logprobs} − {old_logprobs})",
-                sentence="The response has become this many times as likely, averaged over its tokens."
-                if whole
-                else "The token has become this many times as likely since it was sampled.",
-                where=(*where[:2], "rlvr_math.py token_losses V65" if whole else where[2]),
-                only="learns",
-            )
-        )
-    if s["loss"] == "reinforce":
-        found.append(
-            Step(
-                result="loss",
-                title="policy loss of the token",
-                formula="−A_t · log π_new(y_t)",
-                numbers="−{advantages} · {new_logprobs}",
-                sentence="There is no ratio and no clip.",
-                where=(*where[:2], "rlvr_math.py token_losses V64"),
-                only="learns",
-            )
-        )
-    elif s["loss"] == "cispo":
-        found.append(
-            Step(
-                result="loss",
-                title="policy loss of the token",
-                formula="−clip(ratio_t) · A_t · log π_new(y_t)",
-                numbers="−{clipped_ratio} · {advantages} · {new_logprobs}",
-                sentence="The clipped ratio is only a weight, so every token keeps its gradient.",
-                where=(*where[:2], "rlvr_math.py token_losses V66"),
-                only="learns",
-            )
-        )
-    elif s["loss"] in ("ipo", "dppo"):
-        where = (*where[:2], "rlvr_math.py token_losses V113")
-        loss = {"result": "loss", "title": "policy loss of the token", "where": where}
-        change = "By how much the probability has grown since the token was sampled."
-        formula, numbers = "π_new(y_t) − π(y_t)", "exp({new_logprobs}) − exp({old_logprobs})"
-        of_change = {"result": "moved", "title": "change of the probability", "where": where, "only": "learns"}
-        found.append(Step(**of_change, formula=formula, numbers=numbers, sentence=change))
-        near = {"formula": "−A'_t · ratio_t", "numbers": "−{advantages} · {ratio}", "only": "is_free"}
-        far = {"formula": "0", "numbers": "0", "only": "is_clipped"}
-        found.append(Step(**loss, **near, sentence="The probability is still in the trust region."))
-        found.append(
-            Step(**loss, **far, sentence="The probability has left the trust region, so the token does not count.")
-        )
-    else:
-        loss = {"result": "loss", "title": "policy loss of the token", "where": where}
-        clipped = loss | {"formula": CLIPPED, "numbers": "max({free}, {clipped})"}
-        free = "The first of the two counts: the loss is not clipped, and the token has a gradient."
-        held = "The second counts: the ratio has left its range in the direction that pays. The loss is constant."
-        found += [Step(**clipped, sentence=free, only="is_free"), Step(**clipped, sentence=held, only="is_clipped")]
-        if s["dual_clip"] is not None and s["loss"] == "ppo":
-            dual = "A token of a bad response that became much more likely has a constant loss (dual clip)."
-            loss["where"] = (*where[:2], "rlvr_math.py token_losses V59")
-            numbers = "−{advantages} · {dual_clip}"
-            found.append(Step(**loss, formula="−A'_t · c", numbers=numbers, sentence=dual, only="is_dual"))
-    slope = {
-        "reinforce": ("−A_t", "−{advantages}"),
-        "cispo": ("−clip(ratio_t) · A_t", "−{clipped_ratio} · {advantages}"),
-    }
-    formula, numbers = slope.get(s["loss"], ("−A'_t · ratio_t", "−{advantages} · {ratio}"))
-    found.append(
-        Step(
-            result="gradient",
-            title="gradient",
-            formula=f"∂loss / ∂log π_new = {formula}",
-            numbers=numbers,
-            sentence="Descent makes the token more likely where this is below 0, and less likely where it is above.",
-            where=where,
-            only="is_free",
-        )
-    )
-    flags = ["is_clipped"] * (s["loss"] in ("ppo", "gspo", "ipo", "dppo"))
-    flags += ["is_dual"] * (s["dual_clip"] is not None and s["loss"] == "ppo")
-    for flag in flags:
-        zero = Step(
-            result="gradient",
-            title="gradient",
-            formula="∂loss / ∂log π_new = 0",
-            numbers="0",
-            sentence="In this epoch, the token teaches the policy nothing.",
-            where=where,
-            only=flag,
-        )
-        found.append(zero)
-    aggregate = ("train_policy.py policy_loss D61", "tldr_policy.py policy_loss T45", "rlvr_math.py aggregate V60")
-    weighted = s["correction"] == "decoupled" or (s["correction"] == "bypass" and s["loss"] == "reinforce")
-    if weighted:
-        found.append(
-            Step(
-                result="weights",
-                title="importance weight",
-                formula="w_t = min(π / π_sampler, cap)",
-                numbers="{weights}",
-                sentence="Older weights have sampled the response. This factor corrects for it.",
-                where=(*where[:2], "rlvr_math.py importance_weights V85"),
-                only="learns",
-            )
-        )
-    found.append(
-        Step(
-            result="share",
-            title="share of the policy loss",
-            formula="w_t · loss_t / N" if weighted else "loss_t / N",
-            numbers="{weights} · {loss} / {divisor}" if weighted else "{loss} / {divisor}",
-            sentence=f"N is the divisor of the whole minibatch: {DIVISORS[s['aggregation']]}.",
-            where=aggregate,
-            only="learns" if s["off_policy_mask"] is None else "is_kept",
-        )
-    )
-    if s["off_policy_mask"] is not None:
-        found.append(
-            Step(
-                result="share",
-                title="share of the policy loss",
-                formula="0",
-                numbers="0",
-                sentence="The response became so unlikely that it is no longer blamed (off-policy mask).",
-                where=(*where[:2], "rlvr_math.py off_policy_mask V110"),
-                only="is_masked",
-            )
-        )
-    if s["nll_coef"]:
-        found.append(
-            Step(
-                result="nll_share",
-                title="share of the likelihood loss",
-                formula="−μ · log π_new(y_t) / N_right",
-                numbers="−{nll_coef} · {new_logprobs} / {right_tokens}",
-                sentence="The response is right, so each of its tokens is made more likely, whatever its advantage.",
-                where=(*where[:2], "rlvr_policy.py micro_batch_loss V108"),
-                only="is_right",
-            )
-        )
-    if s["kl_loss_coef"]:
-        formula, numbers = KL_FORMS[s["kl_loss_estimator"].removesuffix("+")]
-        formula, numbers = formula.replace("π", "π_new"), numbers.replace("{logprobs}", "{new_logprobs}")
-        if s["kl_loss_estimator"].endswith("+"):
-            formula, numbers = f"{formula}, times ratio_t", f"({numbers}) · exp({{new_logprobs}} − {{old_logprobs}})"
-        numbers = "{kl_loss}" if s["kl_loss_estimator"] == "full" else numbers
-        found += [
-            Step(
-                result="kl_loss",
-                title="KL in the loss",
-                formula=formula,
-                numbers=numbers,
-                sentence="In the loss, only the slope of this estimate acts.",
-                where=(*where[:2], "rlvr_policy.py kl_in_loss V49"),
-                only="learns",
-            ),
-            Step(
-                result="kl_share",
-                title="share of the KL loss",
-                formula="β_loss · KL_t / N",
-                numbers="{kl_loss_coef} · {kl_loss} / {divisor}",
-                sentence="It has the divisor of the policy loss.",
-                where=aggregate,
-                only="learns",
-            ),
-        ]
+    flags, found = flags_of(settings), []
+    for block in re.split(r"\n(?=\S)", string.Template(STEPS).substitute(texts_of(settings)).strip()):
+        for source in settings["sources"] if "SOURCE" in block else ("",):
+            head, formula, numbers, *sentence, where = map(str.strip, block.replace("SOURCE", source).split("\n"))
+            (result, title), *fields = (head.split(": ", 1), *(field.split(" ", 1) for field in head.split("; ")[1:]))
+            known = dict(fields)
+            if all((flag.strip("!") in flags) != flag.startswith("!") for flag in known.pop("when", "").split()):
+                step = Step(
+                    result=result,
+                    title=title.split("; ")[0].replace("_", " "),
+                    formula=formula,
+                    numbers=numbers,
+                    sentence=" ".join(sentence),
+                    where=tuple(where.split(", ")),
+                    **known,
+                )
+                found.append(step)
     return found
 
 
-def value_steps(s: Mapping[str, Any]) -> list[Step]:
-    """Step 7: the critic's loss."""
-    where = ("train_policy.py value_loss D59", "tldr_policy.py value_loss T45", "rlvr_math.py value_losses V69")
-    loss = {"result": "value_loss", "title": "value loss of the token", "formula": VALUE_CLIPPED, "where": where}
-    loss["numbers"] = "½ max({value_free}, {value_clipped})"
-    free = "The first error counts: the critic has a gradient here."
-    held = "The second error counts: the critic has moved as far towards the return as it may."
-    return [
-        Step(
-            result="new_values",
-            title="new value",
-            formula="V_new",
-            numbers="{new_values}",
-            sentence="The critic said this in the chosen epoch, before its optimiser step.",
-            where=where,
-            only="value_learns",
-        ),
-        Step(**loss, sentence=free, only="value_is_free"),
-        Step(**loss, sentence=held, only="value_is_clipped"),
-        Step(
-            result="value_share",
-            title="share of the value loss",
-            formula="value loss_t / N_V",
-            numbers="{value_loss} / {value_divisor}",
-            sentence="N_V is what the minibatch's value loss is divided by."
-            + (f" The loss then counts {s['vf_coef']:g} times." if s["chapter"] < 3 else ""),
-            where=where,
-            only="value_learns",
-        ),
-    ]
+def flags_of(s: Mapping[str, Any]) -> set[str]:
+    """What `when` can ask for."""
+    loss, bypass = s["loss"], s["correction"] == "bypass"
+    flags = {
+        "group": s["estimator"] in GROUP_FORMS,
+        "trust_region": loss in ("ipo", "dppo"),
+        "clip": loss in ("ppo", "gspo"),
+        "zeroed": loss in ("ppo", "gspo", "ipo", "dppo"),
+        "dual_clip": loss == "ppo" and s["dual_clip"] is not None,
+        "weighted": s["correction"] == "decoupled" or (bypass and loss == "reinforce"),
+    }
+    flags |= {name: s[name] is not None for name in ("lam_alpha", "off_policy_mask")}
+    flags |= {name: s[name] for name in ("whiten_rewards", "whiten_advantages", "own_targets", "nll_coef")}
+    flags |= {"kl_loss_coef": s["kl_loss_coef"]}
+    return {s["estimator"], loss, *(name for name, on in flags.items() if on)}
+
+
+def texts_of(s: Mapping[str, Any]) -> dict[str, str]:
+    """What $ stands for."""
+    full, penalised, loss, weighted = (
+        s["kl_estimator"] == "full",
+        s["penalised"],
+        s["loss"],
+        "weighted" in flags_of(s),
+    )
+    found = dict(zip(("kl_formula", "kl_numbers"), KL_FORMS[s["kl_estimator"]], strict=True))
+    found["kl_sentence"] = (
+        "The exact divergence is a sum over the whole vocabulary, which the trace does not hold."
+        if full
+        else "It is above 0 where the policy finds the token likelier than the reference does."
+    ) + (" The reward penalises it." if penalised else " β is 0, so the reward does not penalise it.")
+    found["inner_sentence"] = (
+        "A token that moves the policy away from the reference pays for it."
+        if penalised
+        else "β is 0, so a token before the last has no reward."
+    )
+    found["last_sentence"] = (
+        "The score s judges the whole response. It is on the step after the last token, if there is one."
+        if s["chapter"] == 2
+        else "The score s judges the whole response, so it is added once, at the end."
+    )
+    found["reward"], found["symbol"] = ("{whitened_rewards}", "r'_t") if s["whiten_rewards"] else ("{rewards}", "r_t")
+    found["value_sentence"] = (
+        "Before the token was written, the critic expected this sum of rewards from here on."
+        if s["chapter"] == 1
+        else "The critic, a network of its own, expected this sum of rewards before the token was written."
+    )
+    found["recorded"] = "" if s["whiten_advantages"] else "advantages"
+    found["target"] = "G_t" if s["own_targets"] else "A_t"
+    found["sources"] = " + ".join(f"{{weight_{name}}} · {{scaled_{name}}}" for name in s["sources"])
+    names = ("group_place", "group_formula", "group_numbers", "group_sentence")
+    found |= dict(zip(names, GROUP_FORMS.get(s["estimator"], ("", "", "", "")), strict=True))
+    found["equal_sentence"] = (
+        "All responses did equally well, or their mean is not above 0."
+        if s["estimator"] == "maxrl"
+        else "All responses of the group did equally well, so there is nothing to learn from their differences."
+    )
+    found["losses"] = "train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py token_losses"
+    found["value_losses"] = (
+        "train_policy.py value_loss D59, tldr_policy.py value_loss T45, rlvr_math.py value_losses V69"
+    )
+    slopes = {
+        "reinforce": ("−A_t", "−{advantages}"),
+        "cispo": ("−clip(ratio_t) · A_t", "−{clipped_ratio} · {advantages}"),
+    }
+    slope = slopes.get(loss, ("−A'_t · ratio_t", "−{advantages} · {ratio}"))
+    found |= dict(zip(("slope_formula", "slope_numbers"), slope, strict=True))
+    found["slope_mark"] = "V113" if loss in ("ipo", "dppo") else "V58"
+    found["shares"] = "learns" if s["off_policy_mask"] is None else "is_kept"
+    found["weight_formula"] = "w_t · loss_t" if weighted else "loss_t"
+    found["weight_numbers"] = "{weights} · {loss}" if weighted else "{loss}"
+    found["divisor"] = DIVISORS[s["aggregation"]]
+    name = s["kl_loss_estimator"]
+    formula, numbers = KL_FORMS[name.removesuffix("+")]
+    formula, numbers = formula.replace("π", "π_new"), numbers.replace("{logprobs}", "{new_logprobs}")
+    if name.endswith("+"):
+        formula, numbers = f"{formula}, times ratio_t", f"({numbers}) · exp({{new_logprobs}} − {{old_logprobs}})"
+    found |= {"kl_loss_formula": formula, "kl_loss_numbers": "{kl_loss}" if name == "full" else numbers}
+    found["value_weight"] = f" The loss then counts {s['vf_coef']:g} times." if s["chapter"] < 3 else ""
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

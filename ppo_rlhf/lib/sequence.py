@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -76,8 +77,21 @@ class Stages:
             return train(dataclasses.replace(args, resume=str(folder) if begun else ""), self.joint)
 
 
-def joint_args(cls: type[Args], folder: Path, argv: list[str], script: str, description: str | None) -> Args:
-    """The command line with --resume runs/<run>, one of several stages: the defaults are that script's arguments."""
+def parse(presets: dict[str, Args], argv: list[str], *, script: str, policy_script: str, description: str) -> Args:
+    """Read the command line of a script that runs several stages, which share some arguments.
+
+    With --resume runs/<run>, one of the stages, the defaults are the arguments of that run. policy_script: the one
+    that takes a reward model from elsewhere.
+    """
+    for flag in argv:  # in the patterns, a dot also matches the hyphen that may replace an underscore
+        shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
+        if match := re.match(rf"--(?:sft|reward|policy)\.((?:{shared})\b[^=]*)", flag):
+            raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
+        if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
+            raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use {policy_script}")
+    if not (resume := cli.flag_value(argv, "--resume")):
+        return cli.parse_args(presets, argv, description)
+    folder, cls = Path(resume), type(next(iter(presets.values())))
     meta = run.read_meta(folder)
     joint = meta.get("joint")
     if not joint:
