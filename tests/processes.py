@@ -99,10 +99,12 @@ class ForkingPopen(subprocess.Popen):
     def __init__(self, args: Any, *more: Any, **options: Any):
         environment = dict(os.environ if options.get("env") is None else options["env"])
         words = [] if isinstance(args, str | bytes) else [str(word) for word in args]
-        script = [word for word in words[1:3] if word != "-u"][:1]
-        python = bool(script) and shutil.which(words[0], path=environment.get("PATH")) == sys.executable
-        if python and (script[0] in ("-m", "-c") or _is_ours(script[0])):
-            start = functools.partial(_run_instead, words[words.index(script[0]) :], environment)
+        program = [word for word in words[1:] if word != "-u"]
+        if program[:1] == ["-W"]:
+            program = program[2:]
+        python = bool(program) and shutil.which(words[0], path=environment.get("PATH")) == sys.executable
+        if python and (program[0] in ("-m", "-c") or _is_ours(program[0])):
+            start = functools.partial(_run_instead, program, environment)
             options["preexec_fn"] = functools.partial(start, tuple(options.get("pass_fds", ())))
             sys.stdout.flush()  # else the child would print it once more
             sys.stderr.flush()
