@@ -117,7 +117,7 @@ def test_a_trace_keeps_as_many_episodes_as_it_is_told_to(trained):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_page_and_terminal_derive_every_number_of_every_token(name, trained, reported, opened, capsys):  # noqa: F811
+def test_every_number_of_every_token_is_derived(name, trained, reported, opened, capsys):  # noqa: F811
     """The same steps in JavaScript and in Python, numbers that are equal to 1e-9, and those that the run recorded."""
     folder, page = trained(name), opened(reported(name))
     data = data_of(reported(name).read_text())["runs"][0]
