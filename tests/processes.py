@@ -25,6 +25,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from ppo_rlhf.lib import plots
+
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PPO_RLHF_THREADS": "1"}
 
@@ -99,10 +101,12 @@ class ForkingPopen(subprocess.Popen):
     def __init__(self, args: Any, *more: Any, **options: Any):
         environment = dict(os.environ if options.get("env") is None else options["env"])
         words = [] if isinstance(args, str | bytes) else [str(word) for word in args]
-        script = [word for word in words[1:3] if word != "-u"][:1]
-        python = bool(script) and shutil.which(words[0], path=environment.get("PATH")) == sys.executable
-        if python and (script[0] in ("-m", "-c") or _is_ours(script[0])):
-            start = functools.partial(_run_instead, words[words.index(script[0]) :], environment)
+        program = [word for word in words[1:] if word != "-u"]
+        if program[:1] == ["-W"]:
+            program = program[2:]
+        python = bool(program) and shutil.which(words[0], path=environment.get("PATH")) == sys.executable
+        if python and (program[0] in ("-m", "-c") or _is_ours(program[0])):
+            start = functools.partial(_run_instead, program, environment)
             options["preexec_fn"] = functools.partial(start, tuple(options.get("pass_fds", ())))
             sys.stdout.flush()  # else the child would print it once more
             sys.stderr.flush()
@@ -129,14 +133,15 @@ def _run(
     subprocess.Popen = ForkingPopen
     if not pictures:
         Figure.savefig = _save_first_panel
+        plots.draw_learning_curves = lambda folder, *_: (folder / "learning_curves.png").touch()
     _run_script([script, *arguments], {**os.environ, **environment})
 
 
 class Launched:
     """A process that runs a script of ppo_rlhf/, or any other file.
 
-    pictures: whether pictures are drawn whole. Learning curves take longer than a small run; else a picture has its
-    first panel only.
+    pictures: whether pictures are drawn whole. Else learning curves, which take longer than a small run, are an empty
+    file, and other pictures have their first panel only.
     """
 
     def __init__(self, script: str | Path, *arguments: str, folder: Path, pictures: bool = False, **environment: str):

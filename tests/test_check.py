@@ -15,10 +15,10 @@ import numpy as np
 import our_adapter
 import pytest
 import torch
+from processes import Result, launch
 
 from ppo_rlhf.check import __main__ as command, calls, cases, child, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
-from ppo_rlhf.lib.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/check.md").read_text()
@@ -36,10 +36,9 @@ def report_of(name: str, function: Callable) -> Report:
     return diagnosis.judge(name, answers, left_out)
 
 
-def run(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess:
-    given = [sys.executable, "-m", "ppo_rlhf.check", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+def run(*arguments: str | Path, folder: Path) -> Result:
+    """Run the command. Both it and the process of the adapter have imported PyTorch already."""
+    return launch(ROOT / "ppo_rlhf/check/__main__.py", *map(str, arguments), folder=folder)
 
 
 # ---- What matches ----------------------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ def test_what_raises_hangs_or_ends_is_a_row(tmp_path):
     done = run("adapter.py", "--json", "--timeout", "1", folder=tmp_path)
     found = json.loads(done.stdout)
     said = {row["function"]: row["failed"][0]["wrong"] if row["failed"] else "" for row in found["functions"]}
-    assert done.returncode == 1 and not found["ok"] and found["not_checked"] == ["helper"]
+    assert done.status == 1 and not found["ok"] and found["not_checked"] == ["helper"]
     assert said == {
         "whiten": "raises RuntimeError: no (adapter.py, line 5)",
         "gae": "shape (1, 1) where (1, 5) is expected",
@@ -419,22 +418,19 @@ def test_an_interpreter_that_does_not_serve_is_named(tmp_path):
     (tmp_path / "bare").chmod(0o755)
     for python, message in (("/nope", "cannot be run: No such file"), ("./bare", "lacks what the check needs: Mod")):
         done = run("adapter.py", "--python", python, folder=tmp_path)
-        assert done.returncode == 2 and f"--python {python} {message}" in done.stderr and done.stderr.count("\n") == 1
+        assert done.status == 2 and f"--python {python} {message}" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_numbers_of_one_case_are_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("adapter.py").write_text("def whiten(values, mask, keep_mean): return values * 0 + 7")
-    monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
-    assert command.main() == 1
-    printed = capsys.readouterr().out
-    number = re.search(r"--case (whiten:\d+)\)", printed)[1]
-    monkeypatch.setattr(sys, "argv", ["check", "adapter.py", "--case", number])
-    assert command.main() == 1
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in ("\nvalues = tensor", "\nexpected result = tensor", "\nyour result = "))
-    monkeypatch.setattr(sys, "argv", ["check", "adapter.py", "--case", "whiten:1000"])
-    assert command.main() == 2
+def test_the_numbers_of_one_case_are_printed(tmp_path):
+    (tmp_path / "adapter.py").write_text("def whiten(values, mask, keep_mean): return values * 0 + 7")
+    done = run("adapter.py", folder=tmp_path)
+    assert done.status == 1
+    number = re.search(r"--case (whiten:\d+)\)", done.stdout)[1]
+    done = run("adapter.py", "--case", number, folder=tmp_path)
+    assert done.status == 1
+    shown = ("\nvalues = tensor", "\nexpected result = tensor", "\nyour result = ")
+    assert all(words in done.stdout for words in shown)
+    assert run("adapter.py", "--case", "whiten:1000", folder=tmp_path).status == 2
 
 
 def test_an_error_s_line_is_that_of_the_code_which_is_called(tmp_path):
@@ -460,22 +456,19 @@ def test_a_time_limit_that_cannot_be_meant(timeout, monkeypatch, capsys):
     assert f"--timeout {float(timeout)}: must be above 0 and finite" in capsys.readouterr().err
 
 
-def test_an_exercise_is_written_and_found_to_be_fixed(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("exercise_8.py").symlink_to("nowhere/exercise_8.py")
-    with pytest.raises(InputError, match=f"^{re.escape(str(tmp_path))}/exercise_8.py: No such file"):
-        command.exercise(8, 10.0)
-    assert command.exercise(7, 10.0) == 0
-    path, fault = Path("exercise_7.py"), command.EXERCISES[6]
-    assert path.read_text() in capsys.readouterr().out and fault.says not in path.read_text()
-    assert command.exercise(7, 10.0) == 1
-    assert "is not fixed yet" in capsys.readouterr().out
+def test_an_exercise_is_written_and_found_to_be_fixed(tmp_path):
+    path, fault = tmp_path / "exercise_7.py", command.EXERCISES[6]
+    (tmp_path / "exercise_8.py").symlink_to("nowhere/exercise_8.py")
+    assert f"{tmp_path}/exercise_8.py: No such file" in run("--exercise", "8", folder=tmp_path).stderr
+    written, broken = (run("--exercise", "7", folder=tmp_path) for _ in range(2))
+    assert written.status == 0 and path.read_text() in written.stdout and fault.says not in path.read_text()
+    assert broken.status == 1 and "is not fixed yet" in broken.stdout
     path.write_text(
         "import math\n\nimport torch\nfrom torch import Tensor\n\n"
         + inspect.getsource(getattr(forms, fault.function))
     )
-    assert command.exercise(7, 10.0) == 0
-    assert f"{fault.function} is fixed. What was wrong: {fault.says}" in capsys.readouterr().out
+    fixed = run("--exercise", "7", folder=tmp_path)
+    assert fixed.status == 0 and f"{fault.function} is fixed. What was wrong: {fault.says}" in fixed.stdout
 
 
 def test_each_exercise_can_be_imported_and_is_broken():

@@ -1,6 +1,7 @@
 """What stands twice has the same text; what is written anew in chapter 2 agrees with chapter 1 where they overlap."""
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable
 from itertools import combinations
@@ -39,6 +40,7 @@ def names_of(node: ast.stmt) -> list[str]:
     return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 
 
+@functools.cache
 def definitions(source: str) -> dict[str, str]:
     """The text of each definition at the top level, from its first decorator on."""
     lines, found = source.splitlines(), {}
@@ -54,6 +56,7 @@ def differences(one: str, other: str) -> set[str]:
     return {name for name in first.keys() & second.keys() if first[name] != second[name]}
 
 
+@functools.cache
 def statements(source: str) -> dict[str, str]:
     """What each function or class at the top level does: its code without name, comments and docstrings."""
     found = {}
@@ -95,13 +98,13 @@ def test_the_scripts_of_chapter_1_have_the_same_text():
     assert differences(*(SCRIPTS[script] for script in CHAPTER_1)) <= DIFFERENT
 
 
-@pytest.mark.parametrize("pair", list(combinations(SCRIPTS, 2)), ids="-".join)
-def test_nothing_else_is_defined_twice(pair):
-    allowed = {name for script in CHAPTER_1 for name in definitions(SCRIPTS[script])} if pair == CHAPTER_1 else set()
-    assert {names for names in repeated(*(SCRIPTS[script] for script in pair)) if set(names) - allowed} == set()
-    for script in pair:
-        if script not in CHAPTER_1:
-            assert [repeated(SCRIPTS[script], source) for source in LIB.values()] == [set(), set()]
+def test_nothing_else_is_defined_twice():
+    for pair in combinations(SCRIPTS, 2):
+        allowed = {name for script in CHAPTER_1 for name in definitions(SCRIPTS[script])} if pair == CHAPTER_1 else ()
+        found = repeated(*(SCRIPTS[script] for script in pair))
+        assert {names for names in found if not set(names) <= set(allowed)} == set(), pair
+    for script in SCRIPTS.keys() - set(CHAPTER_1):
+        assert [repeated(SCRIPTS[script], source) for source in LIB.values()] == [set(), set()], script
 
 
 @pytest.mark.parametrize(

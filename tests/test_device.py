@@ -5,13 +5,12 @@ rlvr_tools.py is compared in float64, up to rounding.
 """
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import stand_in
 import torch
-from processes import Launched, Result, launch
+from processes import Result, launch
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, samples_of, world_arguments
 from test_rlvr_runs import LETTERS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -22,24 +21,23 @@ SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 ON_DEVICE = Path(__file__).with_name("device_run.py")
 
 
-def run_both(
-    folder: Path, script: str, words: list[str], *, on_cpu: Sequence[Path] = (), **environment: str
-) -> tuple[Path, Path]:
-    """Run a script here and on the device, at the same time; the folders in which they ran. on_cpu: what runs it."""
-    here, there = folder / "cpu", folder / "device"
-    for place in (here, there):
-        place.mkdir(parents=True)
-        (place / "letters.py").write_text(LETTERS)
+def run_there(folder: Path, script: str, words: list[str], **environment: str) -> Path:
+    """Run a script on the device; the folder in which it ran."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "letters.py").write_text(LETTERS)
+    check_ended(launch(ON_DEVICE, str(SCRIPTS / script), *words, folder=folder, **environment))
+    return folder
+
+
+def run_both(folder: Path, script: str, words: list[str], **environment: str) -> tuple[Path, Path]:
+    """Run a script on the CPU and on the device; the folders in which they ran."""
     part = "policy." if script in ("train_both.py", "tldr_all.py") else ""
     words = [*words, f"--{part}keep_checkpoints", "2"]  # so that the finished run can be resumed
-    path = str(SCRIPTS / script)
-    runs = [
-        Launched(*map(str, on_cpu), path, *words, folder=here, STAND_IN="no"),
-        Launched(ON_DEVICE, path, *words, folder=there, **environment),
-    ]
-    for one in runs:
-        check_ended(one.wait())
-    return here, there
+    here = run_there(folder / "cpu", script, words, STAND_IN="no")
+    return here, run_there(folder / "device", script, words, **environment)
+
+
+SINGLE = 1e-4  # relative rounding of sums that are made in float32
 
 
 def check_ended(result: Result) -> None:
@@ -86,12 +84,15 @@ BOTH = (
 IN_BFLOAT16 = ("--dtype", "bfloat16", "--frozen_bfloat16", "--gradient_checkpointing")
 
 
+def both_words(world: Path) -> list[str]:
+    stages = [*reward_arguments(world, "--reward."), *policy_arguments("--policy.")]
+    return [*world_arguments(world), *stages, *BOTH.split()]
+
+
 @pytest.fixture(scope="module")
 def chapter_1(tiny_world, tmp_path_factory) -> tuple[Path, Path]:
     """The folders of train_both.py, which trains a reward model and a policy and samples from the policy."""
-    stages = [*reward_arguments(tiny_world, "--reward."), *policy_arguments("--policy.")]
-    words = [*world_arguments(tiny_world), *stages, *BOTH.split()]
-    return run_both(tmp_path_factory.mktemp("both"), "train_both.py", words)
+    return run_both(tmp_path_factory.mktemp("both"), "train_both.py", both_words(tiny_world))
 
 
 @pytest.mark.parametrize("stage", ["reward", "policy"])
@@ -122,7 +123,7 @@ def test_the_policy_of_chapter_1_in_bfloat16_and_its_resumption(chapter_1, tiny_
 
 TLDR = (
     "--{0}ppo.total_episodes 32 --{0}ppo.batch_size 16 --{0}ppo.nminibatches 2 --{0}ppo.noptepochs 2 "
-    "--{0}ppo.lr 1e-3 --{0}save_interval 1 --{0}eval_interval 1 --{0}eval_prompts 8 --{0}eval_posts 8 "
+    "--{0}ppo.lr 1e-3 --{0}save_interval 1 --{0}eval_interval 1 --{0}eval_prompts 4 --{0}eval_posts 4 "
     "--{0}trace_interval 1"
 )
 ADAPTERS = (
@@ -130,16 +131,20 @@ ADAPTERS = (
     "--trace_interval 0"
 )
 STAGES = (
-    "--sft.batch_size 24 --sft.epochs 1 --sft.lr 0.03 --sft.save_interval 1 --sft.eval_posts 8 "
+    "--sft.batch_size 24 --sft.epochs 1 --sft.lr 0.03 --sft.save_interval 1 --sft.eval_posts 4 "
     "--reward.batch_size 24 --reward.lr 0.01 --reward.save_interval 1 --reward.normalize_posts 0"
 )
+
+
+def all_words(world: Path) -> list[str]:
+    words = [*posts_arguments(world), "--base_model", f"{world}/model", *STAGES.split()]
+    return [*words, *TLDR.format("policy.").split()]
 
 
 @pytest.fixture(scope="module")
 def chapter_2(tiny_posts, tmp_path_factory) -> tuple[Path, Path]:
     """The folders of tldr_all.py: SFT, reward model and policy."""
-    words = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model", *STAGES.split()]
-    return run_both(tmp_path_factory.mktemp("tldr"), "tldr_all.py", [*words, *TLDR.format("policy.").split()])
+    return run_both(tmp_path_factory.mktemp("tldr"), "tldr_all.py", all_words(tiny_posts))
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "policy"])
@@ -200,14 +205,18 @@ def wide_model(tiny_sums, tmp_path_factory) -> Path:
     return folder
 
 
-def test_chapter_3_with_a_critic(tiny_sums, tmp_path):
-    check_numbers(*run_both(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *CRITIC.split())))
+@pytest.fixture(scope="module", params=[CRITIC, GROUPS], ids=["critic", "groups"])
+def chapter_3(request, tiny_sums, tmp_path_factory) -> tuple[str, Path, Path]:
+    """The script's flags, and the folders in which it ran with them."""
+    words = rlvr_words(tiny_sums, *request.param.split())
+    return request.param, *run_both(tmp_path_factory.mktemp("rlvr"), "rlvr_policy.py", words)
 
 
-def test_chapter_3_with_groups_and_its_resumption(tiny_sums, tmp_path):
-    folders = run_both(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *GROUPS.split()))
+def test_chapter_3_and_its_resumption(chapter_3):
+    flags, *folders = chapter_3
     check_numbers(*folders)
-    check_resumption(*folders, "rlvr_policy.py")
+    if flags == GROUPS:
+        check_resumption(*folders, "rlvr_policy.py")
 
 
 def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
@@ -223,10 +232,19 @@ def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
     assert launched <= 710  # 8 tokens and a layer
 
 
-def test_asynchronous_rollouts(tiny_sums, tmp_path):
-    """Learner and workers, both on the device and both on the CPU. tests/device_run.py says what replaces Ray."""
+@pytest.fixture(scope="module")
+def asynchronous(tiny_sums, tmp_path_factory) -> Path:
+    """The folder of a run on the CPU. tests/device_run.py says what replaces Ray."""
     words = rlvr_words(tiny_sums, *ASYNCHRONOUS.split())
-    check_numbers(*run_both(tmp_path, "rlvr_async.py", words, on_cpu=[ON_DEVICE]))
+    return run_there(tmp_path_factory.mktemp("async"), "rlvr_async.py", words, STAND_IN="no")
+
+
+@pytest.mark.parametrize(("float64", "rounding"), [("yes", 0), ("no", SINGLE)])
+def test_asynchronous_rollouts(asynchronous, tiny_sums, tmp_path, float64, rounding):
+    """Learner and workers, both on the device and both on the CPU."""
+    words = rlvr_words(tiny_sums, *ASYNCHRONOUS.split())
+    there = run_there(tmp_path, "rlvr_async.py", words, FLOAT64=float64)
+    check_numbers(asynchronous, there, rounding=rounding)
 
 
 def test_mixed_precision_as_on_cuda(tiny_sums, tmp_path):
@@ -239,44 +257,34 @@ def test_mixed_precision_as_on_cuda(tiny_sums, tmp_path):
 
 
 def test_responses_that_call_tools(tiny_sums, tmp_path):
-    words = rlvr_words(tiny_sums, "--dtype", "float64", common=TOOLS)
-    check_numbers(*run_both(tmp_path, "rlvr_tools.py", words), rounding=1e-9)
+    """In float64, and in float32 on a device that has nothing else."""
+    for place, dtype, float64, rounding in (("double", "float64", "yes", 1e-9), ("single", "float32", "no", SINGLE)):
+        words = rlvr_words(tiny_sums, "--dtype", dtype, common=TOOLS)
+        check_numbers(*run_both(tmp_path / place, "rlvr_tools.py", words, FLOAT64=float64), rounding=rounding)
 
 
 # ---- Without float64, as on Apple's GPUs -----------------------------------------------------------------------
 
-SINGLE = 1e-4  # relative rounding of sums that are made in float32
-
 
 def test_scripts_of_chapter_1_without_float64(chapter_1, tiny_world, tmp_path):
     """The same numbers up to rounding, and the same texts: they are drawn in float64 on the CPU."""
-    words = [*world_arguments(tiny_world), *reward_arguments(tiny_world, "--reward."), *policy_arguments("--policy.")]
-    folders = run_both(tmp_path, "train_both.py", [*words, *BOTH.split()], FLOAT64="no")
+    here, there = chapter_1[0], run_there(tmp_path, "train_both.py", both_words(tiny_world), FLOAT64="no")
     for stage in ("reward", "policy"):
-        check_numbers(*folders, f"runs/train_{stage}__*", rounding=SINGLE)
-    here, there = (samples_of(only(folder, "runs/train_policy__*")) for folder in folders)
-    assert [row["response"] for row in there] == [row["response"] for row in here]
+        check_numbers(here, there, f"runs/train_{stage}__*", rounding=SINGLE)
+    texts = [samples_of(only(folder, "runs/train_policy__*")) for folder in (here, there)]
+    assert [row["response"] for row in texts[1]] == [row["response"] for row in texts[0]]
 
 
-def test_scripts_of_chapter_2_without_float64(tiny_posts, tmp_path):
-    words = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model", *STAGES.split()]
-    folders = run_both(tmp_path, "tldr_all.py", [*words, *TLDR.format("policy.").split()], FLOAT64="no")
+def test_scripts_of_chapter_2_without_float64(chapter_2, tiny_posts, tmp_path):
+    there = run_there(tmp_path, "tldr_all.py", all_words(tiny_posts), FLOAT64="no")
     for stage in ("sft", "reward", "policy"):
-        check_numbers(*folders, f"runs/tldr_{stage}__*", rounding=SINGLE)
+        check_numbers(chapter_2[0], there, f"runs/tldr_{stage}__*", rounding=SINGLE)
 
 
-@pytest.mark.parametrize("words", [CRITIC, GROUPS])
-def test_chapter_3_without_float64(words, tiny_sums, tmp_path):
-    folders = run_both(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *words.split()), FLOAT64="no")
-    check_numbers(*folders, rounding=SINGLE)
-
-
-def test_other_samplers_without_float64(tiny_sums, tmp_path):
-    words = rlvr_words(tiny_sums, *ASYNCHRONOUS.split())
-    folders = run_both(tmp_path / "async", "rlvr_async.py", words, on_cpu=[ON_DEVICE], FLOAT64="no")
-    check_numbers(*folders, rounding=SINGLE)
-    folders = run_both(tmp_path / "tools", "rlvr_tools.py", rlvr_words(tiny_sums, common=TOOLS), FLOAT64="no")
-    check_numbers(*folders, rounding=SINGLE)
+def test_chapter_3_without_float64(chapter_3, tiny_sums, tmp_path):
+    flags, here, _ = chapter_3
+    there = run_there(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *flags.split()), FLOAT64="no")
+    check_numbers(here, there, rounding=SINGLE)
 
 
 def test_float64_is_found(chapter_1, tiny_world, tmp_path):

@@ -368,7 +368,8 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_pa
         "def length(queries, responses):\n    return [float(len(text)) for text in responses]\n"
     )
     functions = "--rewards.function my_rewards:length --rewards.monitor my_rewards:length"
-    sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.whiten_groups 2 --dtype bfloat16 --track"
+    sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.whiten_groups 2"
+    sizes += " --rewards.normalize_samples 16 --dtype bfloat16 --track"
     arguments = [*world_arguments(tiny_world), *f"{functions} {sizes}".split()]
     run_script("train_policy.py", *arguments, folder=tmp_path)
     (row,) = metrics_of(only(tmp_path, "runs/*"))
@@ -380,7 +381,8 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_pa
 
 def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path) -> None:
     sizes = "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.whiten_groups 2 --ppo.noptepochs 1 --save_interval 1"
-    function = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 1000"
+    function = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --rewards.normalize_samples 16"
+    function += " --ppo.lr 1000"
     arguments = [*world_arguments(tiny_world), *f"{sizes} {function}".split()]
     result = launch("train_policy.py", *arguments, folder=tmp_path)
     assert result.status == 2

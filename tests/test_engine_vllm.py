@@ -98,16 +98,13 @@ def test_vllm_ends_with_who_asks(tiny_sums):
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        ({"FAKE_VLLM": "leaves at once"}, "vLLM has ended: MemoryError: there is no room$"),
-        ({"FAKE_VLLM": "remembers"}, "vLLM has ended: RuntimeError: vLLM did not give up what the old weights had"),
-        ({"FAKE_VLLM": "bends"}, "computes other log-probs than the learner"),
-        ({"FAKE_VLLM": "keeps the old weights"}, "computes other log-probs than the learner"),
-        ({"PYTHONPATH": ""}, "vLLM has ended: ModuleNotFoundError: No module named 'vllm'"),
+        ("leaves at once", "vLLM has ended: MemoryError: there is no room$"),
+        ("remembers", "vLLM has ended: RuntimeError: vLLM did not give up what the old weights had"),
+        ("keeps the old weights", "computes other log-probs than the learner"),
     ],
 )
 def test_what_ends_vllm_is_said_in_one_line(tiny_sums, monkeypatch, trouble, words):
-    for name, value in trouble.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FAKE_VLLM", trouble)
     with pytest.raises(InputError, match=words) as caught:
         engine.VLLM(spec_of(tiny_sums))
     assert "\n" not in str(caught.value)

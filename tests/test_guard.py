@@ -11,7 +11,7 @@ from runs import metrics_of, only
 from safetensors.torch import load_file
 
 from ppo_rlhf import sample, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.lib import processes
+from ppo_rlhf.lib import plots, processes
 from ppo_rlhf.lib.errors import NumericalError
 from ppo_rlhf.lib.files import write_json
 
@@ -21,6 +21,7 @@ BROKEN_UPDATE = 2  # of 0, 1, 2, 3
 @pytest.fixture(autouse=True)
 def in_a_fresh_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ at one of the things that they loaded.
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -354,8 +355,8 @@ def test_hub_check_finds_everything(answers):
     assert answers["online"]["hub check"][-2:] == ["all 19 are there", "0"]
 
 
-def test_hub_check_finds_what_is_missing(tmp_path):
-    publish(tmp_path / "hub")
+def test_hub_check_finds_what_is_missing(hub_root, tmp_path):
+    shutil.copytree(hub_root[0], tmp_path / "hub")
     for kind, name, file in (
         ("datasets", "ccdv/cnn_dailymail", "dailymail_stories.tgz"),
         ("datasets", "vwxyzjn/lm-human-preferences", "cnndm/online_45k.json"),

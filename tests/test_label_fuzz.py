@@ -20,7 +20,7 @@ from ppo_rlhf.lib.texts import TaskArgs
 
 # The same examples every time, and nothing kept from one time to the next.
 FUZZ = settings(
-    derandomize=True, deadline=None, database=None, max_examples=250, suppress_health_check=list(HealthCheck)
+    derandomize=True, deadline=None, database=None, max_examples=100, suppress_health_check=list(HealthCheck)
 )
 FIND = settings(FUZZ, phases=[Phase.generate], report_multiple_bugs=False)  # any one fault will do, small or not
 # As soon as tests are collected, hypothesis writes down what constants it found in the sources.
@@ -250,7 +250,7 @@ def test_any_json(files: Files, folder: Path) -> None:
     check_any(files, folder)
 
 
-@settings(FUZZ, max_examples=600)
+@settings(FUZZ, max_examples=250)
 @given(files=damaged_files())
 def test_valid_files_with_damage(files: Files, folder: Path) -> None:
     check_any(files, folder)

@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import importlib
 import json
-import random
 import re
 import statistics
 import sys
@@ -17,7 +16,7 @@ import torch
 import tyro
 from runs import explained_metrics, metrics_of, only
 
-from benchmark import diagrams, lab, train_worlds
+from benchmark import diagrams, lab
 from benchmark.curves import front_page
 from ppo_rlhf import (
     judge,
@@ -35,7 +34,7 @@ from ppo_rlhf import (
 )
 from ppo_rlhf.lib import cli, plots
 from ppo_rlhf.lib.files import flatten
-from ppo_rlhf.worlds import building, tales
+from ppo_rlhf.worlds import tales
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -289,27 +288,26 @@ def test_the_reward_of_the_first_page_is_one():
     assert module["score"](["a b", "c"], [" one two one", ""]) == [2.0, 0.0]
 
 
-def test_the_reward_of_the_first_page_gains(tmp_path, monkeypatch):
-    """By its own measure, in half of the updates of its command; an unscaled score of 16 made it fall to 15 in 20."""
+def test_the_reward_of_the_first_page_gains(tiny_world_args, tmp_path, monkeypatch):
+    """By its own measure, in a small world and with large steps; its command needs some 100 updates of 64 texts."""
     (command,) = re.findall(
         r"^python ppo_rlhf/train_policy.py (--preset tales .*my_rewards:score)$", README, re.MULTILINE
     )
     (tmp_path / "my_rewards.py").write_text(blocks(README, "python")[1])
-    stories = (tales.write_story(random.Random(seed), 3) for seed in range(2_000))
-    (tmp_path / "stories.txt").write_text("\n".join(stories) + "\n")
-    model = building.TRAINED / building.name_with_hash("tales", train_worlds.WORLDS["tales"][1])
-    shorter = f"--base_model {model}/model --task.query_dataset stories.txt --ppo.total_episodes 6400"
-    shorter += " --trace_interval 0"
+    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path / "cache"))
+    world = tales.find_world(dataclasses.replace(tiny_world_args, lm_steps=250, lm_batch_size=16))
+    where = f"--base_model {world}/model --task.query_dataset {world}/stories.txt --log_interval 0"
+    sizes = "--ppo.total_episodes 1536 --ppo.batch_size 64 --ppo.whiten_groups 4 --rewards.normalize_samples 64"
+    steps = "--ppo.lr 0.005 --rewards.kl_coef 0.03 --trace_interval 0"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
-    train_policy.train(
-        cli.parse_args(train_policy.PRESETS, [*command.split(), *shorter.split(), "--log_interval", "0"])
-    )
+    words = f"{command} {where} {sizes} {steps}".split()
+    train_policy.train(cli.parse_args(train_policy.PRESETS, words))
     words = [row["objective/function_score"] for row in metrics_of(only(tmp_path, "runs/*"))]
-    # A batch of 64 texts has a mean with an error of 0.16, the mean of ten batches one of 0.05.
-    assert statistics.fmean(words[-10:]) > statistics.fmean(words[:10]) + 0.5
+    # A batch of 64 texts has a mean with an error of 0.2, the mean of eight batches one of 0.07.
+    assert statistics.fmean(words[-8:]) > statistics.fmean(words[:8]) + 0.4
 
 
 def test_every_metric_of_the_demo_is_explained():

@@ -99,6 +99,10 @@ def test_runs_of_the_later_chapters(tmp_path, script):
         table = pd.DataFrame({name: np.arange(150.0) * (place + 1) * seed for place, name in enumerate(metrics)})
         table = table.assign(step=range(150), episode=np.arange(150) * 64, time=np.arange(150) + 1.0)
         table.to_csv(folder / "metrics.csv", index=False)
+    (_, filters, *_) = replay.default_arguments([replay.our_run(folder)])
+    assert re.findall("metrics=([^&]+)", filters) == metrics
+    if script is tldr_policy:  # what follows is the same for both
+        return
     result = run(tmp_path)
     assert result.status == 0, result.stderr[-2000:]
     found = cells(tmp_path / f"replay/{preset}.csv", f"ppo_rlhf, {exp_name}")

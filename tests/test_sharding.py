@@ -13,7 +13,8 @@ RUN = Path(__file__).parent / "sharded_run.py"
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 POLICY = (
     "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.nminibatches 2 --ppo.noptepochs 2 --ppo.lr 1e-3 "
-    "--save_interval 2 --keep_checkpoints 2 --eval_interval 0 --eval_posts 8 --log_interval 0 --dtype float64 "
+    "--save_interval 2 --keep_checkpoints 2 --eval_interval 0 --eval_posts 4 --log_interval 0 --dtype float64 "
+    "--rewards.normalize_samples 16 "
     "--rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.monitor "
 )
 
@@ -45,51 +46,52 @@ def run_two(folder: Path, *arguments: str, **environment: str) -> Path:
     return only(folder, "runs/*")
 
 
-@pytest.mark.parametrize("reshard", ["true", "false"])
-def test_each_process_keeps_half(reshard: str, alone: Path, tiny_posts: Path, tmp_path: Path):
-    """The weights given back between forward and backward, or not: policy, critic and reference."""
-    run = run_two(tmp_path, *policy_words(tiny_posts), **SHARDED, FSDP_RESHARD_AFTER_FORWARD=reshard)
-    check_same(run, alone)
+WAYS = {
+    "sharded": SHARDED,
+    "sharded, without padding": SHARDED | {"FSDP_RESHARD_AFTER_FORWARD": "false"},
+    "whole": {},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def two(request, tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run of two processes: with weights given back between forward and backward, without that, without FSDP2."""
+    more = {} if request.param == "sharded" else {"LEAST_WIDTH": "1"}  # whoever is wider reads no padding
+    folder = tmp_path_factory.mktemp("two")
+    run_two(folder, *policy_words(tiny_posts), **WAYS[request.param], **more)
+    return request.param, folder
+
+
+def test_two_processes_give_the_run_of_one(two: tuple[str, Path], alone: Path):
+    """Sharded, each keeps half: of the reference, and of policy and critic together."""
+    way, folder = two
+    check_same(only(folder, "runs/*"), alone)
     for rank in range(2):
-        networks = json.loads((tmp_path / f"sharding/{rank}.json").read_text())
-        assert len(networks) == 2  # the reference, and policy and critic together
+        networks = json.loads((folder / f"sharding/{rank}.json").read_text())
+        assert len(networks) == 2
         for network in networks:
-            assert network["parts"] >= 2  # layers, and what is around them
-            assert network["share"] == pytest.approx(0.5, abs=0.02)  # odd rows go to one process
+            assert network["parts"] >= 2 if WAYS[way] else network["parts"] == 0  # layers, and what is around them
+            assert network["share"] == pytest.approx(0.5 if WAYS[way] else 1, abs=0.02)  # odd rows go to one process
             assert network["dtypes"] == ["torch.float64"]
+        if way != "sharded":
+            passes = Counter(json.loads((folder / f"sharding/passes-{rank}.json").read_text()))
+            assert passes["trained"] == 2 * 4 * 2 * 2  # policy and critic: updates, epochs, minibatches
+            # Each rollout; the reference's and the critic's.
+            assert passes["sampled"] >= 4 and passes["scored"] >= 2 * 4
 
 
-@pytest.mark.parametrize("environment", [{}, SHARDED], ids=["whole", "sharded"])
-def test_two_processes_that_read_no_padding(
-    environment: dict[str, str], alone: Path, tiny_posts: Path, tmp_path: Path
-):
-    check_same(run_two(tmp_path, *policy_words(tiny_posts), **environment, LEAST_WIDTH="1"), alone)
-    for rank in range(2):
-        passes = Counter(json.loads((tmp_path / f"sharding/passes-{rank}.json").read_text()))
-        assert passes["trained"] == 2 * 4 * 2 * 2  # policy and critic: updates, epochs, minibatches
-        assert passes["sampled"] >= 4 and passes["scored"] >= 2 * 4  # each rollout; the reference's and the critic's
-
-
-def test_two_processes_without_sharding_keep_everything(alone: Path, tiny_posts: Path, tmp_path: Path):
-    check_same(run_two(tmp_path, *policy_words(tiny_posts)), alone)
-    networks = json.loads((tmp_path / "sharding/0.json").read_text())
-    assert [(network["parts"], network["share"]) for network in networks] == [(0, 1.0)] * 2
-
-
-def test_two_sharded_processes_go_on_as_one_and_one_as_two(alone: Path, tiny_posts: Path, tmp_path: Path):
-    two, one = tmp_path / "two", tmp_path / "one"
-    two.mkdir()
-    run = run_two(two, *policy_words(tiny_posts), **SHARDED)
-    shutil.rmtree(run / "checkpoints" / "4")
-    assert launch("tldr_policy.py", "--resume", str(run), folder=two).status == 0
-    check_same(run, alone)
-
-    shutil.copytree(alone.parent.parent, one)
-    run = only(one, "runs/*")
-    shutil.rmtree(run / "checkpoints" / "4")
-    run_two(one, "--resume", str(run), **SHARDED)
-    check_same(run, alone)
-    assert json.loads((run / "meta.json").read_text())["num_processes"] == 2
+@pytest.mark.parametrize("two", ["sharded"], indirect=True)
+def test_two_sharded_processes_go_on_as_one_and_one_as_two(two: tuple[str, Path], alone: Path, tmp_path: Path):
+    for processes, source in ((1, two[1]), (2, alone.parent.parent)):
+        folder = Path(shutil.copytree(source, tmp_path / str(processes)))
+        run = only(folder, "runs/*")
+        shutil.rmtree(run / "checkpoints" / "4")
+        if processes == 1:
+            assert launch("tldr_policy.py", "--resume", str(run), folder=folder).status == 0
+        else:
+            run_two(folder, "--resume", str(run), **SHARDED)
+            assert json.loads((run / "meta.json").read_text())["num_processes"] == 2
+        check_same(run, alone)
 
 
 @pytest.mark.parametrize("script", ["train_reward.py", "train_policy.py"])

@@ -47,7 +47,7 @@ class LLM:
         assert own["hf_overrides"] == {"head_dtype": "float32"}
         if TROUBLE == "leaves at once":
             raise MemoryError("there is no room\nfor keys and values")
-        self.bent = own.get("generation_config") != "vllm" or TROUBLE == "bends"
+        self.bent = own.get("generation_config") != "vllm"
         self.raw = own.get("logprobs_mode") != "processed_logprobs"
         self.length = own["max_model_len"]
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32).eval()
