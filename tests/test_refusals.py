@@ -424,6 +424,9 @@ RUNS = {
     "no meta.json": bad_run(remove(POLICY_META), "meta.json"),
     "cut meta.json": bad_run(cut(POLICY_META)),
     "meta.json is nested without end": bad_run(write(POLICY_META, DEEP)),
+    "meta.json is a list": bad_run(write(POLICY_META, []), "meta.json"),
+    "meta.json is not Unicode": bad_run(write(POLICY_META, b"\xff"), "meta.json"),
+    "meta.json with a number for the joint arguments": bad_run(edit(POLICY_META, "joint", to=-1), "meta.json"),
     "meta.json without arguments": bad_run(edit(POLICY_META, "args"), "meta.json", "arguments"),
     "an argument is missing": bad_argument("ppo", "lam"),
     "an argument too many": bad_run(edit(POLICY_META, "args", "top_p", to=1), "its argument", "top_p"),
@@ -445,6 +448,9 @@ RUNS = {
         "", f"models/{Path(REWARD_RUN).name}/reward", damage=all_of(remove("models"), unfinished(POLICY_RUN))
     ),
     "another learning rate": resumed_policy("--ppo.lr 0.5", "ppo.lr 0.0002 -> 0.5", "another run"),
+    "no KL target any more": resumed_policy(
+        "--rewards.adaptive-kl.target None", "rewards.adaptive_kl.target 6.0 -> None", "ppo.local_micro_batch_size"
+    ),
     "another seed": resumed_reward("--seed 2", "seed 1 -> 2", "another run"),
     "both: another learning rate": resumed_both("--reward.lr 0.5", "reward.lr 0.001 -> 0.5"),
     "fewer episodes than it has made": resumed_policy(
@@ -453,6 +459,8 @@ RUNS = {
     "cut checkpoint": bad_run(cut(TENSORS), "checkpoints/2", "remove"),
     "checkpoint with one other byte": bad_run(flip(TENSORS), "checkpoints/2"),
     "checkpoint with an edited state": bad_run(edit(STATE, "kl_coef", to=0.5), "checkpoints/2"),
+    "checkpoint without its state": bad_run(remove(STATE), "checkpoints/2", "remove"),
+    "checkpoint without its tensors": bad_run(remove(TENSORS), "checkpoints/2", "remove"),
     "checkpoint's state is nested without end": bad_run(write(STATE, DEEP), "checkpoints/2"),
     "cut checkpoint of a reward run": resumed_reward(
         "", "checkpoints/2", damage=cut(f"{REWARD_RUN}/checkpoints/2/tensors.safetensors")
