@@ -694,14 +694,6 @@ def label_file(tmp_path):
     return tmp_path / "labels.json"
 
 
-def test_a_good_label_file(label_file):
-    labels = read(label_file, label_rows())
-    assert labels.queries.tolist() == [[1, 2, 10], [7, 8, 9]]
-    assert labels.samples.tolist() == [[[3, 4], [5, 10], [0, 9]], [[1, 1], [2, 2], [3, 3]]]
-    assert labels.targets.tolist() == [2, 0]
-    assert labels.ceiling is None
-
-
 def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
     """Each text is encoded on its own, and the longest gives the width. Only a query may be empty."""
     monkeypatch.setattr(Vocabulary, "encode", lambda self, text, **_: [int(digit) for digit in text], raising=False)
@@ -720,17 +712,6 @@ def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
     assert "held_out is 0" in error_line(read, label_file, texts, 10, {"held_out": 0})
 
 
-def test_files_of_ratings_and_of_differences(label_file):
-    rows = [{"query": [1, 2, 50259], "sample": [3, 50259], "score": score} for score in (2, -0.5)]
-    ratings = read(label_file, rows)
-    assert (ratings.kind, ratings.queries.tolist()) == ("score", [[1, 2, 10]] * 2)
-    assert (ratings.samples.tolist(), ratings.targets.tolist()) == ([[[3, 10]]] * 2, [2.0, -0.5])
-    row = {"query": [1, 2, 3], "sample1": [4, 5], "sample0": [6, 7], "difference": 1.5}
-    differences = read(label_file, [row])
-    assert (differences.kind, differences.targets.tolist()) == ("difference", [1.5])
-    assert differences.samples.tolist() == [[[6, 7], [4, 5]]]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -744,30 +725,12 @@ def test_a_kind_of_label_with_the_samples_of_another_is_refused(label_file, wron
     assert "row 0 has" in error_line(read, label_file, [{"query": [1, 2, 3]} | wrong])
 
 
-def test_samples_are_ordered_by_number_not_by_name(label_file):
-    row = {"query": [1, 2, 3], "best": 10} | {f"sample{i}": [i, i] for i in reversed(range(12))}
-    labels = read(label_file, [row], vocab_size=20)
-    assert labels.samples.tolist() == [[[i, i] for i in range(12)]]
-
-
-def test_a_sidecar_gives_vocabulary_and_ceiling(label_file):
-    assert read(label_file, label_rows(), meta={"vocab_size": 10, "ceiling": 0.75}).ceiling == 0.75
-
-
 @pytest.mark.parametrize(("vocab_size", "meta"), [(10, {"vocab_size": 11}), (60_000, None), (60_000, {})])
 def test_labels_of_another_tokenizer_are_refused(label_file, vocab_size, meta):
     message = error_line(read, label_file, label_rows(), vocab_size, meta)
     assert str(label_file) in message
     assert str(vocab_size) in message
     assert "11" in message or "50257" in message
-
-
-def test_gpt2_ids_fit_gpt2s_vocabulary(label_file):
-    rows = label_rows()
-    rows[0]["query"] = [50256, 13, 50259]
-    assert read(label_file, rows, vocab_size=50257).queries[0].tolist() == [50256, 13, 50257]
-    rows[0]["query"] = [50257, 13, 50259]
-    assert "50257" in error_line(read, label_file, rows, 50257)
 
 
 def test_a_large_vocabulary_names_its_padding(label_file):
@@ -782,60 +745,6 @@ def test_a_large_vocabulary_names_its_padding(label_file):
         message = error_line(read, label_file, rows, 60_003, {"vocab_size": 60_003, **meta})
         assert f"its padding id {padding} is one of the tokenizer's 60003 ids" in message
         assert 'labels.meta.json: "padding_id": 60003' in message
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", b"\xff", "{}", "[]", "[1]", '["row"]', "null", '[{"query": [1, 2, 3]}, [1]]']
-)
-def test_a_label_file_that_is_no_array_of_objects_is_refused(label_file, content):
-    assert f"--label_dataset {label_file}" in error_line(read, label_file, content)
-
-
-@pytest.mark.parametrize("meta", ["{", "[1]", "3"])
-def test_a_broken_sidecar_is_refused(label_file, meta):
-    assert "labels.meta.json" in error_line(read, label_file, label_rows(), 10, meta)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("query", None),
-        ("sample1", None),
-        ("query", [1, 2]),
-        ("query", [1, 2, 3, 4]),
-        ("sample2", [1]),
-        ("sample0", []),
-        ("query", "123"),
-        ("query", [1, 2, "3"]),
-        ("query", [1, 2, None]),
-        ("query", [1, 2, [3]]),
-        ("query", [1, 2, True]),
-        ("sample0", [1, 2.0]),
-        ("query", [1, 2, -1]),
-        ("sample1", [1, 10]),
-        ("sample1", [1, 50258]),
-        ("sample1", [1, 50260]),
-        ("sample1", [1, 10**30]),
-        ("query", [50259, 1, 2]),
-        ("sample0", [50259, 50259]),
-        ("best", None),
-        ("best", 3),
-        ("best", -1),
-        ("best", True),
-        ("best", 1.0),
-        ("best", "1"),
-    ],
-)
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_bad_row_is_named(label_file, row, key, value):
-    rows = label_rows()
-    if value is None:
-        del rows[row][key]
-    else:
-        rows[row][key] = value
-    message = error_line(read, label_file, rows)
-    assert f"--label_dataset {label_file}: row {row} has" in message
-    assert key in message or f"'{key}'" in message
 
 
 @pytest.mark.parametrize(
@@ -873,9 +782,3 @@ def test_a_world_says_which_labels_it_has(tmp_path):
     assert "--label_dataset politeness/offline_5k.json" in message
     assert message.endswith("has descriptiveness/offline_5k.json, sentiment/offline_5k.json")
     assert label_files.find_label_file("sentiment/offline_5k.json", str(tmp_path)) == there[0]
-
-
-def test_half_a_character_is_refused(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text('"A whole text."\n"Half \\ud800 a character."\n')
-    assert "item 2 is not valid Unicode" in error_line(sources.read_text_file, path)
