@@ -441,14 +441,6 @@ def test_what_may_pass_is_asked_again(server, action):
     assert server.requests == 6 + 1 and report["failed"] == 0
 
 
-def test_the_server_says_when_to_ask_again(server):
-    later = error(429, "wait", Retry_After_Ms="x", Retry_After="1")
-    server.behave = lambda number, payload: later if number == 0 else truth(payload)
-    begun = time.monotonic()
-    assert ask(server, 1, concurrency=1)["wins"] == 1
-    assert time.monotonic() - begun >= 1.0
-
-
 NO_ANSWERS = {
     "broken JSON": (status(200, b'{"choices": [{"mess'), 'an answer without choices: {"choices": [{"mess'),
     "not Unicode": (status(200, b"\xff\xfe"), "an answer without choices: "),

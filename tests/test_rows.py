@@ -180,7 +180,7 @@ FORMATS = {
         file="texts.json",
         read=sources.read_text_file,
         check=check_texts,
-        place=": item 2",
+        place="item 2",
         written=to_json,
     ),
     "texts in lines": Format(
@@ -188,7 +188,7 @@ FORMATS = {
         file="texts.jsonl",
         read=sources.read_text_file,
         check=check_texts,
-        place=": item 2",
+        place="item 2",
     ),
 }
 
@@ -254,7 +254,7 @@ def bad_rows() -> Iterator[tuple[str, str, Any]]:
     return ((kind, path, value) for kind, rows in BAD.items() for path, values in rows.items() for value in values)
 
 
-@pytest.mark.parametrize(("kind", "path", "value"), bad_rows())
+@pytest.mark.parametrize(("kind", "path", "value"), list(bad_rows()))
 def test_a_bad_row_is_named(tmp_path, kind, path, value):
     form, keys = FORMATS[kind], [int(key) if key.isdigit() else key for key in filter(None, path.split("/"))]
     row = changed(form.rows[1], tuple(keys), value)

@@ -168,19 +168,6 @@ def texts_of(rows: torch.Tensor) -> list[str]:
     return ["".join(chr(token) for token in row if token != PAD) for row in rows.tolist()]
 
 
-def test_groups_name_split_batch_and_confidence(tmp_path):
-    rows = [
-        COMPARISON,
-        changed(changed(COMPARISON, "extra"), "batch", to=3),
-        changed(COMPARISON, "extra", to={}),
-        changed(COMPARISON, "extra", to=None),
-    ]
-    groups = read_comparisons(tmp_path, rows).groups
-    assert groups[0] == {"split": "train", "batch": "batch7", "confidence": "6"}
-    assert groups[1] == {"split": "train", "batch": "3", "confidence": "None"}
-    assert groups[2] == groups[3] == {"split": "train", "batch": "batch7", "confidence": "None"}
-
-
 def test_summaries_that_are_cut_have_no_end_and_are_counted(tmp_path):
     long, longer = "a" * 11, "b" * 50  # with space and end 13 and 52 tokens, of which 12 fit
     both = changed(changed(COMPARISON, "summaries", 0, "text", to=long), "summaries", 1, "text", to=longer)

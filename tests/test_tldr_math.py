@@ -27,7 +27,7 @@ from torch.testing import assert_close
 
 from ppo_rlhf.lib.lm import episode_noise, has_stop, truncate_at
 from ppo_rlhf.lib.models import scheduled_lr
-from ppo_rlhf.lib.posts import rouge, trim_padding
+from ppo_rlhf.lib.posts import trim_padding
 from ppo_rlhf.lib.processes import deal, map_rows
 from ppo_rlhf.tldr_policy import (
     PpoArgs,
@@ -420,37 +420,3 @@ def test_trimmed_padding_equals_a_loop(seed: int):
 
 def test_trimming_nothing_but_padding_leaves_a_column():
     assert trim_padding(torch.full((2, 4), PAD), pad_id=PAD).tolist() == [[PAD], [PAD]]
-
-
-def longest_common(a: list[str], b: list[str]) -> int:
-    if not a or not b:
-        return 0
-    if a[-1] == b[-1]:
-        return longest_common(a[:-1], b[:-1]) + 1
-    return max(longest_common(a[:-1], b), longest_common(a, b[:-1]))
-
-
-def slow_rouge(response: str, reference: str) -> dict[str, float]:
-    """Words are what stands between spaces."""
-    ours, theirs = response.split(), reference.split()
-
-    def f_measure(common: int, of_ours: int, of_theirs: int) -> float:
-        return 2 * common / (of_ours + of_theirs) if common else 0.0
-
-    scores = {"rougeL": f_measure(longest_common(ours, theirs), len(ours), len(theirs))}
-    for n in (1, 2):
-        first, second = ([tuple(w[i : i + n]) for i in range(len(w) - n + 1)] for w in (ours, theirs))
-        common = sum(min(first.count(gram), second.count(gram)) for gram in set(first))
-        scores[f"rouge{n}"] = f_measure(common, len(first), len(second))
-    return scores
-
-
-def test_rouge_is_the_mean_over_examples():
-    """T23, defect 14."""
-    random = np.random.default_rng(0)
-    texts = [" ".join(random.choice(["we", "saw", "my", "dog", "run"], n)) for n in random.integers(0, 7, 40)]
-    responses, references = texts[:20], texts[20:]
-    found = [slow_rouge(*pair) for pair in zip(responses, references, strict=True)]
-    expected = {name: np.mean([row[name] for row in found]) for name in ("rouge1", "rouge2", "rougeL")}
-    assert rouge(responses, references) == pytest.approx(expected)
-    assert len({round(value, 6) for value in expected.values()}) == 3
