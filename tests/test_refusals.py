@@ -413,7 +413,7 @@ RUNS = {
     "cut meta.json": bad_run(cut(POLICY_META)),
     "meta.json is nested without end": bad_run(write(POLICY_META, DEEP)),
     "meta.json is a list": bad_run(write(POLICY_META, []), "meta.json"),
-    "meta.json is not Unicode": bad_run(write(POLICY_META, b"\xff"), "meta.json"),
+    "meta.json is not Unicode": bad_run(write(POLICY_META, b"\xff"), "utf-8"),
     "meta.json with a number for the joint arguments": bad_run(edit(POLICY_META, "joint", to=-1), "meta.json"),
     "meta.json without arguments": bad_run(edit(POLICY_META, "args"), "meta.json", "arguments"),
     "an argument is missing": bad_argument("ppo", "lam"),
