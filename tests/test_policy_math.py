@@ -145,8 +145,12 @@ def update_without_learning(policy, rollout, permutations, ppo) -> dict[str, flo
 
 
 def test_gradient_equals_finite_differences(tiny_models):
-    """Of the mean over two groups."""
-    policy, rollout, ppo = tiny_policy(tiny_models).double(), make_rollout(8), PpoArgs(noptepochs=1)
+    """Of the mean over two groups, in micro-batches."""
+    policy, rollout, ppo = (
+        tiny_policy(tiny_models).double(),
+        make_rollout(8),
+        PpoArgs(noptepochs=1, local_micro_batch_size=2),
+    )
     permutations = draw_permutations(1, 0, 1, range(2), 4)
     update_without_learning(policy, rollout, permutations, ppo)
     gradient = gradients(policy)
