@@ -481,6 +481,19 @@ def test_a_token_has_a_loss_while_its_probability_is_near_the_old_one(loss, boun
     assert len(seen) == (8 if loss == "ipo" else 6)  # with dppo, no token is left out that moves against its push
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "ipo", "dppo"])
+def test_a_loss_of_0_has_a_gradient(loss):
+    """A right response and a wrong one, before the first step: advantages cancel in the loss, not in its gradient."""
+    advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    logprobs, mask = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]), torch.ones(2, 2).bool()
+    new_logprobs = logprobs.clone().requires_grad_(True)
+    losses, _, _ = token_losses(new_logprobs, logprobs, advantages, mask, loss, low=0.2, high=0.2)
+    value = aggregate(losses, mask, "seq-mean-token-mean")
+    value.backward()
+    assert value.item() == 0
+    assert new_logprobs.grad.tolist() == [[-0.25, -0.25], [0.25, 0.25]]  # descent: the first up, the second down
+
+
 @pytest.mark.parametrize(("loss", "largest"), [("ppo", math.exp(20)), ("gspo", math.exp(10)), ("cispo", 1.2 * 80)])
 def test_an_overflowing_ratio_stays_finite(loss, largest):
     new, mask = torch.tensor([[80.0, 80.0], [-80.0, -80.0]]), torch.ones(2, 2).bool()
