@@ -5,7 +5,6 @@ from torch import Tensor
 
 from ppo_rlhf import rlvr_math, tldr_policy, train_policy, train_reward
 from ppo_rlhf.lib import lm, rewards
-from ppo_rlhf.rlvr_math import importance_weights, kl_estimate, rejection_mask  # noqa: F401 the signatures are the same
 
 
 def truncate(responses, stop_id, pad_id, after):
@@ -109,6 +108,18 @@ def accumulate(losses, masks):
     tokens = sum(int(mask.sum()) for mask in masks)
     parts = zip(losses, masks, strict=True)
     return sum(rlvr_math.aggregate(part, mask, "token-mean", tokens=tokens) for part, mask in parts)
+
+
+def kl_estimate(logprobs, ref_logprobs, mask, name):
+    return rlvr_math.kl_estimate(logprobs, ref_logprobs, mask, name)
+
+
+def importance_weights(logprobs, sampler_logprobs, mask, kind, cap):
+    return rlvr_math.importance_weights(logprobs, sampler_logprobs, mask, kind, cap)
+
+
+def rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high):
+    return rlvr_math.rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high)
 
 
 def kl_loss(logprobs, ref_logprobs, sampler_logprobs, mask):

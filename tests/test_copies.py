@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_tldr_math import on_processes
+from oracles import on_processes
 from torch.testing import assert_close
 
 import ppo_rlhf

@@ -162,38 +162,6 @@ def test_read_text_file(tmp_path, name, content, expected):
     assert list(sources.load_texts(str(path))) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("t.txt", b"\xff\xfe", "utf-8"),
-        ("t.jsonl", '"one"\n"two\n', "item 2"),
-        ("t.jsonl", '"one"\n\n3\n', "item 2"),
-        ("t.jsonl", '"one"\n{"content": "two"}\n', "item 2, which has 'content',"),
-        ("t.json", '["one"', "delimiter"),
-        ("t.json", '{"text": "one"}', "no JSON array"),
-        ("t.json", '["one", "two", null]', "item 3"),
-        ("t.json", '[{"text": 1}]', "item 1"),
-    ],
-)
-def test_a_bad_text_file_is_named(tmp_path, name, content, reason):
-    path = write(tmp_path / name, content)
-    message = error_line(sources.load_texts, str(path))
-    assert "--task.query_dataset" in message
-    assert str(path) in message
-    assert reason in message.replace(str(path), "")
-
-
-def test_a_missing_text_file_is_named(tmp_path):
-    assert str(tmp_path / "none.txt") in error_line(sources.load_texts, str(tmp_path / "none.txt"))
-
-
-def test_an_unknown_dataset_says_what_there_is():
-    message = error_line(sources.load_texts, "novels")
-    assert "--task.query_dataset novels" in message
-    for known in ("books", "cnndm", "tldr", "tales", "dummy", ".txt", ".jsonl", ".json"):
-        assert known in message
-
-
 def test_dummy_texts_are_forty_letters_and_full_stops():
     found = sources.load_texts("dummy")
     assert all(len(text) == 40 and set(text) <= set("abcdefghijklmnopqrstuvwxyz.") for text in found)
@@ -304,16 +272,6 @@ def test_a_folder_may_have_an_at_sign_in_its_name(monkeypatch, tiny_world, tmp_p
     assert models.load_pretrained("model@refs", torch.float32).config.n_layer == 1
 
 
-@pytest.mark.parametrize("load", [models.load_tokenizer, lambda name: models.load_pretrained(name, torch.float32)])
-@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model"])
-def test_a_model_that_the_hub_does_not_give(connections, load, name):
-    message = error_line(load, name)
-    assert f"--base_model {name}" in message
-    for advice in ("without a network", "the folder of a downloaded model", "--preset tales"):
-        assert advice in message
-    assert not connections
-
-
 @pytest.mark.parametrize("path", ["models/a-run/sft", "./model", "../model", "/no/such/model", "~/model", "model/"])
 def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(connections, path):
     message = error_line(models.load_tokenizer, path)
@@ -412,38 +370,6 @@ def test_data_files_are_those_that_a_run_reads(tmp_path, monkeypatch):
 
 # ---- Queries ---------------------------------------------------------------------------------------------------
 
-# GPT-2's ids of the texts in the comments; "." is 13.
-ONE_TWO_THREE = [3198, 13, 4930, 2456, 13, 7683, 517]  # One. Two words. Three more
-NO_STOP = [2949, 2245, 994]  # No stop here
-ONLY_END = [10049, 886, 13]  # Only end.
-A_B_C = [32, 13, 347, 13, 327]  # A. B. C
-LONG = [32, 13, 275, 269, 288, 304, 277, 308, 289, 1312, 474, 13]  # A. b c d e f g h i j.
-
-
-@pytest.mark.parametrize(
-    ("tokens", "length", "start_id", "end_id", "expected"),
-    [
-        pytest.param(ONE_TWO_THREE, 8, 13, 13, [4930, 2456, 13], id="G1"),
-        pytest.param(NO_STOP, 8, 13, 13, None, id="G1-skipped"),
-        pytest.param(ONLY_END, 8, 13, 13, [10049, 886, 13], id="G1-kept-whole"),
-        pytest.param(A_B_C, 8, 13, 13, [347, 13], id="G1-letters"),
-        pytest.param(LONG, 4, 13, 13, None, id="G1b-no-end-within-the-cut"),
-        pytest.param(LONG, 10, 13, 13, LONG[2:], id="cut-keeps-ten-after-the-start"),
-        pytest.param([9, 13, 5, 13, 6, 13, 7], 8, 13, 13, [5, 13, 6, 13], id="to-the-last-end"),
-        pytest.param([9, 13, 5, 13, 6, 13, 7], 3, 13, 13, [5, 13], id="to-the-last-end-within-the-cut"),
-        pytest.param(LONG, 4, None, None, LONG[:4], id="cut-only"),
-        pytest.param(LONG, 4, None, 13, LONG[:2], id="end-only"),
-        pytest.param(LONG, 4, 13, None, LONG[2:6], id="start-only"),
-        pytest.param([13], 4, 13, 13, [13], id="nothing-but-the-start"),
-        pytest.param([], 4, None, None, [], id="empty"),
-        pytest.param([], 4, 13, None, None, id="empty-with-start"),
-    ],
-)
-def test_trim_query(tokens, length, start_id, end_id, expected):
-    given = list(tokens)
-    assert texts.trim_query(tokens, length, start_id, end_id) == expected
-    assert tokens == given
-
 
 def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
     """The padding id is above all of them, so that it is none."""
@@ -535,25 +461,6 @@ def test_a_stream_leaves_the_global_random_state_alone(texts_file):
     assert random.getstate() == before
 
 
-def test_queries_are_padded_on_the_right(texts_file):
-    batch = make_stream(texts_file, ["abc"]).next_batch(2, PAD)
-    assert batch.tolist() == [[65, 66, 67, PAD, PAD, PAD]] * 2
-    assert batch.dtype == torch.int64
-
-
-def test_long_texts_give_full_queries(texts_file):
-    assert batch_texts(make_stream(texts_file, ["abcdefghij"]), 1) == ["abcdef"]
-
-
-def test_batches_straddle_the_end_in_the_same_order(texts_file):
-    texts = [f"t{number}" for number in range(5)]
-    one_pass = batch_texts(make_stream(texts_file, texts), 5)
-    stream = make_stream(texts_file, texts)
-    queries = [query for _ in range(5) for query in batch_texts(stream, 3)]
-    assert sorted(one_pass) == texts
-    assert queries == one_pass * 3
-
-
 def test_each_pass_has_an_order_of_its_own_if_asked(texts_file):
     texts = [f"t{number}" for number in range(9)]
     before = batch_texts(make_stream(texts_file, texts), 9)
@@ -612,36 +519,6 @@ def test_a_text_without_tokens_is_skipped(texts_file, monkeypatch):
     assert stream.position - 3 >= 4
 
 
-@pytest.mark.parametrize("texts", [["x.y."] * 49, [*["x.y."] * 49, "no stop"]])
-def test_too_few_texts_to_hold_any_out_are_refused(texts_file, texts):
-    make_stream(texts_file, texts, start_text=".", end_text=".")
-    message = error_line(lambda: make_stream(texts_file, texts, start_text=".", end_text=".", split="test"))
-    assert f"none of its {len(texts) - 49} texts that are held out, one of 50, gives a query" in message
-
-
-@pytest.mark.parametrize("texts", [[], [" ", ""], ["no stop", "neither"], ["x.too long to end."]])
-def test_a_file_without_a_query_is_refused(texts_file, texts):
-    message = error_line(lambda: make_stream(texts_file, texts, start_text=".", end_text="."))
-    assert str(texts_file) in message
-    assert "--task.start_text" in message
-    assert "--task.end_text" in message
-
-
-@pytest.mark.parametrize("field", ["start_text", "end_text", "truncate_text"])
-@pytest.mark.parametrize("text", ["..", ""])
-def test_a_text_that_is_not_one_token_is_refused(texts_file, field, text):
-    write(texts_file, '["a"]')
-    task = TaskArgs(query_dataset=str(texts_file), **{"start_text": None, "end_text": None, field: text})
-    message = error_line(lambda: (QueryStream(task, Letters()), texts.task_ids(task, Letters())))
-    assert f"--task.{field} {text!r} is {len(text)} tokens" in message
-    assert "exactly one" in message
-
-
-def test_one_token():
-    assert texts.one_token(Letters(), ".", "start_text") == 14
-    assert texts.one_token(Letters(), None, "start_text") is None
-
-
 def test_task_ids():
     task = TaskArgs(query_length=6, query_prefix="ab", query_suffix="c", truncate_text=".")
     ids = texts.task_ids(task, Letters())
@@ -667,19 +544,6 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
         task=task, texts=Continuations(dataclasses.asdict(task), adds_one, "", Path()), pad_id=ids.pad
     )
     assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_affixes_stand_around_the_padded_query(dtype):
-    queries = torch.tensor([[5, 6, PAD, PAD], [PAD, PAD, PAD, PAD], [1, 2, 3, 4]], dtype=dtype)
-    contexts = texts.add_affixes(queries, [7, 8], [9])
-    assert contexts.tolist() == [[7, 8, 5, 6, PAD, PAD, 9], [7, 8, PAD, PAD, PAD, PAD, 9], [7, 8, 1, 2, 3, 4, 9]]
-    assert contexts.dtype == dtype
-
-
-def test_without_affixes_the_context_is_the_query():
-    queries = torch.tensor([[5, PAD]])
-    assert texts.add_affixes(queries, [], []).tolist() == [[5, PAD]]
 
 
 def test_texts_are_decoded_without_padding():
@@ -796,26 +660,6 @@ def test_a_function_whose_score_is_not_finite_is_named_in_the_middle_of_a_run():
     assert message == expected
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "1 / 0",
-        "return None",
-        "return ['a', 'b']",
-        "return '11'",
-        "return {0: 5.0, 1: 5.0}",
-        "return {5.0, 6.0}",
-        "return [float('inf')] * 2",
-        "import nothing_of_that_name",
-    ],
-)
-def test_a_scoring_function_that_fails_is_named_before_training(tmp_path, monkeypatch, body):
-    name = f"bad_{abs(hash(body))}"
-    (tmp_path / f"{name}.py").write_text(f"def scores(queries, responses):\n    {body}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert name in error_line(scorers.text_scorer, f"{name}:scores", "rewards.monitor", Letters(), PAD)
-
-
 def letters(queries: list[str], responses: list[str]) -> list[float]:
     return [float(len(response)) for response in responses]
 
@@ -850,14 +694,6 @@ def label_file(tmp_path):
     return tmp_path / "labels.json"
 
 
-def test_a_good_label_file(label_file):
-    labels = read(label_file, label_rows())
-    assert labels.queries.tolist() == [[1, 2, 10], [7, 8, 9]]
-    assert labels.samples.tolist() == [[[3, 4], [5, 10], [0, 9]], [[1, 1], [2, 2], [3, 3]]]
-    assert labels.targets.tolist() == [2, 0]
-    assert labels.ceiling is None
-
-
 def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
     """Each text is encoded on its own, and the longest gives the width. Only a query may be empty."""
     monkeypatch.setattr(Vocabulary, "encode", lambda self, text, **_: [int(digit) for digit in text], raising=False)
@@ -876,17 +712,6 @@ def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
     assert "held_out is 0" in error_line(read, label_file, texts, 10, {"held_out": 0})
 
 
-def test_files_of_ratings_and_of_differences(label_file):
-    rows = [{"query": [1, 2, 50259], "sample": [3, 50259], "score": score} for score in (2, -0.5)]
-    ratings = read(label_file, rows)
-    assert (ratings.kind, ratings.queries.tolist()) == ("score", [[1, 2, 10]] * 2)
-    assert (ratings.samples.tolist(), ratings.targets.tolist()) == ([[[3, 10]]] * 2, [2.0, -0.5])
-    row = {"query": [1, 2, 3], "sample1": [4, 5], "sample0": [6, 7], "difference": 1.5}
-    differences = read(label_file, [row])
-    assert (differences.kind, differences.targets.tolist()) == ("difference", [1.5])
-    assert differences.samples.tolist() == [[[6, 7], [4, 5]]]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -900,30 +725,12 @@ def test_a_kind_of_label_with_the_samples_of_another_is_refused(label_file, wron
     assert "row 0 has" in error_line(read, label_file, [{"query": [1, 2, 3]} | wrong])
 
 
-def test_samples_are_ordered_by_number_not_by_name(label_file):
-    row = {"query": [1, 2, 3], "best": 10} | {f"sample{i}": [i, i] for i in reversed(range(12))}
-    labels = read(label_file, [row], vocab_size=20)
-    assert labels.samples.tolist() == [[[i, i] for i in range(12)]]
-
-
-def test_a_sidecar_gives_vocabulary_and_ceiling(label_file):
-    assert read(label_file, label_rows(), meta={"vocab_size": 10, "ceiling": 0.75}).ceiling == 0.75
-
-
 @pytest.mark.parametrize(("vocab_size", "meta"), [(10, {"vocab_size": 11}), (60_000, None), (60_000, {})])
 def test_labels_of_another_tokenizer_are_refused(label_file, vocab_size, meta):
     message = error_line(read, label_file, label_rows(), vocab_size, meta)
     assert str(label_file) in message
     assert str(vocab_size) in message
     assert "11" in message or "50257" in message
-
-
-def test_gpt2_ids_fit_gpt2s_vocabulary(label_file):
-    rows = label_rows()
-    rows[0]["query"] = [50256, 13, 50259]
-    assert read(label_file, rows, vocab_size=50257).queries[0].tolist() == [50256, 13, 50257]
-    rows[0]["query"] = [50257, 13, 50259]
-    assert "50257" in error_line(read, label_file, rows, 50257)
 
 
 def test_a_large_vocabulary_names_its_padding(label_file):
@@ -938,60 +745,6 @@ def test_a_large_vocabulary_names_its_padding(label_file):
         message = error_line(read, label_file, rows, 60_003, {"vocab_size": 60_003, **meta})
         assert f"its padding id {padding} is one of the tokenizer's 60003 ids" in message
         assert 'labels.meta.json: "padding_id": 60003' in message
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", b"\xff", "{}", "[]", "[1]", '["row"]', "null", '[{"query": [1, 2, 3]}, [1]]']
-)
-def test_a_label_file_that_is_no_array_of_objects_is_refused(label_file, content):
-    assert f"--label_dataset {label_file}" in error_line(read, label_file, content)
-
-
-@pytest.mark.parametrize("meta", ["{", "[1]", "3"])
-def test_a_broken_sidecar_is_refused(label_file, meta):
-    assert "labels.meta.json" in error_line(read, label_file, label_rows(), 10, meta)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("query", None),
-        ("sample1", None),
-        ("query", [1, 2]),
-        ("query", [1, 2, 3, 4]),
-        ("sample2", [1]),
-        ("sample0", []),
-        ("query", "123"),
-        ("query", [1, 2, "3"]),
-        ("query", [1, 2, None]),
-        ("query", [1, 2, [3]]),
-        ("query", [1, 2, True]),
-        ("sample0", [1, 2.0]),
-        ("query", [1, 2, -1]),
-        ("sample1", [1, 10]),
-        ("sample1", [1, 50258]),
-        ("sample1", [1, 50260]),
-        ("sample1", [1, 10**30]),
-        ("query", [50259, 1, 2]),
-        ("sample0", [50259, 50259]),
-        ("best", None),
-        ("best", 3),
-        ("best", -1),
-        ("best", True),
-        ("best", 1.0),
-        ("best", "1"),
-    ],
-)
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_bad_row_is_named(label_file, row, key, value):
-    rows = label_rows()
-    if value is None:
-        del rows[row][key]
-    else:
-        rows[row][key] = value
-    message = error_line(read, label_file, rows)
-    assert f"--label_dataset {label_file}: row {row} has" in message
-    assert key in message or f"'{key}'" in message
 
 
 @pytest.mark.parametrize(
@@ -1029,9 +782,3 @@ def test_a_world_says_which_labels_it_has(tmp_path):
     assert "--label_dataset politeness/offline_5k.json" in message
     assert message.endswith("has descriptiveness/offline_5k.json, sentiment/offline_5k.json")
     assert label_files.find_label_file("sentiment/offline_5k.json", str(tmp_path)) == there[0]
-
-
-def test_half_a_character_is_refused(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text('"A whole text."\n"Half \\ud800 a character."\n')
-    assert "item 2 is not valid Unicode" in error_line(sources.read_text_file, path)

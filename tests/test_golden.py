@@ -327,39 +327,6 @@ def test_sampler(name):
     check_sampler(name)
 
 
-@pytest.mark.parametrize("name", cases("case3_forward_"))
-def test_generate_reports_what_the_forward_pass_says(name):
-    arrays = load_arrays(f"case3_forward_{name}")
-    policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
-    contexts = contexts_of(arrays)
-    uniforms = torch.rand(arrays["responses"].shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        responses, sampled_logprobs, hidden = train_policy.generate(
-            policy.lm_backbone, contexts, uniforms, PAD, policy.vocab_size, temperature
-        )
-        logprobs, _, values = policy(torch.cat([contexts, responses], 1), PAD, contexts.shape[1], temperature)
-        close(sampled_logprobs, logprobs, atol=1e-5)
-        close(policy.value_head(hidden).squeeze(2), values, atol=1e-5)
-
-
-def test_left_padding_which_the_original_refuses_equals_no_padding():
-    """Row 0 begins with padding: log-probs, values and samples are those of the row without it."""
-    case = load_json("case3_forward_meta")["left_padding"]
-    queries, responses = (torch.tensor(case[name]) for name in ("queries", "responses"))
-    assert case["raises"] == "InvalidArgumentError"
-    assert queries[0].tolist() == [PAD, PAD, 3, 4, 5, 6]
-    uniforms = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
-    policy = golden_policy("tiny2")
-    with torch.no_grad():
-        policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-        forward = policy(torch.cat([queries, responses], dim=1), PAD, 6, 0.7)
-        alone = policy(torch.cat([queries[:1, 2:], responses[:1]], dim=1), PAD, 4, 0.7)
-        sampled = train_policy.generate(policy.lm_backbone, queries, uniforms, PAD, 27, 0.7)
-        sampled_alone = train_policy.generate(policy.lm_backbone, queries[:1, 2:], uniforms[:1], PAD, 27, 0.7)
-    for padded, unpadded in zip((*forward, *sampled), (*alone, *sampled_alone), strict=True):
-        close(padded[:1], unpadded, atol=1e-12)
-
-
 def check_ppo_loss(name: str) -> None:
     case, arrays = load_json("case2_loss_meta")[name], load_arrays(f"case2_loss_{name}")
     policy = golden_policy(case["model"])

@@ -35,7 +35,7 @@ from golden_tldr import (
     sft_run,
     trl_policy_run,
 )
-from test_tldr_math import on_processes
+from oracles import on_processes
 from transformers import GPT2Config, GPT2Model
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft

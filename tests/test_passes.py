@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
+from oracles import on_processes
 from test_policy_math import PAD, VOCAB, token_ids
-from test_tldr_math import on_processes
 from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 

@@ -102,11 +102,7 @@ def test_a_conversation_is_rendered_with_its_system_message(tmp_path):
     ("row", "message"),
     [
         ({"question": "a"}, r"rows\.jsonl, line 1 has nothing under 'answer'; it has 'question'"),
-        ({"question": None, "answer": "4"}, "has nothing under 'question'"),
         ({"question": "a", "answer": [1, 2]}, r"'answer', must be a text or a number; it is '\[1, 2\]'"),
-        ({"question": "a", "answer": True}, "must be a text or a number; it is 'True'"),
-        ({"question": "a", "answer": float("nan")}, "must be a text or a number; it is 'nan'"),
-        ({"question": "\ud83d", "answer": "4"}, "is not valid Unicode"),
         ({"prompt": [SYSTEM], "answer": "4"}, "the last message is the system's; it must be the user's"),
     ],
 )

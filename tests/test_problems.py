@@ -126,10 +126,8 @@ def test_examples_look_as_a_question_and_a_response_do(tmp_path, changes, expect
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["{"], "examples.jsonl, line 1"),
         ([], "examples.jsonl holds no example"),
         ([{"question": "Why?"}], "examples.jsonl, line 1 has nothing under 'answer'"),
-        ([{"question": "Why?", "answer": [1, 2]}], "line 1, 'answer', must be a text or a number"),
     ],
 )
 def test_bad_examples_are_named(tmp_path, lines, words):
@@ -282,11 +280,7 @@ def test_a_limit_takes_the_first_rows(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (["{"], "problems_train.jsonl, line 1"),
-        (["[1]"], "is not a JSON object"),
-        ([{"question": "Why?"}], "problems_train.jsonl, line 1 has nothing under 'answer'"),
         ([*sums(1), "", {"question": None, "answer": "#### 5"}], "line 3 has nothing under 'question'"),
-        ([{"question": "\ud83d", "answer": "#### 5"}], "is not valid Unicode"),
         ([{"question": "Why?", "answer": "five"}], "none of its train rows can be used: 1 give no answer"),
         ([], "none of its train rows can be used"),
     ],

@@ -109,16 +109,7 @@ SIZES = {
     "batch is not whole groups": policy("--ppo.batch_size 63", "ppo.batch_size 63", "--ppo.batch_size 64"),
     "batch is not whole minibatches": policy("--ppo.nminibatches 3", "ppo.batch_size 16", "--ppo.batch_size 18"),
     "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "--ppo.batch_size 32"),
-    "micro-batch does not divide": policy(
-        "--ppo.local_micro_batch_size 6", "ppo.local_micro_batch_size 6", "--ppo.local_micro_batch_size 2"
-    ),
-    "rollout batch does not divide": policy(
-        "--ppo.local_rollout_batch_size 12", "ppo.local_rollout_batch_size 12", "--ppo.local_rollout_batch_size 4"
-    ),
     "labels are not whole batches": reward("--num_train 15", "num_train 15", "--num_train 8"),
-    "labels per micro-batch": reward(
-        "--local_micro_batch_size 3", "local_micro_batch_size 3", "--local_micro_batch_size 1"
-    ),
     "more labels than there are": reward("--num_train 800", "--num_train 800", "labels.json", "24 labels"),
     "both: batch of episodes": both(
         "--policy.ppo.batch_size 63", "--policy.ppo.batch_size 64", "(policy.ppo.whiten_groups"
@@ -327,9 +318,6 @@ REWARD_MODELS = {
     ),
     "head without a gain": bad_reward_model(edit_tensors(HEAD, lambda tensors: tensors.pop("gain")), HEAD, "gain"),
     "head that is not finite": bad_reward_model(edit_tensor(HEAD, "gain", not_finite), "finite"),
-    "cut weights": bad_reward_model(cut("reward/model.safetensors"), "safetensors"),
-    "too short": bad_reward_model(fewer_positions("reward", 40), "40 tokens", "48"),
-    "fewer rows than tokens": bad_reward_model(fewer_tokens("reward", 500), "500 rows"),
     "a critic": bad_reward_model(edit("reward/ppo_rlhf.json", "kind", to="critic"), "critic", "be a reward model"),
     "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "50257"),
     "other words of the same number": bad_reward_model(other_words("reward"), "'a'", "'b'"),
@@ -424,6 +412,9 @@ RUNS = {
     "no meta.json": bad_run(remove(POLICY_META), "meta.json"),
     "cut meta.json": bad_run(cut(POLICY_META)),
     "meta.json is nested without end": bad_run(write(POLICY_META, DEEP)),
+    "meta.json is a list": bad_run(write(POLICY_META, []), "meta.json"),
+    "meta.json is not Unicode": bad_run(write(POLICY_META, b"\xff"), "utf-8"),
+    "meta.json with a number for the joint arguments": bad_run(edit(POLICY_META, "joint", to=-1), "meta.json"),
     "meta.json without arguments": bad_run(edit(POLICY_META, "args"), "meta.json", "arguments"),
     "an argument is missing": bad_argument("ppo", "lam"),
     "an argument too many": bad_run(edit(POLICY_META, "args", "top_p", to=1), "its argument", "top_p"),
@@ -445,6 +436,9 @@ RUNS = {
         "", f"models/{Path(REWARD_RUN).name}/reward", damage=all_of(remove("models"), unfinished(POLICY_RUN))
     ),
     "another learning rate": resumed_policy("--ppo.lr 0.5", "ppo.lr 0.0002 -> 0.5", "another run"),
+    "no KL target any more": resumed_policy(
+        "--rewards.adaptive-kl.target None", "rewards.adaptive_kl.target 6.0 -> None", "ppo.local_micro_batch_size"
+    ),
     "another seed": resumed_reward("--seed 2", "seed 1 -> 2", "another run"),
     "both: another learning rate": resumed_both("--reward.lr 0.5", "reward.lr 0.001 -> 0.5"),
     "fewer episodes than it has made": resumed_policy(
@@ -453,17 +447,11 @@ RUNS = {
     "cut checkpoint": bad_run(cut(TENSORS), "checkpoints/2", "remove"),
     "checkpoint with one other byte": bad_run(flip(TENSORS), "checkpoints/2"),
     "checkpoint with an edited state": bad_run(edit(STATE, "kl_coef", to=0.5), "checkpoints/2"),
+    "checkpoint without its state": bad_run(remove(STATE), "checkpoints/2", "remove"),
+    "checkpoint without its tensors": bad_run(remove(TENSORS), "checkpoints/2", "remove"),
     "checkpoint's state is nested without end": bad_run(write(STATE, DEEP), "checkpoints/2"),
-    "cut checkpoint of a reward run": resumed_reward(
-        "", "checkpoints/2", damage=cut(f"{REWARD_RUN}/checkpoints/2/tensors.safetensors")
-    ),
     "another model": resumed_policy("", "is not what --base_model was", damage=fewer_positions("model", 100)),
     "another first text": resumed_policy(
-        "",
-        "stories.txt is not what --task.query_dataset was",
-        damage=edit_lines("stories.txt", lambda lines: lines[1::-1] + lines[2:]),
-    ),
-    "another first text of a reward run": resumed_reward(
         "",
         "stories.txt is not what --task.query_dataset was",
         damage=edit_lines("stories.txt", lambda lines: lines[1::-1] + lines[2:]),
@@ -500,16 +488,10 @@ DANGLING_RUNS, DANGLING_MODELS = (link(path, "nowhere/at/all") for path in ("run
 ENVIRONMENT = {
     "threads: words": policy("", "PPO_RLHF_THREADS", "many", PPO_RLHF_THREADS="many"),
     "threads: 0": reward("", "PPO_RLHF_THREADS is '0'", PPO_RLHF_THREADS="0"),
-    "threads: -1": both("", "PPO_RLHF_THREADS is '-1'", PPO_RLHF_THREADS="-1"),
-    "threads: a digit that is no number": policy("", "PPO_RLHF_THREADS", PPO_RLHF_THREADS="²"),
     "threads: beyond 64 bits": policy("", "PPO_RLHF_THREADS", PPO_RLHF_THREADS="9" * 20),
     "processes without a launcher": policy("", "WORLD_SIZE", "torchrun", WORLD_SIZE="2"),
-    "processes: words": policy("", "WORLD_SIZE", "two", WORLD_SIZE="two"),
-    "processes: 0": reward("", "WORLD_SIZE", WORLD_SIZE="0"),
     "rank: words": policy("", "RANK", "first", RANK="first"),
-    "rank: words, in tales.py": world("--seed 5", "RANK", "first", RANK="first"),
     "processes of this machine: 0": policy("", "LOCAL_WORLD_SIZE", LOCAL_WORLD_SIZE="0"),
-    "processes of this machine: words": policy("", "LOCAL_WORLD_SIZE", "two", LOCAL_WORLD_SIZE="two"),
     "cache is a file": world("", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
     "cache of the model is a file": tales_policy("", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
     "cache is a dangling link": world("", "cache", damage=link("cache", "nowhere/at/all")),
@@ -545,19 +527,15 @@ SAMPLES = {
     "bad prompt, and rows to write over": sample("--prompt '' --out labels.json", "--prompt"),
     "base model is gone": sample("", "--base_model model", damage=remove("model")),
     "base model too short": sample("", "model", "40 tokens", damage=fewer_positions("model", 40)),
-    "base model with fewer rows": sample("", "model", "500 rows", damage=fewer_tokens("model", 500)),
     "base model of another vocabulary": sample(
         "", "--base_model model", "that of policy", "the same kind of model", damage=other_words("model")
     ),
     "a function of nobody's": sample("", "boxed", "--trust_remote_code", damage=edit(INFO, "function", to="boxed")),
     "no such reward model": sample("--reward_model nowhere", "nowhere", "no such folder"),
     "reward model is a policy": sample("--reward_model policy", "policy is not a reward model"),
-    "reward model too short": sample("", "reward", "40 tokens", damage=fewer_positions("reward", 40)),
-    "reward model of another vocabulary": sample("", "reward", "50257", damage=LARGER_VOCABULARY),
     "reward model of other words": sample("", "--reward_model reward", "'a'", damage=other_words("reward")),
     "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
     "no such texts": sample("--query_dataset no.txt", "--query_dataset no.txt"),
-    "cut weights": sample("", "policy", "safetensors", damage=cut("policy/model.safetensors")),
     "cut ppo_rlhf.json": sample("", "policy", damage=cut(INFO)),
     "ppo_rlhf.json is a list": sample("", INFO, damage=write(INFO, [])),
     "base model in ppo_rlhf.json is a number": bad_info("base_model", to=2),

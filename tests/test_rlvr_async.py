@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from oracles import on_processes
 from processes import Launched, launch_together
 from runs import explained_metrics, metrics_of, only
 from test_engine_vllm import FAKE
 from test_rlvr_math import ALONE, numbers, rollout_of
 from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
-from test_tldr_math import on_processes
 from test_traces import gae, standardised
 from torch.testing import assert_close
 

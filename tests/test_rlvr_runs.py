@@ -492,13 +492,6 @@ def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_
         run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
 
 
-def test_groups_with_responses_that_cannot_be_scored_may_be_left_over(tiny_sums, in_folder, monkeypatch):
-    words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:some_of_three --ppo.filter_groups"
-    words += " --ppo.prompts_per_round 6"
-    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
-    assert len(rows) == 2 and rows[0]["val/unscorable"] > 0
-
-
 # ---- GSM8K -----------------------------------------------------------------------------------------------------
 
 SHRUNK = (

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracles import on_processes
 from test_rlvr_math import numbers, rollout_of, setup_of
-from test_tldr_math import on_processes
 from torch.testing import assert_close
 
-from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_math, rlvr_policy
+from ppo_rlhf import rlvr_data, rlvr_math, rlvr_policy
 from ppo_rlhf.lib import lm, memory, passes, problems
 from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr_data import Correction, Pool, Rollout
@@ -599,9 +599,3 @@ def test_steps_per_update_and_prompts_follow():
 def test_sizes_that_do_not_divide_offer_one_that_does(settings, processes, words):
     with pytest.raises(ValueError, match=words):
         ppo_sizes(PpoArgs(**settings), processes)
-
-
-def test_problems_must_fill_an_update():
-    few = problems_of([[1]] * 3, [""] * 3, ["1"] * 3)
-    with pytest.raises(ValueError, match="3 problems, fewer than the 4"):
-        rlvr_checks.check_problems(few, ppo_sizes(PpoArgs(batch_size=4), 1))

@@ -51,7 +51,6 @@ def write_rows(folder: Path, kind: str, split: str, rows: list[dict[str, Any]]) 
 
 
 POST = {"id": "1", "subreddit": "mill", "title": "Grain", "post": "It is wet.", "summary": "Wet grain."}
-QUERY = "SUBREDDIT: r/mill\n\nTITLE: Grain\n\nPOST: It is wet.\n\nTL;DR:"
 COMPARISON = {
     "info": {key: POST[key] for key in ("id", "subreddit", "title", "post")},
     "summaries": [{"text": " Wet.", "policy": "sup1"}, {"text": " Dry hay.", "policy": "ref"}],
@@ -82,65 +81,8 @@ def changed(row: dict[str, Any], *keys: str | int, to: Any = KeyError) -> dict[s
 # ---- Queries [T03] [T04] [T05] ---------------------------------------------------------------------------------
 
 
-def test_a_query_has_four_parts_and_ends_in_a_colon():
-    query = posts.format_post("mill", "Grain", "It is wet.")
-    assert query == QUERY
-    assert query[-1] == ":"
-
-
-def test_a_query_about_an_article():
-    assert posts.format_article("Rain.\nWind.") == "Article:\nRain.\nWind.\n\nTL;DR:\n"
-
-
 def short_form(post: str) -> str:
     return f"P: {post}\n\nTL;DR:"
-
-
-@pytest.mark.parametrize(
-    ("post", "limit", "expected"),
-    [
-        ("aaa\nbbb\nccc", 20, "aaa\nbbb"),  # golden H1
-        ("abcdefghijkl", 16, "abcde"),  # golden H1
-        ("aaa\nbbb\nccc", 22, "aaa\nbbb\nccc"),  # just fits
-        ("aaa\nbbb\nccc", 21, "aaa\nbbb"),
-        ("aaa\nbbb\nccc", 17, "aaa"),
-        ("aaa\nbbb\nccc", 13, "aa"),  # first the lines, then the characters of the line that is left
-        ("aaa\n\nccc", 18, "aaa\n"),
-        ("aaa\n", 14, "aaa"),
-        ("\nccc", 12, ""),  # the newline goes with what follows it, and nothing is left
-        ("aaa", 11, ""),
-        ("", 11, ""),
-    ],
-)
-def test_a_post_is_cut_until_its_query_fits(post, limit, expected):
-    assert posts.fit_query(post, short_form, letters, limit) == letters(short_form(expected))
-
-
-def test_title_and_question_are_never_cut():
-    rows = [changed(POST, "post", to=text) for text in ("a" * 200, "one\n" * 60, "word " * 50)]
-    for row in rows:
-        for limit in range(len(QUERY) - len("It is wet."), 80):
-            query = "".join(map(chr, posts.Encoder(Letters(), EOS).query(row, TaskArgs(query_length=limit))))
-            assert len(query) <= limit
-            assert query.startswith("SUBREDDIT: r/mill\n\nTITLE: Grain\n\nPOST: ")
-            assert query.endswith("\n\nTL;DR:")
-            assert row["post"].startswith(
-                query[len("SUBREDDIT: r/mill\n\nTITLE: Grain\n\nPOST: ") : -len("\n\nTL;DR:")]
-            )
-
-
-def test_an_article_is_cut_with_the_newline_that_its_summary_does_not_see():
-    """T03: the newline has a share in the length, as in the original, and the summary follows the colon."""
-    article, frame = "Rain.\nWind.", len("Article:\n\n\nTL;DR:\n")
-    for limit, kept in ((frame + 11, "Rain.\nWind."), (frame + 10, "Rain."), (frame + 4, "Rain")):
-        limits = TaskArgs(article_query_length=limit)
-        query = posts.Encoder(Letters(), EOS).query({"article": article}, limits)
-        assert query == letters(f"Article:\n{kept}\n\nTL;DR:")
-
-
-def test_a_query_that_cannot_fit_is_an_error():
-    line = error_line(posts.fit_query, "aaa\nbbb", short_form, letters, 10)
-    assert "query_length 10" in line and "11 tokens" in line
 
 
 def cut_step_by_step(post: str, format_query, encode, limit: int) -> list[int]:
@@ -194,25 +136,6 @@ def test_rows_are_padded_on_one_side(left, expected):
 # ---- Posts [T07] -----------------------------------------------------------------------------------------
 
 
-def test_queries_are_padded_on_the_left_and_references_on_the_right(tmp_path):
-    long_post = changed(POST, "post", to="It is wet.\n" + "x" * 60)
-    write_rows(tmp_path, "posts", "train", [POST, long_post])
-    found = posts.read_posts(task(tmp_path), Letters(), "train")
-    assert len(found) == 2 and found.too_long == 0
-    assert found.queries.shape == (2, 80) and found.references.shape == (2, 14)
-    for row in found.queries.tolist():
-        assert row == [PAD] * (80 - len(QUERY)) + letters(QUERY)  # the second line of the long post does not fit
-    assert found.references.tolist() == [[*letters(" Wet grain."), EOS, PAD, PAD]] * 2
-
-
-@pytest.mark.parametrize(
-    ("summary", "expected"),
-    [("Wet grain.", " Wet grain."), (" Wet grain.", " Wet grain."), ("Wet\ngrain. ", " Wet\ngrain. "), ("", " ")],
-)
-def test_a_summary_has_a_space_before_it_and_the_end_of_text_after_it(summary, expected):
-    assert posts.Encoder(Letters(), EOS).summary(summary) == [*letters(expected), EOS]
-
-
 def test_references_that_are_too_long_are_left_out_and_counted(tmp_path):
     summaries = ["a" * 12, "b" * 13, "c", "d" * 99, "e" * 12]  # 12 letters, a space and the end: 14 tokens
     write_rows(tmp_path, "posts", "train", [changed(POST, "summary", to=text) for text in summaries])
@@ -233,21 +156,6 @@ def test_a_limit_takes_the_first_rows(tmp_path):
     assert [chr(row[1]) for row in found.references.tolist()] == ["a", "c"]
 
 
-def test_query_and_summary_are_the_tokens_of_their_text(tiny_posts):
-    """So what the policy continues is what SFT has read."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_posts / "model")
-    pad_id, eos = len(tokenizer), tokenizer.eos_token_id
-    limits = TaskArgs(posts=str(tiny_posts), query_length=96, response_length=24)
-    found = posts.read_posts(limits, tokenizer, "train")
-    rows = [json.loads(line) for line in (tiny_posts / "posts_train.jsonl").read_text().splitlines()]
-    assert len(found) == len(rows) == 48
-    for row, query, reference in zip(rows, found.queries.tolist(), found.references.tolist(), strict=True):
-        question = f"SUBREDDIT: r/{row['subreddit']}\n\nTITLE: {row['title']}\n\nPOST: {row['post']}"
-        text = f"{question}\n\nTL;DR: {row['summary']}"
-        real = [token for token in query + reference if token != pad_id]
-        assert real == [*tokenizer(text)["input_ids"], eos]
-
-
 # ---- Comparisons -----------------------------------------------------------------------------------
 
 
@@ -258,29 +166,6 @@ def read_comparisons(folder: Path, rows: list[dict[str, Any]], articles: bool = 
 
 def texts_of(rows: torch.Tensor) -> list[str]:
     return ["".join(chr(token) for token in row if token != PAD) for row in rows.tolist()]
-
-
-def test_the_choice_says_which_summary_is_preferred(tmp_path):
-    comparisons = read_comparisons(tmp_path, [COMPARISON, changed(COMPARISON, "choice", to=0)])
-    assert texts_of(comparisons.chosen) == [" Dry hay.\0", " Wet.\0"]
-    assert texts_of(comparisons.rejected) == [" Wet.\0", " Dry hay.\0"]
-    assert comparisons.chosen.shape == comparisons.rejected.shape == (2, 12)
-    assert comparisons.queries.tolist() == [[PAD] * (80 - len(QUERY)) + letters(QUERY)] * 2
-    assert comparisons.chosen.tolist()[1] == [*letters(" Wet."), EOS] + [PAD] * 6
-    assert (len(comparisons), comparisons.cut, comparisons.identical, comparisons.ceiling) == (2, 0, 0, None)
-
-
-def test_groups_name_split_batch_and_confidence(tmp_path):
-    rows = [
-        COMPARISON,
-        changed(changed(COMPARISON, "extra"), "batch", to=3),
-        changed(COMPARISON, "extra", to={}),
-        changed(COMPARISON, "extra", to=None),
-    ]
-    groups = read_comparisons(tmp_path, rows).groups
-    assert groups[0] == {"split": "train", "batch": "batch7", "confidence": "6"}
-    assert groups[1] == {"split": "train", "batch": "3", "confidence": "None"}
-    assert groups[2] == groups[3] == {"split": "train", "batch": "batch7", "confidence": "None"}
 
 
 def test_summaries_that_are_cut_have_no_end_and_are_counted(tmp_path):
@@ -347,82 +232,10 @@ def test_the_ceiling_is_known_where_the_world_says_it(tmp_path, ceiling):
     assert read_comparisons(tmp_path, [COMPARISON]).ceiling == ceiling
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"ceiling": "high"}', '{"ceiling": 1.5}', '{"ceiling": NaN}'])
-def test_a_damaged_ceiling_is_an_error(tmp_path, content):
-    (tmp_path / "world.json").write_text(content)
-    assert "world.json" in error_line(read_comparisons, tmp_path, [COMPARISON])
-
-
 # ---- Bad input -------------------------------------------------------------------------------------------------
-
-HALF = "Wet \udcff"  # half a character
-
-BAD_POSTS = {
-    "no title": (changed(POST, "title"), "'title'"),
-    "no post": (changed(POST, "post"), "'post'"),
-    "no summary": (changed(POST, "summary"), "'summary'"),
-    "title is a number": (changed(POST, "title", to=3), "'title'"),
-    "post is null": (changed(POST, "post", to=None), "'post'"),
-    "half a character in the subreddit": (changed(POST, "subreddit", to=HALF), "'subreddit'"),
-    "half a character in the summary": (changed(POST, "summary", to=HALF), "'summary'"),
-}
-
-
-@pytest.mark.parametrize(("row", "key"), BAD_POSTS.values(), ids=BAD_POSTS)
-def test_a_bad_post_is_named(tmp_path, row, key):
-    write_rows(tmp_path, "posts", "test", [POST, POST, row])
-    line = error_line(posts.read_posts, task(tmp_path), Letters(), "test")
-    for word in (f"--task.posts {tmp_path / 'posts_test.jsonl'}, line 3", key):
-        assert word in line
-
-
-BAD_COMPARISONS = {
-    "no info": (changed(COMPARISON, "info"), "'info'"),
-    "info is a text": (changed(COMPARISON, "info", to="mill"), "'info'"),
-    "no post": (changed(COMPARISON, "info", "post"), "'post'"),
-    "no subreddit": (changed(COMPARISON, "info", "subreddit"), "'subreddit'"),
-    "article is a number": (changed(COMPARISON, "info", "article", to=7), "'article'"),
-    "half a character": (changed(COMPARISON, "info", "title", to=HALF), "'title'"),
-    "no summaries": (changed(COMPARISON, "summaries"), "two summaries"),
-    "one summary": (changed(COMPARISON, "summaries", 1), "two summaries"),
-    "three summaries": (changed(COMPARISON, "summaries", to=[{"text": text} for text in "abc"]), "two summaries"),
-    "summaries are texts": (changed(COMPARISON, "summaries", to=["a", "b"]), "two summaries"),
-    "a summary without text": (changed(COMPARISON, "summaries", 1, "text"), "'text'"),
-    "half a character in a summary": (changed(COMPARISON, "summaries", 0, "text", to=HALF), "'text'"),
-    "choice 2": (changed(COMPARISON, "choice", to=2), "choice 2"),
-    "choice -1": (changed(COMPARISON, "choice", to=-1), "choice -1"),
-    "choice is a truth value": (changed(COMPARISON, "choice", to=True), "choice True"),
-    "choice is a text": (changed(COMPARISON, "choice", to="1"), "choice '1'"),
-    "no choice": (changed(COMPARISON, "choice"), "choice None"),
-}
-
-
-@pytest.mark.parametrize(("row", "word"), BAD_COMPARISONS.values(), ids=BAD_COMPARISONS)
-def test_a_bad_comparison_is_named(tmp_path, row, word):
-    line = error_line(read_comparisons, tmp_path, [COMPARISON, row])
-    for words in (f"--task.comparisons {tmp_path / 'comparisons_validation.jsonl'}, line 2", word):
-        assert words in line
 
 
 GOOD_LINE = json.dumps(POST).encode() + b"\n"
-BAD_FILES = {
-    "cut": (GOOD_LINE + GOOD_LINE[:30], "line 2"),
-    "not JSON": (GOOD_LINE * 2 + b"wet\n", "line 3"),
-    "a list": (GOOD_LINE * 2 + b"[1, 2]\n", "line 3"),
-    "a number": (b"7\n", "line 1"),
-    "not UTF-8": (b"\xff\xfe\x00" + GOOD_LINE, "utf-8"),
-    "nested without end": (GOOD_LINE + b"[" * 100_000, "line 2"),
-}
-
-
-@pytest.mark.parametrize("kind", ["posts", "comparisons"])
-@pytest.mark.parametrize(("content", "word"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_file_that_is_not_json_lines_is_named(tmp_path, kind, content, word):
-    file = tmp_path / f"{kind}_train.jsonl"
-    file.write_bytes(content)
-    read = posts.read_posts if kind == "posts" else posts.read_comparisons
-    line = error_line(read, task(tmp_path), Letters(), "train")
-    assert f"--task.{kind} {file}" in line and word in line
 
 
 @pytest.mark.parametrize("kind", ["posts", "comparisons"])
@@ -469,15 +282,6 @@ def test_other_bad_special_tokens():
 
 
 # ---- Texts -----------------------------------------------------------------------------------------------------
-
-
-def test_columns_of_padding_are_trimmed():
-    left = torch.tensor([[9, 9, 1, 2], [9, 9, 9, 3]])
-    right = torch.tensor([[4, 9, 9], [5, 6, 9]])
-    assert posts.trim_padding(left, pad_id=9).tolist() == [[9, 1, 2], [9, 9, 3]]  # the first column stays
-    assert posts.trim_padding(left, right, pad_id=9).tolist() == [[9, 1, 2, 4, 9], [9, 9, 3, 5, 6]]
-    assert posts.trim_padding(torch.full((2, 3), 9), pad_id=9).tolist() == [[9], [9]]
-    assert posts.trim_padding(right[:, :2], pad_id=9).tolist() == [[4, 9], [5, 6]]
 
 
 def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.posts import TASKS
-from ppo_rlhf.worlds import building, posts as posts_world, tales
+from ppo_rlhf.worlds import posts as posts_world, tales
 from ppo_rlhf.worlds.posts import PostsArgs
 
 DEFAULT = PostsArgs()
@@ -402,12 +402,6 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_world_is_built_once(cache):
-    first, again = posts_world.find_world(SMALL), posts_world.find_world(SMALL)
-    assert first == again and first.parent == cache
-    assert posts_world.find_world() == posts_world.find_world(DEFAULT) != first
-
-
 def test_every_setting_makes_another_world(cache):
     folders = [posts_world.find_world()]
     for name, value in dataclasses.asdict(DEFAULT).items():
@@ -423,36 +417,6 @@ def test_another_grammar_makes_another_world(cache, monkeypatch, name):
     changed = dict(list(old.items())[:3]) if name == "WRITERS" else old[:-1]
     monkeypatch.setattr(module, name, changed)
     assert posts_world.find_world() != first
-
-
-def test_only_the_first_process_builds(cache, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    waits = []
-
-    def first_process_builds(seconds):
-        waits.append(seconds)
-        monkeypatch.setenv("RANK", "0")
-        posts_world.find_world()
-        monkeypatch.setenv("RANK", "1")
-
-    monkeypatch.setattr(building.time, "sleep", first_process_builds)
-    assert posts_world.find_world().exists()
-    assert len(waits) == 1
-
-
-@pytest.mark.parametrize("stage", ["write_texts", "train_tokenizer", "train_language_model"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_leaves_nothing_half_built(tmp_path, monkeypatch, stage, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr(posts_world, "write_quotes", lambda rng: "Mara robbed sailors.")
-    monkeypatch.setattr(posts_world, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
-    monkeypatch.setattr(tales if stage == "train_tokenizer" else posts_world, stage, fail)
-    with pytest.raises(error):
-        posts_world.find_world(SMALL)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("built_by_another", [True, False])

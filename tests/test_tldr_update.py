@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import metrics_of, only
-from test_tldr_math import (
+from oracles import (
     entries,
+    gradients,
     masks_of,
+    numbers,
     on_processes,
     slow_gae,
     slow_mean,
@@ -27,13 +28,14 @@ from test_tldr_math import (
     spoil,
     states,
 )
+from runs import metrics_of, only
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf import tldr_policy, tldr_reward
-from ppo_rlhf.lib import passes, posts
+from ppo_rlhf.lib import passes
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.lm import RewardModel, has_stop
 from ppo_rlhf.lib.models import (
@@ -60,7 +62,7 @@ from ppo_rlhf.tldr_policy import (
     respond,
     update_metrics,
 )
-from ppo_rlhf.tldr_reward import pairs_update, score_pairs, shift_to_references
+from ppo_rlhf.tldr_reward import pairs_update, score_pairs
 from ppo_rlhf.tldr_sft import LanguageModel, sft_update
 
 PAD, EOS, STOP = 29, 28, 26
@@ -69,10 +71,6 @@ ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows o
 CONTEXT, RESPONSE, TEMPERATURE = 6, 5, 0.7
 LENGTHS = [1, 5, 5, 4, 2, 3, 5, 1]  # tokens of each response; row 2 alone does not end
 EVERYTHING = torch.arange(8).view(1, 1, 8)  # one epoch of one minibatch
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def token_ids(seed: int, *shape: int) -> torch.Tensor:
@@ -143,10 +141,6 @@ def alone(step: Callable):
     return result
 
 
-def gradients(model) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -179,49 +173,6 @@ def test_left_padded_equals_unpadded(tiny_models, architecture: str):
         assert_close(values[i, :count].numpy(), scalars[:count], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_value_after_the_end_is_the_score(tiny_models, architecture: str):
-    """T32, T37: the critic starts as the reward model, so after the end-of-text token both say the same."""
-    actor_critic, tokens = make_actor_critic(tiny_models, architecture), ragged_rows()
-    with torch.no_grad():
-        _, _, values = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
-        scores = actor_critic.critic(tokens, PAD)
-    short = [i for i, length in enumerate(LENGTHS) if length < RESPONSE]
-    assert len(short) == 5
-    for i in short:
-        assert values[i, LENGTHS[i]].item() == pytest.approx(scores[i].item(), abs=1e-9)
-        assert abs(values[i, LENGTHS[i] - 1] - scores[i]) > 1e-3  # the state before it is another one
-
-
-@pytest.mark.parametrize("kind", [tldr_reward.RewardModel, RewardModel])
-@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_score_is_read_at_the_last_token_in_any_layout(tiny_models, architecture: str, kind: type):
-    """T19, T20: left-padded post and response, or the joint text padded on the right."""
-    model = scalar_model(tiny_models(architecture, ARCHITECTURES[architecture]), kind)
-    tokens = ragged_rows()
-    right = torch.full_like(tokens, PAD)
-    for i, row in enumerate(tokens):
-        right[i, : len(unpadded(row)[0])] = unpadded(row)[0]
-    expected = [slow_scalars(model, row)[-1] for row in tokens]
-    for layout in (tokens, right):
-        assert model(layout, PAD).tolist() == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_values_up_to_the_end_do_not_see_what_follows(tiny_models, architecture: str):
-    """T38: on the truncated response they are what they are on the whole one, up to the state after its end."""
-    actor_critic, tokens = make_actor_critic(tiny_models, architecture), ragged_rows()
-    whole = torch.where(tokens == PAD, token_ids(9, *tokens.shape), tokens)
-    whole[:, :CONTEXT] = tokens[:, :CONTEXT]
-    with torch.no_grad():
-        logprobs, _, values = actor_critic(tokens, tokens[:, CONTEXT:], PAD, TEMPERATURE)
-        whole_logprobs, _, whole_values = actor_critic(whole, whole[:, CONTEXT:], PAD, TEMPERATURE)
-    mask, value_mask = masks_of(LENGTHS, RESPONSE)
-    assert_close(values[value_mask], whole_values[value_mask], atol=1e-9, rtol=0)
-    assert_close(logprobs[mask], whole_logprobs[mask], atol=1e-9, rtol=0)
-    assert ((values - whole_values).abs()[~value_mask] > 1e-3).any()
-
-
 # ---- Supervised fine-tuning ------------------------------------------------------------------------------------
 
 
@@ -249,37 +200,6 @@ def test_language_model_equals_a_loop(tiny_models, architecture: str):
         assert (row[~predicted] == 0).all()
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_place_and_content_of_padding_do_not_matter(tiny_models, architecture: str):
-    """T21: right, left, on both sides; whatever its id; whatever token 0 means, as which it is looked up."""
-    lm_backbone = tiny_models(architecture, ARCHITECTURES[architecture]).double()
-    model, text = LanguageModel(lm_backbone, PAD), [*token_ids(3, 6).tolist(), EOS]
-    expected = slow_logprobs(lm_backbone, torch.tensor(text))[0].sum()
-    with torch.no_grad():
-        for before, after in ((0, 0), (4, 0), (0, 4), (2, 3)):
-            for pad_id in (PAD, 1000, -1):
-                row = torch.tensor([[pad_id] * before + text + [pad_id] * after])
-                assert model(row, pad_id).sum().item() == pytest.approx(expected, abs=1e-9)
-        lm_backbone.get_input_embeddings().weight[0] += 5.0
-        other = slow_logprobs(lm_backbone, torch.tensor(text))[0].sum()  # tied weights: the output layer moves too
-        padded = torch.tensor([[PAD] * 3 + text + [PAD] * 2])
-        assert model(padded, PAD).sum().item() == pytest.approx(other, abs=1e-9)
-
-
-def test_the_end_of_text_token_is_learnt(tiny_models):
-    """T13, T21: it has a share in the loss, and training on it makes it likely."""
-    model = LanguageModel(tiny_models("gpt2").double(), PAD)
-    with_eos = torch.tensor([[PAD, 3, 4, 5, EOS, PAD]])
-    without = torch.tensor([[PAD, 3, 4, 5, PAD, PAD]])
-    with torch.no_grad():
-        share = (model(with_eos, PAD).sum() - model(without, PAD).sum()).item()
-    assert share == pytest.approx(slow_logprobs(model.lm_backbone, with_eos[0])[0][-1])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(30):
-        alone(partial(sft_update, model, optimizer, with_eos, PAD, rows=1, most_tokens=0))
-    assert model(with_eos, PAD)[0, 3] > math.log(0.9) > share
-
-
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_sft_update_equals_the_library(tiny_models, micro_batch: int):
     """T22: loss and gradient are those of the mean over all tokens, in whatever parts the rows are read."""
@@ -300,18 +220,6 @@ def test_sft_update_equals_the_library(tiny_models, micro_batch: int):
     assert optimizer.steps == 1
     for name, parameter in model.named_parameters():
         assert_close(parameter.detach(), before[name] - 0.1 * parameter.grad, atol=1e-12, rtol=0)
-
-
-def test_rows_that_are_padding_count_as_nothing_in_sft(tiny_models):
-    """Also where a whole micro-batch is nothing else."""
-    tokens, results = ragged_rows([3, 5]), []
-    for rows in (tokens, torch.cat([tokens, torch.full((4, CONTEXT + RESPONSE), PAD)])):
-        model = LanguageModel(tiny_models("gpt2").double(), PAD)
-        optimizer = CountingSGD(model.parameters(), lr=0.0)
-        stats = alone(partial(sft_update, model, optimizer, rows, PAD, rows=2, most_tokens=0))
-        results.append((stats["train/sft/loss"], stats["train/sft/tokens"], gradients(model)))
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected, atol=1e-12, rtol=0)
 
 
 # ---- Reward model ----------------------------------------------------------------------------------------------
@@ -369,20 +277,6 @@ def test_pairs_update_equals_a_loop(tiny_models, micro_batch: int):
     assert_close(gradients(model), gradients(other), atol=1e-9, rtol=0)
     norm = math.sqrt((gradients(other).numpy() ** 2).sum())
     assert stats["train/rm/gradient_norm"] == pytest.approx(norm)
-
-
-def test_references_get_a_mean_score_of_zero(tiny_models):
-    """T29: by the bias alone; distances between scores stay."""
-    model, rows = scalar_model(tiny_models("gpt2"), tldr_reward.RewardModel), ragged_rows()
-    before = np.array([slow_scalars(model, row)[-1] for row in rows])
-    read = posts.Posts(rows[:, :CONTEXT], rows[:, CONTEXT:], 0)
-    (results,) = on_processes(1, lambda process: shift_to_references(model, read, PAD, 3, process))
-    after = np.array([slow_scalars(model, row)[-1] for row in rows])
-    assert_close(after, before - before.mean(), atol=1e-9, rtol=0)
-    assert results["eval/rm/shift"] == pytest.approx(-before.mean())
-    assert results["eval/rm/normalized_std"] == pytest.approx(before.std())
-    assert results["eval/rm/normalized_min"] == pytest.approx(after.min())
-    assert results["eval/rm/normalized_max"] == pytest.approx(after.max())
 
 
 # ---- PPO update ------------------------------------------------------------------------------------------------
@@ -505,20 +399,6 @@ def test_metrics_are_means_over_minibatches(tiny_models, micro_batch: int):
     assert found["first"] == pytest.approx(rows[0]["square_of_ratio_minus_1"], abs=1e-9)
 
 
-@pytest.mark.parametrize("whiten_rewards", [False, True])
-def test_micro_batches_give_the_same_gradient_and_metrics(tiny_models, whiten_rewards: bool):
-    """T45, defect 2."""
-    results = []
-    for micro_batch in (0, 4, 1):
-        actor_critic = make_actor_critic(tiny_models)
-        ppo = PpoArgs(local_micro_batch_size=micro_batch, whiten_rewards=whiten_rewards)
-        metrics = update(actor_critic, make_rollout(actor_critic), EVERYTHING, ppo)
-        results.append((gradients(actor_critic), metrics))
-    for gradient, metrics in results[1:]:
-        assert_close(gradient, results[0][0], atol=1e-9, rtol=0)
-        assert metrics == pytest.approx(results[0][1], abs=1e-9)
-
-
 def test_gradient_equals_finite_differences(tiny_models):
     """T32, T45: the objective is policy loss + vf_coef * value loss, and both networks learn from it."""
     actor_critic = make_actor_critic(tiny_models)
@@ -539,40 +419,6 @@ def test_gradient_equals_finite_differences(tiny_models):
     }
 
 
-@pytest.mark.parametrize(("epochs", "nminibatches", "micro_batch"), [(1, 1, 0), (4, 1, 2), (2, 4, 1), (3, 2, 4)])
-def test_steps_are_epochs_times_minibatches(tiny_models, epochs: int, nminibatches: int, micro_batch: int):
-    """T48, defects 4 and 5."""
-    actor_critic = make_actor_critic(tiny_models)
-    ppo = PpoArgs(noptepochs=epochs, nminibatches=nminibatches, local_micro_batch_size=micro_batch)
-    minibatches = draw_minibatches(1, 0, epochs, slice(0, 8), nminibatches)
-    optimizer = CountingSGD(actor_critic.parameters(), lr=0.01)
-    update(actor_critic, make_rollout(actor_critic), minibatches, ppo, optimizer=optimizer)
-    assert optimizer.steps == epochs * nminibatches
-
-
-def test_every_minibatch_learns_from_the_weights_before_it(tiny_models):
-    """T48: two minibatches are two steps of plain descent, each with a gradient of its own."""
-    first, second = torch.tensor([0, 3, 5, 6]), torch.tensor([1, 2, 4, 7])
-    stepped, ppo = make_actor_critic(tiny_models), PpoArgs(nminibatches=2)
-    rollout = make_rollout(stepped)
-    update(
-        stepped,
-        rollout,
-        torch.stack([first, second]).unsqueeze(0),
-        ppo,
-        optimizer=torch.optim.SGD(stepped.parameters(), lr=0.01),
-    )
-    alone = make_actor_critic(tiny_models)
-    for inds in (first, second):
-        update(alone, rollout, inds.view(1, 1, -1), ppo)
-        with torch.no_grad():
-            for parameter in alone.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(0.01 * parameter.grad)
-    for name, weight in weights_of(alone).items():
-        assert_close(stepped.get_parameter(name).detach(), weight, atol=1e-12, rtol=0)
-
-
 def test_the_ratio_begins_at_one(tiny_models):
     """T34: exactly, where rollout and update read the same rows; then the policy moves away."""
     actor_critic = make_actor_critic(tiny_models).float()
@@ -591,23 +437,6 @@ def test_the_ratio_begins_at_one(tiny_models):
     optimizer = torch.optim.AdamW(actor_critic.parameters(), lr=1e-3)
     metrics = update(actor_critic, rollout, EVERYTHING.expand(3, 1, 8), PpoArgs(), optimizer=optimizer)
     assert metrics["first"] == 0 < metrics["approxkl"]
-
-
-def test_what_stands_beyond_the_end_changes_nothing(tiny_models):
-    """T42, T44: zeros in place of NaN and infinities give the same gradient and metrics, bit for bit."""
-    results = []
-    for fill in (True, False):
-        actor_critic = make_actor_critic(tiny_models)
-        rollout = make_rollout(actor_critic)
-        if fill:
-            logprobs = rollout.logprobs.masked_fill(~rollout.mask, 0)
-            rollout = replace(rollout, logprobs=logprobs, values=rollout.values.masked_fill(~rollout.value_mask, 0))
-        else:
-            assert not rollout.logprobs.isfinite().all() and not rollout.values.isfinite().all()
-        metrics = update(actor_critic, rollout, EVERYTHING, PpoArgs(whiten_rewards=True))
-        results.append((gradients(actor_critic), metrics))
-    assert torch.equal(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1]
 
 
 # ---- Two processes equal one, however unequal their tokens are -------------------------------------------------
@@ -1016,23 +845,6 @@ def test_layers_that_cannot_have_adapters_are_named(tiny_models, architecture, t
         add_adapters(tied_model(tiny_models, architecture), lora, 1)
 
 
-@pytest.mark.parametrize("kind", [tldr_reward.RewardModel, RewardModel])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_saved_reward_model_opens_as_a_classifier(
-    tiny_models, tiny_tokenizer, tmp_path, architecture: str, kind: type
-):
-    """T18, T29: with gain and bias, the shift to the references among them."""
-    tiny_models(architecture, ARCHITECTURES[architecture]).double().save_pretrained(tmp_path / "base")
-    model = scalar_model(load_pretrained(str(tmp_path / "base"), torch.float64, auto_class=AutoModel), kind)
-    tokens = ragged_rows()
-    expected = [slow_scalars(model, row)[-1] for row in tokens]
-    save_reward_model(tmp_path / "reward", model, tiny_tokenizer, {})
-    assert classifier_scores(tmp_path / "reward", right_padded(tokens)).tolist() == pytest.approx(expected, abs=1e-9)
-    loaded = load_reward_model(tmp_path / "reward", torch.float64)
-    assert torch.equal(loaded(tokens, PAD), model(tokens, PAD))
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())
-
-
 def test_without_adapters_the_reference_is_a_model_of_its_own(saved_models: Path, tiny_tokenizer):
     """T32, T35: frozen, and the same model as the policy until that learns."""
     actor_critic, reference = networks(arguments(saved_models, LoraArgs()), tiny_tokenizer)
@@ -1114,7 +926,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
         responses, logprobs, values, gap = respond(actor_critic, contexts, uniforms, **settings)
         mask, value_mask = masks_of((responses != PAD).sum(1).tolist(), 8)
         contexts = nn.functional.pad(contexts, (48 - contexts.shape[1], 0), value=PAD)
-        recorded.append((torch.cat([contexts, responses], 1), logprobs, values))
+        recorded.append((torch.cat([contexts, responses], 1), logprobs))
         return responses, spoil(logprobs, mask), spoil(values, value_mask), gap
 
     monkeypatch.setattr(tldr_policy, "respond", spoiling)
@@ -1134,7 +946,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     tldr_policy.train(args)
     metrics = metrics_of(only(tmp_path, "runs/*"))[0]
 
-    rows, logprobs, values = (torch.cat(parts) for parts in zip(*recorded[:4], strict=True))
+    rows, logprobs = (torch.cat(parts) for parts in zip(*recorded[:4], strict=True))
     responses, stop = rows[:, -8:].tolist(), EOS if stop_text is None else 0
     lengths = [row.index(stop) + 1 if stop in row else 8 for row in responses]
     finished = [stop in row for row in responses]
@@ -1146,7 +958,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     ref_logprobs = np.zeros((32, 8))
     for i, length in enumerate(lengths):
         ref_logprobs[i, :length] = slow_logprobs(policy, rows[i], 4.0)[0][-length:]
-    rewards, kl = slow_rewards(scores, logprobs, ref_logprobs, lengths, 0.05, "k3")
+    _, kl = slow_rewards(scores, logprobs, ref_logprobs, lengths, 0.05, "k3")
     expected = {
         "objective/kl": kl.sum(1).mean(),
         "objective/kl_coef": 0.05,
@@ -1163,33 +975,5 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
         "episode": 32,
     }
     assert expected["objective/entropy"] > 0
-    mask, value_mask = masks_of(lengths, 8)
-    rollout = Rollout(
-        query_responses=rows,
-        logprobs=logprobs,
-        values=values,
-        rewards=torch.from_numpy(rewards),
-        mask=mask,
-        value_mask=value_mask,
-    )
-    start = ActorCritic(policy, reward_model, PAD)
-    means = slow_minibatch_metrics(start, rollout, list(range(32)), ppo, temperature=4.0)
-    expected |= {
-        "loss/policy_avg": means["pg_loss"],
-        "loss/value_avg": means["vf_loss"],
-        "policy/approxkl_avg": means["approxkl"],
-        "policy/clipfrac_avg": means["pg_clipfrac"],
-        "policy/entropy_avg": means["entropy"],
-        "val/clipfrac_avg": means["vf_clipfrac"],
-        "val/ratio": means["ratio"],
-        "val/ratio_var": means["square_of_ratio_minus_1"] - (means["ratio"] - 1) ** 2,
-        "val/vpred": means["new_value"],
-        "val/error": means["value_error"],
-        "val/mean": means["value"],
-        "val/var": means["square_of_value"] - means["value"] ** 2,
-        "returns/mean": means["return"],
-        "returns/var": means["square_of_return"] - means["return"] ** 2,
-    }
-    expected["val/var_explained"] = 1 - expected["val/error"] / expected["returns/var"]
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name

@@ -8,7 +8,6 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from golden_models import golden, load_json
@@ -537,19 +536,6 @@ def test_what_the_prompt_ended_with_belongs_to_the_response():
 
 
 # ---- Lengths and counts ----------------------------------------------------------------------------------------
-
-
-def test_overlong_punishment_is_the_original_s():
-    case = np.load(golden("verl/overlong_punishment.npz"))
-    ours = rewards.overlong_punishment(torch.tensor(case["in/lengths"]), response_length=20, buffer=4, factor=1.0)
-    assert ours.dtype == torch.float64
-    assert (1.0 + ours).tolist() == pytest.approx(case["out/reward"].tolist(), abs=1e-9)
-
-
-def test_overlong_punishment_by_hand():
-    lengths = torch.tensor([1, 70, 71, 85, 100])
-    ours = rewards.overlong_punishment(lengths, response_length=100, buffer=30, factor=0.6)
-    assert ours.tolist() == pytest.approx([0, 0, -0.02, -0.3, -0.6], abs=1e-12)
 
 
 def test_pass_at_k():
