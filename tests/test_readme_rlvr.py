@@ -1,4 +1,4 @@
-"""What docs/reference/methods.md and chapter 3's page say of presets, estimators, losses, KL and verifiers is what the script has."""
+"""What chapter 3's pages say of presets, estimators, losses, KL and verifiers is what the script has."""
 
 import re
 import typing
