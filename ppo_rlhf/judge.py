@@ -165,8 +165,11 @@ def is_count(value: Any) -> bool:
 
 def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
     """The rows of a file. required: names of the texts that each row must hold. Raises InputError with the line."""
-    if (path.parent / "ppo_rlhf.json").is_file() and not path.exists():
-        raise InputError(f"{flag} {path.parent} is the folder of a model; give that of its run, runs/<run>")
+    if path.name == EVALUATION and path.parent.is_dir() and not path.exists():
+        is_model = (path.parent / "ppo_rlhf.json").is_file()
+        what = "is the folder of a model; give that of its run, runs/<run>"
+        other = f"holds no {EVALUATION}; runs of chapter 2 leave one"
+        raise InputError(f"{flag} {path.parent} {what if is_model else other}")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]

@@ -943,6 +943,9 @@ def test_what_is_no_run_of_chapter_2(tmp_path):
     write_rows("run/evaluation.jsonl", [row("a", "1", "1")])
     with pytest.raises(InputError, match=r"--baseline models/r/policy is the folder of a model; give that of its"):
         judge(Args(candidate="run", baseline="models/r/policy", gold=gold))
+    write_rows("of_chapter_1/comparison.jsonl", [row("a", "1", "1")])
+    with pytest.raises(InputError, match=r"--baseline of_chapter_1 holds no evaluation\.jsonl; runs of chapter 2"):
+        judge(Args(candidate="run", baseline="of_chapter_1", gold=gold))
     write_rows("models/r/policy/mine.jsonl", [row("a", "1", "1")])
     assert judge(Args(candidate="run", baseline="models/r/policy/mine.jsonl", gold=gold))["ties"] == 1
 

@@ -43,6 +43,12 @@ def test_differences_are_by_seed_and_corrected():
     assert shown[0] == "-2.4 ± 3.3" and shown[3] == "-25.0 ± 14.4 *"
     page = (ROOT / "docs/results.md").read_text()
     assert f"| {shown[0]} |" in page and f"| {shown[3]} |" in page
+    names = ["gae", "grpo", "dr_grpo", "opo", "reinforce++", "reinforce++-baseline", "remax"]
+    pairs = [[f"part == 'estimators' and variant == '{name}'" for name in (one, "rloo")] for one in names]
+    gap = 100 * pages.paired("estimators/runs", "samples", *pairs[0])
+    assert scipy.stats.ttest_1samp(gap, 0).pvalue < 0.05  # alone; after the smaller one of remax, it is one of six
+    assert 6 * scipy.stats.ttest_1samp(gap, 0).pvalue > 0.05
+    assert pages.differences("estimators/runs", "samples", pairs, 1, 100)[0] == by_scipy(gap) == "-3.3 ± 2.6"
 
 
 def test_best_of_n_is_compared_at_the_same_kl():

@@ -216,6 +216,29 @@ def test_the_first_page_is_short():
     assert len(README.split()) <= 850
 
 
+BUDGETS = {"README": 300, "chapter1": 2_900, "chapter2": 1_750, "chapter3": 2_700, "check": 1_150, "status": 250}
+BUDGETS |= {"differences": 850, "experiments": 850, "questions": 2_000, "real": 1_650}
+BUDGETS |= {"results": 2_850, "running": 2_000}
+
+
+def words_by_hand(page: Path) -> int:
+    """Words of a page, or of its template, without code, addresses, pictures and what is computed."""
+    template = page.with_name(f"{page.name}.jinja")
+    text = (template if template.exists() else page).read_text()
+    removed = r"^ *```.*?^ *```$|\{[%{].*?[%}]\}|<!-- tables.*?<!-- end -->|!\[.*?\]\(.*?\)|\]\(.*?\)"
+    text = re.sub(removed, " ", text, flags=re.MULTILINE | re.DOTALL)
+    return sum(re.search("[a-zA-Z]", word) is not None for word in text.split())
+
+
+def test_pages_can_be_read_in_an_evening(tmp_path):
+    """Together at most 22,000 words; a page whose budget is too large would grow unseen."""
+    pages = {page.stem: words_by_hand(page) for page in ROOT.glob("docs/*.md")}
+    assert pages.keys() == BUDGETS.keys() and sum(BUDGETS.values()) <= 22_000
+    assert {name: words for name, words in pages.items() if not BUDGETS[name] - 300 < words <= BUDGETS[name]} == {}
+    (tmp_path / "page.md").write_text("A [b c](d/e.md) 1.0 | ± f.\n```\nno no\n```\n![p q](r.png) s")
+    assert words_by_hand(tmp_path / "page.md") == 5
+
+
 def test_the_picture_of_the_first_page_is_of_the_demo():
     """It was drawn from the committed numbers; its lines pass through them, and the target is the controller's."""
     assert "](static/front_page.png)" in README
@@ -336,7 +359,7 @@ def test_flags_exist():
     launchers = {"num_processes", "nproc_per_node", "mixed_precision", "help"}
     for path in (*ROOT.glob("ppo_rlhf/small/*.py"), ROOT / "ppo_rlhf/check/__main__.py"):
         launchers |= set(re.findall(r'"--(\w+)"', path.read_text()))
-    for flag in re.findall(r"`--([\w.]+)", DOCS):
+    for flag in re.findall(r"`--([\w.]+)", DOCS.replace(".no-", ".")):  # --ppo.no-share_prefixes
         known = everything | launchers
         assert flag in known or f"policy.{flag}" in known, flag
 

@@ -1,4 +1,4 @@
-"""What docs/chapter3.md says of presets, estimators, losses, KL and verifiers is what the script has."""
+"""What chapter 3's pages say of presets, estimators, losses, KL and verifiers is what the script has."""
 
 import re
 import typing
@@ -15,12 +15,13 @@ from ppo_rlhf.lib.rewards import VERIFIERS
 from ppo_rlhf.rlvr_math import ESTIMATORS
 from ppo_rlhf.rlvr_policy import PRESETS
 
-CHAPTER3 = (Path(__file__).parent.parent / "docs/chapter3.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+CHAPTER3, METHODS = (DOCS / "chapter3.md").read_text(), (DOCS / "reference/methods.md").read_text()
 
 
 def rows(first_words: str) -> list[list[str]]:
     """Cells of the rows of a table whose first row begins so."""
-    lines = CHAPTER3[CHAPTER3.index(first_words) :].splitlines()[2:]
+    lines = METHODS[METHODS.index(first_words) :].splitlines()[2:]
     table = lines[: next(i for i, line in enumerate(lines) if not line.strip().startswith("|"))]
     return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table]
 
