@@ -238,7 +238,7 @@ function drawDerivation() {
   const group = groupOf(update, episode), steps = data.runs[pane.run].steps;
   const {lines, missing} = explainToken(steps, episode, settings, Math.max(epoch, 0), t, group);
   find("derivation").querySelector("summary").textContent = `Where the numbers of token ${episode.places[t] + 1} come from`;
-  box.replaceChildren(make("p", {className: "small", textContent: `Update ${update.update}, ${episode.again ? "" : "episode "}${titleOf(pane, pane.episode)}. Every result is computed here, from the lines above it. A tick says that the run recorded the same number.`}));
+  box.replaceChildren(make("p", {className: "small", textContent: `${JSON.stringify(episode.pieces[t])} of update ${update.update}, ${episode.again ? "" : "episode "}${titleOf(pane, pane.episode)}. Every result is computed here, from the lines above it. A tick says that the run recorded the same number.`}));
   if (epochs > 1) {
     const choice = make("select", {id: "epoch"}, ...range(epochs).map(e => make("option", {value: e, textContent: `${e + 1} of ${epochs}`, selected: e === epoch})));
     choice.onchange = () => { chosen.epoch = Number(choice.value); drawDerivation(); find("epoch").focus(); };

@@ -82,10 +82,7 @@ function redraw(state) {
     }
   } else for (const x of ticksOf(first, final, Math.max(2, width / 90)))
     if (Number.isInteger(x)) svg.append(shape("text", {x: across(x), y: height - 5, "text-anchor": "middle"}, tickText(x)));
-  for (const y of figure.targets || [])
-    svg.append(shape("line", {class: "target", x1: area.left, x2: area.right, y1: up(y), y2: up(y)}),
-      shape("text", {class: "target", x: area.right, y: up(y) - 4, "text-anchor": "end"}, `target ${tickText(y)}`));
-  figure.data.forEach((series, number) => {
+  for (const [number, series] of [...figure.data.entries()].reverse()) {  // the first is in front
     if (bars) {
       const wide = 0.8 * (across(1) - across(0)) / figure.data.length;
       series.y.forEach((y, i) => {
@@ -94,7 +91,7 @@ function redraw(state) {
         svg.append(shape("rect", {x: start, width: Math.max(wide, 0.5), fill: y < base ? series.below : series.color,
           opacity: series.pale ? 0.45 : 1, y: Math.min(up(y), up(base)), height: Math.max(Math.abs(up(y) - up(base)), 0.5)}));
       });
-      return;
+      continue;
     }
     let path = "", drawn = false;
     series.y.forEach((y, i) => {
@@ -103,7 +100,10 @@ function redraw(state) {
       drawn = known;
     });
     svg.append(shape("path", {d: path, stroke: series.color, class: series.dotted ? "curve dotted" : "curve"}));
-  });
+  }
+  for (const y of figure.targets || [])
+    svg.append(shape("line", {class: "target", x1: area.left, x2: area.right, y1: up(y), y2: up(y)}),
+      shape("text", {class: "target", x: area.right, y: up(y) - 4, "text-anchor": "end"}, `target ${tickText(y)}`));
   state.marker = shape("line", {class: "marker", y1: area.top, y2: area.bottom, visibility: "hidden"});
   state.selection = shape("rect", {class: "selection", y: area.top, height: area.bottom - area.top, visibility: "hidden"});
   svg.append(state.marker, state.selection);
