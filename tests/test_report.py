@@ -582,6 +582,21 @@ def test_the_first_quantity_that_is_shown_says_something(opened, tmp_path):
     assert page.locator("#high").inner_text() == "0" and float(page.locator("#low").inner_text()) < -0.5
 
 
+def test_the_page_opens_on_a_token_of_which_the_policy_was_not_sure(opened, tmp_path):
+    """Token 2 has the largest gradient by its log-prob, but hardly any by its logit, and the last one is left out."""
+    folder = make_run(tmp_path, "a")
+    text = write_report(folder)
+    data = data_of(text)
+    tokens = data["runs"][0]["traces"][1]["episodes"][1]["tokens"]
+    tokens["push"], tokens["logprobs"] = [0.1, -3, 2, 0.5, 9], [-1, -0.001, -2, -1, -1]
+    begin, end = re.search(r'id="data">(.*?)</script>', text, re.DOTALL).span(1)
+    told = json.dumps(data).replace("<", "\\u003c")
+    (folder / "report.html").write_text(text[:begin] + told + text[end:])
+    page = opened(folder / "report.html")
+    assert page.locator("#left-episode").input_value() == "1"
+    assert page.locator("#derivation > summary").inner_text() == "Where the numbers of token 3 come from"
+
+
 def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
     """Chapter 2: three tokens, and the state after the end, which the critic learns."""
     folder = make_run(tmp_path, "a", chapter=2)
