@@ -118,12 +118,12 @@ function drawChosenNumbers() {
 }
 
 // What the signs on the tokens mean, as far as there are any.
-const SIGNS = {up: "Underlined: above the number without colour.", down: "Dotted: below it.", stop: "A bar marks the stop token.",
+const SIGNS = {up: "Underlined: above MIDDLE.", down: "Underlined with dots: below MIDDLE.", stop: "A bar marks the stop token.",
   cut: "A struck token was cut away before the score.", masked: "One in italics is outside the loss, or marks the state after the end.",
   tool: "A wavy line marks what a tool wrote: the policy has read it, but it is not trained on."};
 function drawSigns() {
   const seen = Object.keys(SIGNS).filter(name => document.querySelector(`#panes .token.${name}`));
-  find("marks").textContent = [...seen.map(name => SIGNS[name]),
+  find("marks").textContent = [...seen.map(name => SIGNS[name].replace("MIDDLE", data.quantities[picked()][2])),
     "Click a token, or walk with the arrow keys and press Enter, to see where its numbers come from."].join(" ");
 }
 
@@ -190,7 +190,7 @@ function drawPane(pane) {
     make("div", {className: inGroup ? "group" : ""}, ...responses));
   for (const [title, text] of Object.entries(episode.texts))
     box.append(make("h3", {textContent: title}), make("div", {className: "text", textContent: text}));
-  const numbers = Object.entries(episode.numbers).map(([name, value]) => make("tr", {},
+  const numbers = Object.entries(episode.numbers).filter(([name]) => inGroup || name !== "groups").map(([name, value]) => make("tr", {},
     make("th", {textContent: titleOfNumber(name), scope: "row"}), make("td", {className: "number", textContent: spoken(name, value)})));
   box.append(make("div", {className: "scroll"}, make("table", {}, ...numbers)));
 }
@@ -237,8 +237,8 @@ function drawDerivation() {
   const epoch = Math.min(chosen.epoch ?? epochs - 1, epochs - 1), settings = settingsOf(pane);
   const group = groupOf(update, episode), steps = data.runs[pane.run].steps;
   const {lines, missing} = explainToken(steps, episode, settings, Math.max(epoch, 0), t, group);
-  find("derivation").querySelector("summary").textContent = `Where the numbers of token ${episode.places[t] + 1} come from: ${JSON.stringify(episode.pieces[t])}`;
-  box.replaceChildren(make("p", {className: "small", textContent: `Update ${update.update}, episode ${titleOf(pane, pane.episode)}. Every result is computed here, from the lines above it. A tick says that the run recorded the same number.`}));
+  find("derivation").querySelector("summary").textContent = `Where the numbers of token ${episode.places[t] + 1} come from`;
+  box.replaceChildren(make("p", {className: "small", textContent: `${JSON.stringify(episode.pieces[t])} of update ${update.update}, ${episode.again ? "" : "episode "}${titleOf(pane, pane.episode)}. Every result is computed here, from the lines above it. A tick says that the run recorded the same number.`}));
   if (epochs > 1) {
     const choice = make("select", {id: "epoch"}, ...range(epochs).map(e => make("option", {value: e, textContent: `${e + 1} of ${epochs}`, selected: e === epoch})));
     choice.onchange = () => { chosen.epoch = Number(choice.value); drawDerivation(); find("epoch").focus(); };
@@ -370,9 +370,11 @@ const meanOf = values => values.length ? sum(values) / values.length : null;
 const those = (values, mask) => (values || []).filter((_, i) => !mask || mask[i]);
 const countedOf = episode => episode.tokens.mask || episode.tokens.scored;
 
+const hasGroups = data.runs.some(run => run.traces.some(update => update.episodes.some(episode => groupOf(update, episode).length > 1)));
+
 function numbersOfEpisode(episode) {  // name: value, under the titles of the table
   const counted = countedOf(episode), found = {};
-  for (const [name, value] of Object.entries(episode.numbers)) found[titleOfNumber(name)] = value;
+  for (const [name, value] of Object.entries(episode.numbers)) if (hasGroups || name !== "groups") found[titleOfNumber(name)] = value;
   found.tokens = those(episode.pieces, counted).length;
   found.KL = sum(those(episode.tokens.kl, counted).map(x => x ?? NaN));
   if (Number.isNaN(found.KL)) found.KL = null;
@@ -469,15 +471,15 @@ function drawOthers() {
     + (rows.length > MOST_ROWS ? `; the first ${MOST_ROWS} are in the table.` : ".");
 }
 
-function drawAlong() {
-  const colors = ["#0072b2", "#d55e00"], drawn = shownPanes().filter(pane => !pane.lost), placesOf = pane => episodeOf(pane).places;
-  const [title, unit] = data.quantities[picked()], several = drawn.length > 1;
-  const series = drawn.map(pane => ({name: several ? sideOf(pane) : title,
-    color: colors[pane.number], x: placesOf(pane).map(place => place + 1), y: episodeOf(pane).tokens[picked()] || placesOf(pane).map(() => null)}));
+function drawAlong() {  // in the colours of the tokens; bars of the second pane are pale
+  const drawn = shownPanes().filter(pane => !pane.lost), placesOf = pane => episodeOf(pane).places;
+  const [title, unit, base] = data.quantities[picked()], several = drawn.length > 1;
+  const series = drawn.map(pane => ({name: several ? `${pane.number ? "second" : "first"} episode` : title,
+    color: "var(--up)", below: "var(--down)", pale: pane.number === 1, x: placesOf(pane).map(place => place + 1), y: episodeOf(pane).tokens[picked()] || placesOf(pane).map(() => null)}));
   const pieceAt = (pane, x) => episodeOf(pane).pieces[placesOf(pane).indexOf(x - 1)];
   const pieces = x => `token ${x}: ` + drawn.map(pane => pieceAt(pane, x)).filter(piece => piece !== undefined).map(piece => JSON.stringify(piece)).join(", ");
   find("along-title").textContent = `Token by token: ${title}${unit ? `, in ${unit}` : ""}`;
-  chart(find("along"), {data: series, bars: true, labels: several ? null : x => pieceAt(drawn[0], x)}, pieces);
+  chart(find("along"), {data: series, base, labels: several ? null : x => pieceAt(drawn[0], x)}, pieces);
 }
 
 function drawTable() {  // every number of the first pane's episode
@@ -506,14 +508,16 @@ function draw() {
   drawAlong();
 }
 
-// In the middle of the traced updates, of the tokens before the last one that was pushed hardest.
+// In the middle of the traced updates, the token before the last one whose logit was pushed hardest: a token of which
+// the policy was sure can be pushed, but hardly moves.
 function start() {
   const [left, right] = panes, sizes = [];
   for (const pane of panes) pane.index = Math.floor(updatesOf(pane).length / 2);
   if (traced.length === 1) right.index = updatesOf(right).length - 1;
   updateOf(left).episodes.forEach((episode, number) => {
     const counted = those(range(episode.pieces.length), countedOf(episode)).slice(0, -1), push = episode.tokens.push || [];
-    counted.forEach(t => sizes.push([Math.abs(push[t] ?? 0), number, t]));
+    const sure = t => Math.exp((episode.tokens.logprobs || [])[t] ?? -Infinity);
+    counted.forEach(t => sizes.push([Math.abs(push[t] ?? 0) * (1 - sure(t)), number, t]));
   });
   const [, number, token] = sizes.reduce((best, one) => one[0] > best[0] ? one : best, [0, 0, 0]);
   left.episode = number;

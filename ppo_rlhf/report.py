@@ -67,7 +67,7 @@ def report(args: Args) -> Path:
     first = sorted(range(len(panels)), key=lambda i: (*FIRST, panels[i][0]["title"]).index(panels[i][0]["title"]))[:2]
     text = environment.get_template("report.html").render(
         runs=runs,
-        title=" with ".join(dict.fromkeys(one_run.title for one_run in runs)),
+        title=title_of(runs),
         outcomes=outcomes(runs),
         examples=[example(one_run, of_run) for one_run, of_run in zip(runs, traced, strict=True)],
         first=first,
@@ -92,6 +92,11 @@ def report(args: Args) -> Path:
 
 
 SCRIPTS = ("lib/derivation.js", "lib/charts.js", "report.js")
+
+
+def title_of(runs: list["OneRun"]) -> str:
+    titles = dict.fromkeys(one_run.title for one_run in runs)
+    return " with ".join(titles) + ": two runs" * (len(titles) < len(runs))
 
 
 def newest_run(runs: Path) -> Path:
@@ -150,8 +155,10 @@ class OneRun:
         )
         found = [f"Chapter {KINDS[meta['script']][1]}: {size}{took}."]
         if start := str(args.get("base_model") or ""):
-            *_, run_folder, _ = ["", "", *Path(start).parts]
-            found.append(f"Training started from {run_folder if start.startswith('models/') else start}.")
+            model = f"the language model {'/'.join(Path(start).parts[-2:])}"
+            if start.startswith("models/"):
+                model = "the fine-tuned model" if start.startswith("models/tldr_sft") else "the model of another run"
+            found.append(f"Training started from {model}.")
         scorers = ["a reward model"] * bool(args.get("rewards.trained_model"))
         scorers += [str(args[name]) for name in ("rewards.function", "rewards.verifier") if args.get(name)]
         if scorers:
@@ -353,7 +360,7 @@ def example(one_run: OneRun, traced: list[dict[str, Any]]) -> dict[str, Any] | N
     ]
     where, kind = ("before training", "after training"), "held-out queries"
     if not rows and len(traced) > 1:
-        where, kind = tuple(f"after update {traced[k]['update']}" for k in (0, -1)), "queries that are answered again"
+        where, kind = tuple(f"after update {traced[k]['update']}" for k in (0, -1)), "fixed queries"
         both = ([episode for episode in traced[k]["episodes"] if episode["again"]] for k in (0, -1))
         rows = [
             {"query": one["query"], "before": shown_text(one), "after": shown_text(other)}
@@ -366,9 +373,10 @@ def example(one_run: OneRun, traced: list[dict[str, Any]]) -> dict[str, Any] | N
     if not changed:
         return None
     better = sum(change > 0 for change, _ in changed)
-    note = f"Of {len(rows)} {kind}, {better} score higher than before and {len(changed) - better} lower. This one is "
-    note += "the median of those that changed."
-    row = {name: errors.visible(x) if isinstance(x, str) else x for name, x in changed[len(changed) // 2][1].items()}
+    note = f"Score higher than before: {better} of {len(rows)} {kind}; lower: {len(changed) - better}. "
+    note += "Shown here: the median of those that changed."
+    median = changed[len(changed) // 2][1].items()
+    row = {name: errors.visible(x).strip() if isinstance(x, str) else x for name, x in median}
     return row | {"where": where, "note": note, "scores": [f"{score:.2f}" for score in row["scores"]]}
 
 
@@ -387,8 +395,8 @@ QUANTITIES = {
         "pushed up or down",
         "",
         0,
-        "Minus the gradient of the policy loss by the token's log-prob, on average over "
-        "the epochs. Above 0, the update made the token likelier; at 0, it left it alone.",
+        "Minus the gradient of the policy loss by the token's log-prob, averaged over the epochs. Above 0, the loss "
+        "made the token likelier, below 0 less likely.",
     ),
     "advantages": ("advantage", "", 0, "How much better than expected. Above 0, the token becomes likelier."),
     "kl": ("KL", "nats", 0, "Log-prob under the policy minus log-prob under the reference."),
@@ -562,6 +570,13 @@ def scales(traced: list[dict[str, Any]]) -> dict[str, list[float]]:
 HELD_OUT = 20
 
 
+def label_of(name: str) -> str:
+    """A name of a row in words: those of comparison.jsonl say base and policy."""
+    model, _, number = name.partition(" ")
+    when = {"base": "before training", "policy": "after training"}.get(model)
+    return f"{number or 'response'} {when}" if when else {"kl": "KL"}.get(name, name.replace("_", " "))
+
+
 def held_out_texts(runs: list[OneRun]) -> list[tuple[dict[str, str], dict[str, str]]]:
     """Texts and numbers of the first held-out queries after the training; those first that all runs have.
 
@@ -578,8 +593,9 @@ def held_out_texts(runs: list[OneRun]) -> list[tuple[dict[str, str], dict[str, s
             alike = len(values) == len(runs) and all(value == row[name] for row in rows for value in values.values())
             alike = alike or name in ("query", "prompt")
             for i, value in list(values.items())[: 1 if alike else None]:
-                label = name.replace("_", " ") + f", run {i}" * (not alike)
-                found[-1][not isinstance(value, str)][errors.visible(label)] = as_text(value)
+                label = label_of(name) + f", run {i}" * (not alike)
+                shown = f"{value:.4g}" if isinstance(value, float) else as_text(value)
+                found[-1][not isinstance(value, str)][errors.visible(label)] = shown
     return found
 
 
@@ -622,10 +638,20 @@ def full_names(cell: str) -> list[str]:
 
 
 def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
-    """What metrics mean in a chapter: rows of metrics.toml that have one of these names, as names and sentence."""
+    """What metrics mean in a chapter: rows of metrics.toml that have one of these names, or a pattern of one.
+
+    A row is whole, since its sentence goes through all of its names. A pattern has parts such as <name>; of several
+    patterns, the one that is most exact counts.
+    """
     (rows,) = (table["rows"] for table in METRICS["meanings"] if table["chapter"] == chapter)
-    found = [(sorted({*full_names(cell)} & {*names}), meaning.replace("`", "")) for cell, meaning in rows]
-    return [(", ".join(some), meaning) for some, meaning in found if some]
+    row_of = {name: k for k, (cell, _) in enumerate(rows) for name in full_names(cell)}
+    patterns = [name for name in row_of if name.count("<") == 1]
+    patterns.sort(key=lambda name: -len(re.sub("<.*?>", "", name)))
+    wanted = set()
+    for name in names:
+        fits = (pattern for pattern in patterns if re.fullmatch(re.sub("<.*?>", ".+", pattern), name))
+        wanted.add(row_of.get(name, row_of.get(next(fits, ""))))
+    return [(cell, meaning.replace("`", "")) for k, (cell, meaning) in enumerate(rows) if k in wanted]
 
 
 def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -647,7 +673,8 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]
         if not names:
             continue
         # As in all pictures, the judge is blue and what is trained on is orange.
-        judged = [name for name in names if "gold" in name or name in own.get(panel["title"], [])]
+        judges = own.get(panel["title"], [])
+        judged = [name for name in names if "reference" not in name and ("gold" in name or name in judges)]
         colors = (
             [BLUE, ORANGE, *OTHERS] if judged or len(names) == 1 or panel["title"] != "Score" else [ORANGE, *OTHERS]
         )

@@ -157,9 +157,11 @@ def test_a_panel_says_what_its_metrics_mean(tmp_path):
     folder = make_run(tmp_path, "a", chapter=3)
     (folder / "metrics.csv").write_text("step,objective/kl,val/ratio_var\n0,0.5,0.1\n")
     page = write_report(folder)
-    assert "<code>objective/kl</code>: divergence from the reference by kl_estimator" in page
-    assert "<code>val/ratio_var</code>: mean and variance of the probability ratio" in page
-    assert "minus that under the reference" not in page and "loss/policy_avg</code>" not in page
+    assert "<code>objective/kl; objective/kl_per_token</code>: divergence from the reference by kl_estimator" in page
+    assert "<code>val/ratio; ratio_var</code>: mean and variance of the probability ratio" in page
+    assert "minus that under the reference" not in page and "loss/policy_avg" not in page
+    told = report.meanings(["objective/kl", "eval/own_rule", "eval/mean@16"], 3)
+    assert [cell.split(";")[0] for cell, _ in told] == ["objective/kl", "eval/<verifier>", "eval/mean@<n>"]
     assert report.full_names("a/b; c; d; e/f; g") == ["a/b", "a/c", "a/d", "e/f", "e/g"]
 
 
@@ -220,7 +222,7 @@ def test_a_held_out_post_has_the_summaries_before_and_after_and_those_of_another
             "query": "a post",
             "reference": "in short",
             "response before PPO": "of SFT",
-            "reference scores": "1.0",
+            "reference scores": "1",
             "scores before PPO": "-0.5",
         }
     ]
@@ -234,11 +236,11 @@ def test_a_held_out_post_has_the_summaries_before_and_after_and_those_of_another
         "response before PPO": "of SFT",
         "response, run 1": "of a",
         "response, run 2": "of b",
-        "reference scores": "1.0",
+        "reference scores": "1",
         "scores before PPO": "-0.5",
         "scores, run 1": "2.5",
         "scores, run 2": "0.25",
-        "gold scores, run 1": "3.0",
+        "gold scores, run 1": "3",
     }
     assert of_one["query"] == "another post" and of_one["response, run 1"] == "x" and "response, run 2" not in of_one
 
@@ -454,11 +456,18 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
     assert page.locator("#left-number").inner_text() == "5"
 
     # Colours follow the picked quantity: their sign is that of its distance from the middle.
+    # So do the bars, which go up or down from the middle.
+    bars = "bars => bars.map(x => [x.getAttribute('fill'), Number(x.getAttribute('y'))])"
     for name, middle in (("kl", 0), ("ratio", 1), ("advantages", 0)):
         page.select_option("#quantity", name)
+        drawn = page.locator("#along rect[fill]").evaluate_all(bars)
         for token in range(5):
             below = trace[5].tokens[name][0, token] < middle
             assert background(page, token).startswith("rgba(213, 94, 0" if below else "rgba(0, 114, 178")
+            assert drawn[token][0] == ("var(--down)" if below else "var(--up)")
+        assert len({y for fill, y in drawn if fill == "var(--down)"}) == 1
+        below = any(fill == "var(--down)" for fill, _ in drawn)
+        assert (f"dots: below {middle}" in page.locator("#marks").inner_text()) == below
 
     # The panel shows the token under the pointer or the keyboard's focus, and otherwise the chosen token.
     page.locator("#left-response .token").nth(2).hover()
@@ -573,6 +582,21 @@ def test_the_first_quantity_that_is_shown_says_something(opened, tmp_path):
     assert page.locator("#high").inner_text() == "0" and float(page.locator("#low").inner_text()) < -0.5
 
 
+def test_the_page_opens_on_a_token_of_which_the_policy_was_not_sure(opened, tmp_path):
+    """Token 2 has the largest gradient by its log-prob, but hardly any by its logit, and the last one is left out."""
+    folder = make_run(tmp_path, "a")
+    text = write_report(folder)
+    data = data_of(text)
+    tokens = data["runs"][0]["traces"][1]["episodes"][1]["tokens"]
+    tokens["push"], tokens["logprobs"] = [0.1, -3, 2, 0.5, 9], [-1, -0.001, -2, -1, -1]
+    begin, end = re.search(r'id="data">(.*?)</script>', text, re.DOTALL).span(1)
+    told = json.dumps(data).replace("<", "\\u003c")
+    (folder / "report.html").write_text(text[:begin] + told + text[end:])
+    page = opened(folder / "report.html")
+    assert page.locator("#left-episode").input_value() == "1"
+    assert page.locator("#derivation > summary").inner_text() == "Where the numbers of token 3 come from"
+
+
 def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
     """Chapter 2: three tokens, and the state after the end, which the critic learns."""
     folder = make_run(tmp_path, "a", chapter=2)
@@ -613,6 +637,7 @@ def test_two_runs_stand_side_by_side(opened, tmp_path):
     assert (one / "report.html").read_text() == alone  # it is not overwritten
     assert [line["name"] for line in data["figures"][1]["data"]] == ["objective/kl, run 1", "objective/kl, run 2"]
     page = opened(one / "report_with_b.html")
+    assert page.title() == "PPO on tales, against a reward model: two runs"
     assert page.locator("#left-query").inner_text() == page.locator("#right-query").inner_text() == "the same query"
     page.select_option("#quantity", "values")
     for pane, folder in (("left", one), ("right", two)):
@@ -638,7 +663,9 @@ def test_the_first_screen_says_what_happened(opened, tmp_path):
         assert (float(before), float(after)) == pytest.approx((column[0], sum(column) / 6), abs=0.006)
     example = page.locator(".example").inner_text()
     assert "query 1" in example and "worse" in example and "better 1" in example and "score 0.50" in example
-    assert "Of 3 held-out queries, 2 score higher than before and 1 lower" in example
+    assert "Score higher than before: 2 of 3 held-out queries; lower: 1." in example
+    names = {f"{what} {when} training" for what in ("response", "score") for when in ("before", "after")}
+    assert {*held_out(page.content())[0]} == {"query"} | names
     assert page.locator("#outcome .plot").count() == 2
     below = page.locator("#outcome").bounding_box()
     assert below["y"] + below["height"] < 900
@@ -652,6 +679,35 @@ def test_the_judge_has_one_colour_and_what_is_trained_on_another(tmp_path):
         figures = data_of(write_report(make_run(tmp_path, str(chapter), chapter)))["figures"]
         color_of = {line["name"]: line["color"] for figure in figures for line in figure["data"]}
         assert color_of["objective/gold_scores"] == "#0072b2" and color_of["objective/scores"] == "#d55e00"
+    folder = make_run(tmp_path, "2", 2)
+    names = ["eval/scores", "eval/reference_gold_scores", "eval/gold_scores"]
+    (folder / "metrics.csv").write_text(",".join(["step", *names]) + "\n0,1,2,3\n")
+    (figure,) = data_of(write_report(folder))["figures"]
+    color_of = {line["name"]: line["color"] for line in figure["data"]}
+    assert [color_of[name] for name in names] == ["#d55e00", "#009e73", "#0072b2"]
+
+
+def test_the_story_has_words_for_the_model_that_training_started_from():
+    for start, words in {
+        "sums": "the language model sums",
+        "/a/b/gpt": "the language model b/gpt",
+        "models/tldr_sft__posts__1__2/sft": "the fine-tuned model",
+        "models/rlvr_policy__sums__1__2/policy": "the model of another run",
+    }.items():
+        meta = {"script": "tldr_policy", "args": {"base_model": start}}
+        assert f"Training started from {words}." in report.OneRun(folder=Path("a"), meta=meta).story
+
+
+def test_without_groups_no_text_speaks_of_one(opened, tmp_path):
+    folder = make_run(tmp_path, "a", chapter=3)
+    for groups in ([7, 7], [7, 8]):
+        for update in UPDATES:
+            trace = traces.read(folder, update)
+            trace.episodes["groups"] = torch.tensor(groups)
+            traces.write(folder, trace)
+        write_report(folder)
+        text = opened(folder / "report.html").locator("#tokens").inner_text()
+        assert ("group" in text) == (groups[0] == groups[1])
 
 
 def test_a_curve_of_evaluations_has_a_point_for_each(tmp_path):

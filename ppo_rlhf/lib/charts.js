@@ -26,20 +26,21 @@ function tickText(value) {
 }
 
 // Lowest and highest of some numbers, with a margin. Numbers that are all equal get an axis that reaches 0.
-function span(numbers, withZero) {
-  let low = withZero ? 0 : Infinity, high = withZero ? 0 : -Infinity;
+function span(numbers, base) {
+  let low = base ?? Infinity, high = base ?? -Infinity;
   for (const x of numbers) { low = Math.min(low, x); high = Math.max(high, x); }
   if (low > high) return [0, 1];
   if (low === high) { low = Math.min(low, 0); high = Math.max(high, 0); }
   if (low === high) return [0, 1];
   const margin = 0.05 * (high - low);
-  return [low === 0 ? 0 : low - margin, high === 0 ? 0 : high + margin];
+  return [low === (base ?? 0) ? low : low - margin, high === (base ?? 0) ? high : high + margin];
 }
 
 const closest = (numbers, wanted) => numbers.reduce((best, x) => Math.abs(x - wanted) < Math.abs(best - wanted) ? x : best, numbers[0]);
 
 // A chart in `box`. figure: `data`, a list of {name, x, y, color, dotted}, where y may hold null; `targets`, numbers
-// with a dashed line; `bars`, whether to draw bars; `labels`, a function x -> text below it. title: of an x, as text. action: gives a button for an x, or null.
+// with a dashed line; `base`, the number from which bars go up in `color` and down in `below`, without it lines are drawn;
+// `labels`, a function x -> text below it. title: of an x, as text. action: gives a button for an x, or null.
 // A drag zooms, a double click or Escape shows all again; a click or the arrow keys choose a point.
 function chart(box, figure, title, action = () => null) {
   const state = box.chart ??= {zoom: null, cursor: null, pinned: false, width: 0};
@@ -60,12 +61,12 @@ function redraw(state) {
   svg.classList.toggle("tall", Boolean(figure.labels));
   const height = svg.clientHeight, area = {left: 46, right: width - 8, top: 8, bottom: height - (figure.labels ? 75 : 20)};
   state.places = [...new Set(figure.data.flatMap(series => series.x))].sort((a, b) => a - b);
-  const half = figure.bars ? 0.5 : 0, places = state.places, last = places[places.length - 1];
+  const {base} = figure, bars = base !== undefined, half = bars ? 0.5 : 0, places = state.places, last = places[places.length - 1];
   let [first, final] = state.zoom || [places[0] - half, last + half];
   if (!(first < final)) [first, final] = [first - 1, first + 1];
   const inside = (x, value) => value !== null && value !== undefined && x >= first && x <= final;
   const seen = figure.data.flatMap(series => series.y.filter((value, i) => inside(series.x[i], value)));
-  const [low, high] = span([...seen, ...figure.targets || []], figure.bars);
+  const [low, high] = span([...seen, ...figure.targets || []], base);
   const across = x => area.left + (x - first) / (final - first) * (area.right - area.left);
   const up = y => area.bottom - (y - low) / (high - low) * (area.bottom - area.top);
   Object.assign(state, {area, across, backwards: pixel => first + (pixel - area.left) / (area.right - area.left) * (final - first)});
@@ -81,19 +82,16 @@ function redraw(state) {
     }
   } else for (const x of ticksOf(first, final, Math.max(2, width / 90)))
     if (Number.isInteger(x)) svg.append(shape("text", {x: across(x), y: height - 5, "text-anchor": "middle"}, tickText(x)));
-  for (const y of figure.targets || [])
-    svg.append(shape("line", {class: "target", x1: area.left, x2: area.right, y1: up(y), y2: up(y)}),
-      shape("text", {class: "target", x: area.right, y: up(y) - 4, "text-anchor": "end"}, `target ${tickText(y)}`));
-  figure.data.forEach((series, number) => {
-    if (figure.bars) {
+  for (const [number, series] of [...figure.data.entries()].reverse()) {  // the first is in front
+    if (bars) {
       const wide = 0.8 * (across(1) - across(0)) / figure.data.length;
       series.y.forEach((y, i) => {
         if (!inside(series.x[i], y)) return;
         const start = across(series.x[i]) + (number - figure.data.length / 2) * wide;
-        svg.append(shape("rect", {x: start, width: Math.max(wide, 0.5), fill: series.color,
-          y: Math.min(up(y), up(0)), height: Math.max(Math.abs(up(y) - up(0)), 0.5)}));
+        svg.append(shape("rect", {x: start, width: Math.max(wide, 0.5), fill: y < base ? series.below : series.color,
+          opacity: series.pale ? 0.45 : 1, y: Math.min(up(y), up(base)), height: Math.max(Math.abs(up(y) - up(base)), 0.5)}));
       });
-      return;
+      continue;
     }
     let path = "", drawn = false;
     series.y.forEach((y, i) => {
@@ -102,7 +100,10 @@ function redraw(state) {
       drawn = known;
     });
     svg.append(shape("path", {d: path, stroke: series.color, class: series.dotted ? "curve dotted" : "curve"}));
-  });
+  }
+  for (const y of figure.targets || [])
+    svg.append(shape("line", {class: "target", x1: area.left, x2: area.right, y1: up(y), y2: up(y)}),
+      shape("text", {class: "target", x: area.right, y: up(y) - 4, "text-anchor": "end"}, `target ${tickText(y)}`));
   state.marker = shape("line", {class: "marker", y1: area.top, y2: area.bottom, visibility: "hidden"});
   state.selection = shape("rect", {class: "selection", y: area.top, height: area.bottom - area.top, visibility: "hidden"});
   svg.append(state.marker, state.selection);
@@ -116,7 +117,7 @@ function read(state, x) {
   const parts = figure.data.map(series => {
     const value = x === null ? null : series.y[series.x.indexOf(x)];
     const swatch = Object.assign(document.createElement("i"), {className: series.dotted ? "swatch dotted" : "swatch"});
-    swatch.style.borderColor = series.color;
+    Object.assign(swatch.style, {borderColor: series.below ? "currentColor" : series.color, opacity: series.pale ? 0.45 : 1});
     const text = x === null ? series.name : `${series.name} ${value === null || value === undefined ? "–" : Number(value.toPrecision(6))}`;
     const part = document.createElement("span");
     part.append(swatch, ` ${text}`);
