@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import tyro
 from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib import cli, derivation, errors, files, run, traces
+from ppo_rlhf.lib import cli, derivation, errors, files, paths, run, traces
 from ppo_rlhf.lib.errors import InputError
 
 
@@ -87,7 +87,7 @@ def report(args: Args) -> Path:
         script="".join((Path(__file__).parent / name).read_text("utf-8") for name in SCRIPTS),
     )
     files.replace_file(path, text.encode(errors="replace").decode())  # half a character has no place in a file
-    print(f"report  {run.shown(path.absolute())}")
+    print(f"report  {paths.shown(path.absolute())}")
     return path
 
 
@@ -103,7 +103,7 @@ def newest_run(runs: Path) -> Path:
     """The run that was written to last."""
     metas = sorted(runs.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
     if not metas:
-        raise InputError(f"there is no run below {run.shown(runs.absolute())}; name one with --run")
+        raise InputError(f"there is no run below {paths.shown(runs.absolute())}; name one with --run")
     return metas[-1].parent
 
 

@@ -49,6 +49,7 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     cli,
+    console,
     lm,
     models,
     networks,
@@ -1040,7 +1041,7 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
-        run.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
+        console.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"

@@ -47,7 +47,8 @@ import tyro
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.lib.models import read_info
-from ppo_rlhf.lib.run import find_path, read_meta
+from ppo_rlhf.lib.paths import find_path
+from ppo_rlhf.lib.run import read_meta
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds

@@ -21,7 +21,7 @@ import tyro
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import errors, files, run, templates
+from ppo_rlhf.lib import console, errors, files, run, templates
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as  # noqa: F401
 from ppo_rlhf.lib.launch import (  # noqa: F401
     PATIENCE,
@@ -55,7 +55,7 @@ from ppo_rlhf.lib.pretrained import (  # noqa: F401
     weights_dtypes,
 )
 from ppo_rlhf.lib.scale import Scale  # noqa: F401
-from ppo_rlhf.lib.templates import FormatArgs, affixes, all_ends, sampling_config  # noqa: F401
+from ppo_rlhf.lib.templates import FormatArgs, affixes, all_ends, check_task, sampling_config  # noqa: F401
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 
@@ -341,17 +341,6 @@ OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stoppe
 OBJECTIVES |= {"kl_coef", "score_total", "scores", "function_score"}
 
 
-def check_task(task: Any) -> None:
-    """Refuse a task's numbers that cannot be meant."""
-    for name in ("query_length", "response_length", "temperature"):
-        if not getattr(task, name) > 0:
-            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
-    if not 0 <= task.truncate_after <= task.response_length:
-        raise InputError(
-            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
-        )
-
-
 def check_ppo_arguments(args: Any) -> None:
     """Refuse numbers of a policy's script that cannot be meant."""
     check_values(args)
@@ -454,7 +443,7 @@ def with_newest_reward_model(args: Any) -> Any:
             f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
             f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"
         )
-    run.say(f"reward model {newest}, the newest of the preset {args.preset}")
+    console.say(f"reward model {newest}, the newest of the preset {args.preset}")
     return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import errors, files, hub, pretrained, tracking
+from ppo_rlhf.lib import console, errors, files, hub, pretrained
 from ppo_rlhf.lib.errors import InputError, flag
 
 OPENAI_PAD_ID = 50259
@@ -76,7 +76,7 @@ def tables_of(
     texts = {"query": labels.queries, "sample": labels.samples}
     if labels.kind == "best":  # raters may have a taste for length
         texts["best sample"] = labels.samples[torch.arange(len(labels.targets)), labels.targets.long()]
-    return rows, tracking.rows_of_lengths(pad_id, **texts)
+    return rows, console.rows_of_lengths(pad_id, **texts)
 
 
 def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int = 0) -> Labels:

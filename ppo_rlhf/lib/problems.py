@@ -35,7 +35,6 @@ from ppo_rlhf.lib import (
     problem_rows,
     processes,
     rewards,
-    run,
     sources,
     templates,
     texts,
@@ -494,38 +493,3 @@ def evaluation(
             numbers = [row.index(wanted) if wanted in row else None for row in right.tolist()]
             columns[name] = [None if k is None else samples[k].texts[i] for i, k in enumerate(numbers)]
     return means, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def report(
-    this_run: run.Run, verifier: str, kind_column: str, after: dict[str, float], rows: list[dict[str, Any]]
-) -> None:
-    """Print in plain words what has become of the held-out problems, and where to read more.
-
-    after: the last evaluation, rows: of it; the result before the first update is in the first row of the metrics.
-    """
-    if not this_run.is_main:
-        return
-    both = [row for row in rows if row.get("a_right_sample") and row.get("a_wrong_sample")]
-    columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
-    shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
-    if shown:
-        run.print_table("Held-out problems after training: a correct sample and a wrong one", shown)
-    greedy = f"eval/{verifier}"
-    of_kind, pass_at = f"{greedy}_{kind_column}_", "eval/pass@"
-    names = {"correct, likeliest response": greedy}
-    names |= {f"    {kind_column} {name[len(of_kind) :]}": name for name in after if name.startswith(of_kind)}
-    names |= {f"correct, samples: {name[5:]}": name for name in after if name.startswith(pass_at)}
-    names |= {"tokens, likeliest response": "eval/length", "tokens, samples": "eval/sampled_length"}
-    print(f"\n{f'{len(rows):,} held-out problems':<30}{'before':>9}{'after':>9}")
-    for said, name in names.items():
-        form = "{:.1f}" if name.endswith("length") else "{:.1%}"
-        cells = [form.format(numbers[name]) if name in numbers else "-" for numbers in (this_run.rows[0], after)]
-        print(f"{said:<30}{cells[0]:>9}{cells[1]:>9}")
-    places = {"learning curves": "learning_curves.png", "solutions": "evaluation.jsonl", "samples": "samples.jsonl"}
-    print(
-        "pass@k: one of k samples, or more, is correct.",
-        f"It took {this_run.meta['wall_time'] / 60:.1f} minutes.\n",
-        *(f"{said:<17}{run.shown(this_run.folder / name)}" for said, name in places.items()),
-        f"model            {run.shown(this_run.model_folder / 'policy')}",
-        sep="\n",
-    )

@@ -45,49 +45,16 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import checkpoints, errors, files, launch
+from ppo_rlhf.lib import checkpoints, console, errors, files, launch, paths
 from ppo_rlhf.lib.checkpoints import training_state  # noqa: F401 scripts find it here
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 
-def absolute(path: str) -> Path:
-    """An absolute path. A link at its end is followed; one on the way, such as runs/ on another disk, is not."""
-    folder = Path(os.path.abspath(path))
-    while folder.is_symlink():
-        folder = Path(os.path.abspath(folder.parent / folder.readlink()))
-    return folder
-
-
-def shown(path: Path) -> Path:
-    """An absolute path as messages name it: relative to the current folder, if it is there."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def root_of(resume: str, joint: dict[str, Any] | None = None) -> Path:
-    """The folder that holds runs/ and models/ of a run that is resumed or, without `resume`, begins.
-
-    joint: of a stage of several.
-    """
-    if joint:
-        return beside(Path(joint["runs"]).absolute())
-    return beside(absolute(resume).parent) if resume else Path.cwd()
-
-
-def beside(runs: Path) -> Path:
-    """The folder that holds models/ of the runs in this folder, which is called runs unless they were moved."""
-    return runs.parent if runs.name == "runs" else runs
-
-
-def find_path(path: str, root: Path) -> Path:
-    """The place of a path that a run was given: next to the run, in its root, or else in the current folder."""
-    return root / path if root != Path.cwd() and os.path.exists(root / path) else Path(path)
-
-
-def checksum(paths: list[Path]) -> str:
+def checksum(parts: list[Path]) -> str:
     """One SHA-256 of several files."""
     digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
+    for part in parts:
+        with part.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
@@ -137,7 +104,7 @@ def lock_folder(folder: Path) -> int | None:
     except BlockingIOError as error:
         os.close(descriptor)
         raise InputError(
-            f"{shown(folder)} is in use: another process is writing to it; stop that one first"
+            f"{paths.shown(folder)} is in use: another process is writing to it; stop that one first"
         ) from error
     except OSError:
         os.close(descriptor)
@@ -205,11 +172,11 @@ class Run:
         self.accelerator, self.is_main = accelerator, accelerator.is_main_process
         self.started = time.monotonic()
         if args.resume:
-            self.folder = absolute(args.resume)
+            self.folder = paths.absolute(args.resume)
         else:
             runs, timestamp = (joint["runs"], joint["timestamp"]) if joint else ("runs", shared_timestamp())
             self.folder = Path(runs).absolute() / run_name(args, timestamp)
-        self.model_folder = beside(self.folder.parent) / "models" / self.folder.name
+        self.model_folder = paths.beside(self.folder.parent) / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
         self.writers: list[Callable[[int, dict[str, float]], None]] = []
         self.table_writers: list[Callable[[str, list[dict[str, Any]], int], None]] = []  # (name, rows, step)
@@ -250,14 +217,14 @@ class Run:
 
     def _check_inputs(self, inputs: dict[str, list[Path]], before: dict[str, str]) -> dict[str, str]:
         """Checksums of the input files, on the main process; an InputError if the run began with others."""
-        sums = {name: checksum(paths) for name, paths in inputs.items() if paths} if self.is_main else {}
+        sums = {name: checksum(parts) for name, parts in inputs.items() if parts} if self.is_main else {}
         problem = ""
         for name, value in sums.items():
             if before.get(name, value) != value:
                 place = inputs[name][0].parent if len(inputs[name]) > 1 else inputs[name][0]
                 problem = (
-                    f"--resume {self.args.resume}: {shown(place)} is not what {flag(name)} was when this run began; "
-                    f"bring that back"
+                    f"--resume {self.args.resume}: {paths.shown(place)} is not what {flag(name)} was when this "
+                    f"run began; bring that back"
                 )
         launch.fail_together(problem)
         return before | sums
@@ -280,21 +247,21 @@ class Run:
             return
         for parent in (self.folder.parent, self.model_folder.parent):
             if (parent.is_symlink() or parent.exists()) and not parent.is_dir():
-                raise InputError(f"{shown(parent)} is a file or a link to nothing, not a folder; move it away")
+                raise InputError(f"{paths.shown(parent)} is a file or a link to nothing, not a folder; move it away")
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
         except FileExistsError as error:
             raise InputError(
-                f"{shown(self.folder)} exists already; did another run begin in the same second?"
+                f"{paths.shown(self.folder)} exists already; did another run begin in the same second?"
             ) from error
         if (lock := lock_folder(self.folder)) is not None:
             self._unlock = weakref.finalize(self, os.close, lock)
-        errors.how_to_go_on = f"resume with --resume {shown(self.folder)}"
+        errors.how_to_go_on = f"resume with --resume {paths.shown(self.folder)}"
         self._cut_logs(first_step)
         self.save_meta()
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
-        print(f"run {shown(self.folder)}")
-        print_table("", sizes, show_lines=False)
+        print(f"run {paths.shown(self.folder)}")
+        console.print_table("", sizes, show_lines=False)
         for line in filter(None, (note, launch.advice(self.args.dtype, self.accelerator.device))):
             print(line)
         self._open_csv()
@@ -369,8 +336,8 @@ class Run:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
             for write in self.table_writers:
                 write("samples", samples, step)
-            rows = [{name: one_line(value) for name, value in sample.items()} for sample in samples]
-            print_table(f"step {step}", rows, console=self._progress and self._progress.console)
+            rows = [{name: console.one_line(value) for name, value in sample.items()} for sample in samples]
+            console.print_table(f"step {step}", rows, console=self._progress and self._progress.console)
 
     def write_table(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Write rows with the same keys to <name>.csv, and as a table where the run is tracked."""
@@ -535,7 +502,7 @@ class Run:
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
         checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
-        print(f"finished {shown(self.folder)}; what it trained is in {shown(self.model_folder)}")
+        print(f"finished {paths.shown(self.folder)}; what it trained is in {paths.shown(self.model_folder)}")
 
     def upload(self, *parts: str) -> None:
         """Push models/<run>/<part> to the hub, if the arguments say so. Every process must call this."""
@@ -620,12 +587,6 @@ class Run:
 # ---- Names, tables, learning rates -----------------------------------------------------------------------------
 
 
-def say(line: str) -> None:
-    """Print a line, once however many processes there are."""
-    if errors.is_first_process():
-        print(line)
-
-
 def script_of(args: Any) -> str:
     """The training script whose Args these are, such as train_policy: their `script`, or the file that has them."""
     return vars(type(args)).get("script") or Path(sys.modules[type(args).__module__].__file__ or "").stem
@@ -641,26 +602,6 @@ def shared_timestamp() -> int:
     while list(Path("runs").glob(f"*__{timestamp}")):
         timestamp += 1
     return broadcast_object_list([timestamp])[0]
-
-
-def one_line(value: Any) -> Any:
-    """A text with its line breaks shown as marks, for a table; anything else as it is."""
-    return value.replace("\n", "⏎") if isinstance(value, str) else value
-
-
-def print_table(title: str, rows: list[dict[str, Any]], console: Any = None, show_lines: bool = True) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(errors.visible(title)) if title else None, show_lines=show_lines)
-    for name in rows[0]:
-        numeric = all(isinstance(row[name], float | int) for row in rows)
-        table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)
-    for row in rows:
-        cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
-        table.add_row(*(Text(errors.visible(cell)) for cell in cells))
-    (console or Console()).print(table)
 
 
 def newest_model(preset: str, part: str) -> Path | None:

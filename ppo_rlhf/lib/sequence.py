@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list
 
-from ppo_rlhf.lib import cli, files, processes, run
+from ppo_rlhf.lib import cli, files, paths, processes, run
 from ppo_rlhf.lib.errors import InputError, typed_as
 
 Args = TypeVar("Args")
@@ -43,14 +43,14 @@ class Stages:
         self.resume, self.shared, self.accelerator = args.resume, shared, processes.make_accelerator()
         self.runs, self.timestamp = Path("runs").absolute(), run.shared_timestamp()
         if args.resume:
-            folder, meta = run.absolute(args.resume), run.read_meta(Path(args.resume))
+            folder, meta = paths.absolute(args.resume), run.read_meta(Path(args.resume))
             if folder.name != meta.get("name", folder.name):
                 raise InputError(
                     f"--resume {args.resume}: this run began as {meta['name']}, and the stages find each other by "
                     f"their names; give its folder that name again"
                 )
             self.runs, self.timestamp = folder.parent, meta["joint"]["timestamp"]
-        self.root = run.beside(self.runs)
+        self.root = paths.beside(self.runs)
         self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
 
     def run_folder(self, args: Any) -> Path:
@@ -67,10 +67,10 @@ class Stages:
             return model
         if self.resume and not begun and self.accelerator.is_main_process:
             if list(folder.glob("checkpoints/*")):
-                raise InputError(f"{run.shown(folder)} has checkpoints but no meta.json; it cannot be resumed")
+                raise InputError(f"{paths.shown(folder)} has checkpoints but no meta.json; it cannot be resumed")
             if model.exists():
                 raise InputError(
-                    f"{run.shown(model)} is there, but its run {run.shown(folder)} is not; bring that back"
+                    f"{paths.shown(model)} is there, but its run {paths.shown(folder)} is not; bring that back"
                 )
             shutil.rmtree(folder, ignore_errors=True)  # interrupted before it had written anything to resume from
         with flags_of(part, args, self.shared):
@@ -112,7 +112,7 @@ def newest_args(saved: Args, folder: Path, timestamp: int) -> Args:
     for part in ("policy", "reward", "sft"):  # the last comes first
         if stage := getattr(saved, part, None):
             stage = dataclasses.replace(stage, preset=saved.preset, seed=saved.seed)
-            newest = run.absolute(str(folder)).parent / run.run_name(stage, timestamp)
+            newest = paths.absolute(str(folder)).parent / run.run_name(stage, timestamp)
             if (newest / "meta.json").exists():
                 meta = run.read_meta(newest)
                 joint, begun = meta.get("joint") or {}, meta.get("commit")

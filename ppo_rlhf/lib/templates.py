@@ -47,6 +47,17 @@ def check(task: FormatArgs) -> None:
     options_of(task)
 
 
+def check_task(task: Any) -> None:
+    """Refuse numbers of chapter 1's task that cannot be meant."""
+    for name in ("query_length", "response_length", "temperature"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    if not 0 <= task.truncate_after <= task.response_length:
+        raise InputError(
+            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
+        )
+
+
 def options_of(task: FormatArgs) -> dict[str, Any]:
     """The template's variables. A value is JSON, such as false or 3, or else a text."""
     found: dict[str, Any] = {}

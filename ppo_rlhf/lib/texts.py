@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import cli, sources
-from ppo_rlhf.lib.cli import InputError, vocabulary_size
-from ppo_rlhf.lib.pretrained import one_token  # noqa: F401 later chapters find it here
+from ppo_rlhf.lib import sources, templates
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.pretrained import one_token, vocabulary_size
 from ppo_rlhf.lib.templates import encode_text  # noqa: F401 others find it here
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs(cli.FormatArgs):
+class TaskArgs(templates.FormatArgs):
     query_dataset: str = "books"
     """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
     reshuffle: bool = False
@@ -58,14 +58,14 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
-    cli.check_task(task)
-    prefix, suffix = cli.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
+    templates.check_task(task)
+    prefix, suffix = templates.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=cli.all_ends(tokenizer, cli.one_token(tokenizer, task.truncate_text, "truncate_text")),
+        stop=templates.all_ends(tokenizer, one_token(tokenizer, task.truncate_text, "truncate_text")),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -83,8 +83,8 @@ class QueryStream:
         self.texts = sources.load_texts(task.query_dataset, split)
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.order, self.number = [], -1  # of the texts in one pass; which order it is
-        self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
-        self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
+        self.start_id = one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
             raise InputError(sources.no_query(self, split))
 

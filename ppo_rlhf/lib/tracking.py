@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ppo_rlhf.lib.errors import InputError, flag
 
 
@@ -132,15 +130,6 @@ def check(args: Any, name: str) -> None:
             raise InputError(
                 f"{flag('upload_model')}: {error} {flag('exp_name')} and {flag('hf_entity')} say what it is called"
             ) from error
-
-
-def rows_of_lengths(pad_id: int, **texts: Tensor) -> list[dict[str, Any]]:
-    """How many tokens texts have. texts: by name, (..., length) with padding."""
-    lengths = {name: (tokens != pad_id).sum(-1).flatten().double() for name, tokens in texts.items()}
-    return [
-        {"text": name, "texts": len(x), "fewest": int(x.min()), "mean": x.mean().item(), "most": int(x.max())}
-        for name, x in lengths.items()
-    ]
 
 
 def upload_model(folder: Path, entity: str, name: str, run_address: str = "") -> str:
