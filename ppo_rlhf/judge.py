@@ -46,8 +46,10 @@ from typing import Any, Literal
 
 import torch
 
-from ppo_rlhf.lib import cli, console, errors, files, run, scorers
-from ppo_rlhf.lib.errors import InputError, Stopped
+from ppo_rlhf.lib.base import console, errors, files
+from ppo_rlhf.lib.base.errors import InputError, Stopped
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli, run
 
 EVALUATION = "evaluation.jsonl"  # what a run's folder holds
 END_OF_TEXT = "<|endoftext|>"  # ends the references of the published data

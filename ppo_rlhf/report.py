@@ -25,8 +25,9 @@ from typing import Annotated, Any
 import tyro
 from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib import cli, derivation, errors, files, paths, run, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors, files, paths
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli, derivation, run, traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def report(args: Args) -> Path:
     return path
 
 
-SCRIPTS = ("lib/derivation.js", "lib/charts.js", "report.js")
+SCRIPTS = ("lib/services/derivation.js", "lib/services/charts.js", "report.js")
 
 
 def title_of(runs: list["OneRun"]) -> str:
@@ -655,7 +656,7 @@ def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
 
 
 def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The panels of metrics.toml that the runs have metrics for, each with what lib/charts.js draws."""
+    """The panels of metrics.toml that the runs have metrics for, each with what lib/services/charts.js draws."""
     panels = METRICS["panel"]
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
     own = {

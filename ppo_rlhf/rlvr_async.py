@@ -61,8 +61,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ppo_rlhf import rlvr_args, rlvr_checks, rlvr_data, rlvr_math, rlvr_policy
-from ppo_rlhf.lib import checkpoints, cli, console, engine, errors, processes, run
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import checkpoints, console, errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli, engine, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf import rlvr_args, rlvr_data, rlvr_math
-from ppo_rlhf.lib import cli, console, lm, paths, problems, processes, rewards, run, texts, traces
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import console, paths, processes
+from ppo_rlhf.lib.data import problems, texts
+from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.services import cli, run, traces
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -234,7 +238,7 @@ def sample_rows(setup: rlvr_data.Setup, episodes: rlvr_data.Rollout, batch: rlvr
 def numbers_of_trace(
     setup: rlvr_data.Setup, ppo: rlvr_args.PpoArgs, *, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch
 ) -> dict[str, Any]:
-    """What a trace keeps of episodes, as the recorder of lib/traces.py takes it. ppo: of the update."""
+    """What a trace keeps of episodes, as the recorder of lib/services/traces.py takes it. ppo: of the update."""
     names = ["query_responses", "logprobs", "sampler_logprobs", "ref_logprobs"]
     names += ["scores", "raw_scores", "stopped", "groups"]
     names += ["exact_kl"] if setup.args.rewards.kl_estimator == "full" else []

@@ -44,22 +44,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_checks, rlvr_math, rlvr_metrics, worlds
-from ppo_rlhf.lib import (
-    checkpoints,
-    cli,
-    console,
-    errors,
-    lm,
-    models,
-    networks,
-    packing,
-    passes,
-    problems,
-    processes,
-    run,
-)
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.networks import AdaptiveKLController
+from ppo_rlhf.lib.base import checkpoints, console, errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
+from ppo_rlhf.lib.nets.networks import AdaptiveKLController
+from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr_args import PRESETS, Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr_data import (
     Batch,

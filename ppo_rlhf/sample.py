@@ -33,22 +33,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import (
-    cli,
-    console,
-    files,
-    lm,
-    models,
-    passes,
-    paths,
-    posts,
-    problems,
-    processes,
-    rewards,
-    scorers,
-    texts,
-)
-from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import console, files, paths, processes
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.data import posts, problems, texts
+from ppo_rlhf.lib.nets import lm, models, passes
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli
 
 SHOWN = 50  # rows that are printed, of more
 

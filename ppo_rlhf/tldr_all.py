@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge, tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import cli, console, paths, posts, rewards, run, sequence
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import console, paths
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.services import cli, run, sequence
 
 
 @dataclass(frozen=True, kw_only=True)

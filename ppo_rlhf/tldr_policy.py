@@ -46,23 +46,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import (
-    checkpoints,
-    cli,
-    console,
-    lm,
-    models,
-    networks,
-    packing,
-    passes,
-    posts,
-    processes,
-    run,
-    scorers,
-    traces,
-)
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.networks import AdaptiveKLController
+from ppo_rlhf.lib.base import checkpoints, console, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
+from ppo_rlhf.lib.nets.networks import AdaptiveKLController
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli, run, traces
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

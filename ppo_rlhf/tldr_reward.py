@@ -33,8 +33,11 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, console, lm, models, packing, passes, posts, processes, run
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import checkpoints, console, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.services import cli, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

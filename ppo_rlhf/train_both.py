@@ -20,8 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import cli, models, paths, rewards, run, sequence
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import paths
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services import cli, run, sequence
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from ppo_rlhf import (
     train_policy,
     train_reward,
 )
-from ppo_rlhf.lib import cli, plots
-from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.lib.base.files import flatten
+from ppo_rlhf.lib.services import cli, plots
 from ppo_rlhf.worlds import tales
 
 ROOT = Path(__file__).parent.parent

@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from benchmark.experiments import forgetting
 from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_scores, rlvr_tools, sample
-from ppo_rlhf.lib import cli, foreign, lm, models, plots, pretrained, problems, run, traces
-from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import foreign, lm, models, pretrained
+from ppo_rlhf.lib.services import cli, plots, run, traces
 from ppo_rlhf.rlvr_args import PRESETS
 from ppo_rlhf.rlvr_math import ESTIMATORS, IN_GROUPS
 

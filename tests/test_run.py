@@ -31,12 +31,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.lib import checkpoints, cli, console, errors, files, paths, processes, run as run_module
-from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
-from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, run_script
-from ppo_rlhf.lib.launch import advice
-from ppo_rlhf.lib.run import Run
-from ppo_rlhf.lib.scorers import import_function
+from ppo_rlhf.lib.base import checkpoints, console, errors, files, paths, processes
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, run_script
+from ppo_rlhf.lib.base.launch import advice
+from ppo_rlhf.lib.scoring.scorers import import_function
+from ppo_rlhf.lib.services import cli, run as run_module
+from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
+from ppo_rlhf.lib.services.run import Run
 
 SCRIPTS = [train_policy, train_reward]
 
@@ -222,7 +223,7 @@ def test_the_commit_is_this_projects_own(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@example.com"]
     subprocess.run([*git, "init", "-q"], check=True)
     for root in (tmp_path, tmp_path / "site-packages"):
-        file = root / "ppo_rlhf/lib/run.py"
+        file = root / "ppo_rlhf/lib/services/run.py"
         file.parent.mkdir(parents=True)
         file.write_text("")
         monkeypatch.setattr(run_module, "ROOT", root)
@@ -614,7 +615,7 @@ def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, 
 
 TIDIES_UP = """
 import time
-from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.base import errors
 
 def main():
     print("begun", flush=True)
@@ -695,7 +696,7 @@ def test_a_fork_ends_when_it_is_told_to(request):
 ONE_FAILS = """
 import os
 import torch
-from ppo_rlhf.lib import errors, processes
+from ppo_rlhf.lib.base import errors, processes
 
 def main():
     accelerator = processes.make_accelerator()
@@ -719,9 +720,7 @@ def test_the_first_process_says_in_one_line_that_another_has_ended(tmp_path):
 
 def test_control_characters_do_not_reach_the_terminal(capsys):
     def main():
-        console.print_table(
-            "a \x1b[2J", [{"text": console.one_line("one\n\x1b]0;owned\x07\x9b1m two"), "n": 1.0}]
-        )
+        console.print_table("a \x1b[2J", [{"text": console.one_line("one\n\x1b]0;owned\x07\x9b1m two"), "n": 1.0}])
         raise InputError("the server says \x1b]0;owned\x07\n\x7f")
 
     with pytest.raises(SystemExit):
@@ -798,7 +797,7 @@ def test_a_table_takes_any_text(capsys):
 
 ALLOCATE = """
 import resource, torch
-from ppo_rlhf.lib import processes
+from ppo_rlhf.lib.base import processes
 
 def new_pages():
     faults = []

@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from test_run import FakeArgs, read_events
 from wandb.proto import wandb_internal_pb2
 
-from ppo_rlhf.lib import console, run as run_module, tracking
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import console
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import run as run_module, tracking
 
 RESULTS = {"test_accuracy": 0.75, "validation/rouge1": 0.25, "test_labels": 40, "ceiling": None}
 SAMPLES = [{"query": "q", "score": 1.5}]

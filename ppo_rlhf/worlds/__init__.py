@@ -12,8 +12,10 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import hub, paths, pretrained, sources
-from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.lib.base import hub, paths
+from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.nets import pretrained
 
 
 def of(world: str) -> Any:
